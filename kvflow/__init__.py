@@ -1,0 +1,30 @@
+"""kvflow: an asyncio-native runtime that moves paged KV cache between LLM engines.
+
+The public names; everything else may change. Errors live in `kvflow.errors`.
+"""
+
+from kvflow import errors
+from kvflow.config import Config
+from kvflow.core.layout import CacheLayout, KVStyle
+from kvflow.core.wire import Ticket
+from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.runtime import Runtime, RuntimeState, RuntimeStatistics
+from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheLayout",
+    "Config",
+    "KVStyle",
+    "Lease",
+    "LeaseOutcome",
+    "LoadReport",
+    "LoadRequest",
+    "Runtime",
+    "RuntimeState",
+    "RuntimeStatistics",
+    "ServeRequest",
+    "Ticket",
+    "errors",
+]

@@ -1,0 +1,132 @@
+"""One frozen Config: every limit and timeout of a runtime, with its unit in the name.
+
+Nothing here is read from the environment; what a process may set outside is what NIXL and UCX read themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from kvflow.errors import ConfigError
+
+_KIB = 1 << 10
+_MIB = 1 << 20
+
+PORT_MAX = 65535
+
+
+def split_address(address: str, *, what: str = "listen") -> tuple[str, int]:
+    """Split `tcp://host:port` into its parts; raises ConfigError for anything else. IPv6 hosts keep brackets."""
+    scheme, separator, rest = address.partition("://")
+    host, colon, port_text = rest.rpartition(":")
+    if scheme != "tcp" or not separator or not host or not colon or not port_text.isdecimal():
+        raise ConfigError(f"{what}: expected 'tcp://host:port', got {address!r}")
+    port = int(port_text)
+    if port > PORT_MAX:
+        raise ConfigError(f"{what}: port {port} is above {PORT_MAX}")
+    return host, port
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """How one rank of an engine takes part.
+
+    `listen` is the side channel's base address. The rank listens at base port + its offset (see
+    `listen_port_offset`), so all ranks of an engine share one Config but for their rank. Port 0 asks the
+    system for any free port; tickets carry the real one.
+    """
+
+    engine_id: str
+    listen: str = "tcp://127.0.0.1:5600"
+    advertise_host: str | None = None
+    """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0."""
+
+    model: str = ""
+    """Name of the model; both sides must give the same."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    dp_rank: int = 0
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    transport: str = "nixl"
+    nixl_backend: str = "UCX"
+    nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
+    kv_buffer_device: str | None = None
+    """Device kind that the transport reads from and writes to; None takes the best one for the cache's device."""
+    prefault: bool = True
+    """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
+
+    lease_ttl_s: float = 30.0
+    load_deadline_s: float = 30.0
+    handshake_timeout_s: float = 5.0
+    cancel_grace_s: float = 1.0
+    """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
+    drain_timeout_s: float = 10.0
+    """How long closing waits for loads and leases that are still open."""
+    transport_close_timeout_s: float = 10.0
+
+    leases_max: int = 1 << 14
+    """Leases open at once; each has a 16-byte seal that readers check."""
+    loads_max: int = 1 << 12
+    """Loads open at once, those with quarantined blocks included."""
+    slice_bytes_max: int = 16 * _MIB
+    slice_descriptors_max: int = 8192
+    slices_in_flight_max: int = 4
+    notification_poll_interval_s: float = 0.005
+
+    block_ids_max: int = 1 << 20
+    request_id_chars_max: int = 512
+    side_channel_message_bytes_max: int = 4 * _MIB
+    notification_bytes_max: int = 4 * _KIB
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        _check_ranks(self)
+        _check_positive(self)
+        host, port = split_address(self.listen)
+        if port and port + self.listen_port_offset > PORT_MAX:
+            raise ConfigError(f"listen: port {port} + rank offset {self.listen_port_offset} is above {PORT_MAX}")
+        if self.advertise_host is None and host in ("*", "0.0.0.0", "[::]"):
+            raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
+
+    @property
+    def listen_port_offset(self) -> int:
+        """dp_rank * tp_size + tp_rank; with pipeline stages every stage counts as a row of tp_size ranks."""
+        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+
+    @property
+    def listen_host(self) -> str:
+        return split_address(self.listen)[0]
+
+    @property
+    def listen_port(self) -> int:
+        """The port this rank binds; 0 means any free one."""
+        port = split_address(self.listen)[1]
+        return port + self.listen_port_offset if port else 0
+
+
+def _check_names(config: Config) -> None:
+    if not config.engine_id or len(config.engine_id) > 256:
+        raise ConfigError(f"engine_id: expected 1 to 256 characters, got {len(config.engine_id)}")
+    if len(config.model) > 1024:
+        raise ConfigError(f"model: expected at most 1024 characters, got {len(config.model)}")
+
+
+def _check_ranks(config: Config) -> None:
+    for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+        rank, size = getattr(config, rank_name), getattr(config, size_name)
+        if size < 1 or not 0 <= rank < size:
+            raise ConfigError(f"{rank_name}: expected 0 <= {rank_name} < {size_name}, got {rank} and {size}")
+    if config.dp_rank < 0:
+        raise ConfigError(f"dp_rank: expected 0 or more, got {config.dp_rank}")
+
+
+def _check_positive(config: Config) -> None:
+    for entry in fields(config):
+        if entry.name.endswith(("_s", "_max")):
+            value = getattr(config, entry.name)
+            if not value > 0:
+                raise ConfigError(f"{entry.name}: expected more than 0, got {value!r}")

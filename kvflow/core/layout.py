@@ -1,0 +1,372 @@
+"""What one rank's KV cache looks like in memory: which bytes belong to (layer, K or V, block).
+
+A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four ways to hold K and V are known
+(`KVStyle`); the last axes are tokens, heads and head elements in either order (NHD or HND). Strides are
+read from the tensors, so permuted views, padded blocks and layers that share one storage all work, as long
+as the bytes of one block of one region are dense.
+
+The canonical form is a list of regions: one for each layer and part (K, V, or the one latent or fused part),
+each a base address, a block stride and a block size. A tensor that stacks K and V next to each other in a
+block is two regions too; `plan` fuses neighbours again where both sides allow it.
+
+Tensors are read through `TensorLike`, so this module needs no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.errors import LayoutError
+
+UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+
+
+class KVStyle(enum.StrEnum):
+    """How a layer holds K and V. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
+
+    KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
+    BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
+    APART = "apart"  # a pair of tensors (B, N, H, D)
+    FUSED = "fused"  # one tensor (B, N, H, D) whose last axis holds K and V of a head together
+    MLA = "mla"  # one tensor (B, N, D): the latent of multi-head latent attention
+
+
+class DeviceLike(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
+class TensorLike(Protocol):
+    """The part of torch.Tensor that a layout reads."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def device(self) -> DeviceLike: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
+LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, TensorLike]"
+KVCaches: TypeAlias = "Mapping[str, LayerCache]"
+
+# The axes in front of a block's own, per style; "kv" has two entries.
+_OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
+    KVStyle.KV_FIRST: ("kv", "block"),
+    KVStyle.BLOCKS_FIRST: ("block", "kv"),
+    KVStyle.APART: ("block",),
+    KVStyle.FUSED: ("block",),
+    KVStyle.MLA: ("block",),
+}
+_INNER_AXES: dict[str, tuple[str, ...]] = {"NHD": ("token", "head", "dim"), "HND": ("head", "token", "dim")}
+_MLA_INNER_AXES = ("token", "dim")
+
+# The parts of a layer, in the order of the regions.
+_PARTS: dict[KVStyle, tuple[str, ...]] = {
+    KVStyle.KV_FIRST: ("K", "V"),
+    KVStyle.BLOCKS_FIRST: ("K", "V"),
+    KVStyle.APART: ("K", "V"),
+    KVStyle.FUSED: ("KV",),
+    KVStyle.MLA: ("latent",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """The shape of one rank's cache, equal for all its layers.
+
+    `order` is the order of the axes in the tensors' shape; `memory_order` is the one their strides give. `dtype` is
+    the name without a package ("float16"). For MLA `num_kv_heads` is 1 and `head_size` the latent's size; for
+    FUSED `head_size` is the last axis, that is K and V of a head together.
+    """
+
+    layer_names: tuple[str, ...]
+    style: KVStyle
+    order: str
+    memory_order: str
+    dtype: str
+    itemsize: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of a layer's regions."""
+        return _PARTS[self.style]
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """Bytes of one token in one region."""
+        return self.num_kv_heads * self.head_size * self.itemsize
+
+    @property
+    def region_block_size_bytes(self) -> int:
+        """Bytes of one block in one region."""
+        return self.slot_size_bytes * self.block_size
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block over all layers and parts."""
+        return self.region_block_size_bytes * len(self.parts) * len(self.layer_names)
+
+    @classmethod
+    def infer(
+        cls, kv_caches: KVCaches, *, order: str, block_size: int, style: KVStyle | str | None = None
+    ) -> CacheLayout:
+        """Read the layout off the tensors.
+
+        `order` names the axes of the tensors' shape, "NHD" or "HND"; `block_size` is in tokens and is checked
+        against the shape. `style` is needed only where shapes do not tell: a 5-axis tensor whose first two axes
+        are both 2. Raises LayoutError with the layer's name and both values.
+        """
+        if not kv_caches:
+            raise LayoutError("kv_caches: expected at least one layer, got none")
+        if order not in _INNER_AXES:
+            raise LayoutError(f"order: expected one of {sorted(_INNER_AXES)}, got {order!r}")
+        name, first = next(iter(kv_caches.items()))
+        chosen = _infer_style(name, first) if style is None else KVStyle(style)
+        layout = _layout_of_layer(name, first, chosen, order, tuple(kv_caches))
+        if layout.block_size != block_size:
+            raise LayoutError(
+                f"layer {name!r}: block_size is {block_size}, but axis 'token' of shape {_shape_text(first)} "
+                f"read as {order} has {layout.block_size}"
+            )
+        layout.check(kv_caches)
+        return layout
+
+    def check(self, kv_caches: KVCaches) -> None:
+        """Raise LayoutError unless every tensor is as this layout says."""
+        if tuple(kv_caches) != self.layer_names:
+            raise LayoutError(
+                f"layers differ: layout has {_some(self.layer_names)}, caches have {_some(tuple(kv_caches))}"
+            )
+        for name, layer in kv_caches.items():
+            other = _layout_of_layer(name, layer, self.style, self.order, self.layer_names)
+            for field in ("dtype", "num_blocks", "block_size", "num_kv_heads", "head_size", "memory_order"):
+                ours, theirs = getattr(self, field), getattr(other, field)
+                if ours != theirs:
+                    raise LayoutError(f"layer {name!r}: {field} is {theirs}, the layout says {ours}")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where memory is: a kind such as "cpu" or "cuda", and the index among its kind (0 for the CPU)."""
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """Where a cache lies: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
+
+    Regions are ordered by layer, then by part; `num_blocks` and `block_size_bytes` are the same for all.
+    """
+
+    bases: UInt64Array
+    strides: UInt64Array
+    block_size_bytes: int
+    num_blocks: int
+    device: Device
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One contiguous piece of memory to register: the smallest that holds some regions."""
+
+    address: int
+    size_bytes: int
+
+
+def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
+    """Find every region of `kv_caches`; raises LayoutError where a block's bytes are not dense."""
+    layout.check(kv_caches)
+    bases: list[int] = []
+    strides: list[int] = []
+    for name, layer in kv_caches.items():
+        for tensor, offset_bytes in _part_tensors(layout.style, layer):
+            bases.append(tensor.data_ptr() + offset_bytes)
+            strides.append(_block_stride_bytes(name, layout, tensor))
+    return Regions(
+        bases=np.array(bases, dtype=np.uint64),
+        strides=np.array(strides, dtype=np.uint64),
+        block_size_bytes=layout.region_block_size_bytes,
+        num_blocks=layout.num_blocks,
+        device=device_of(kv_caches),
+    )
+
+
+def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
+    """The memory to register: one span per tensor, overlapping ones joined.
+
+    Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
+    """
+    pieces = sorted({_extent(tensor) for layer in kv_caches.values() for tensor in _tensors(layer)})
+    joined: list[tuple[int, int]] = []
+    for start, end in pieces:
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(Span(address=start, size_bytes=end - start) for start, end in joined)
+
+
+def device_of(kv_caches: KVCaches) -> Device:
+    """The one device that holds all tensors; LayoutError if there are several."""
+    found = {
+        Device(tensor.device.type, tensor.device.index or 0): name
+        for name, layer in kv_caches.items()
+        for tensor in _tensors(layer)
+    }
+    if len(found) != 1:
+        where = ", ".join(sorted(f"{device.kind}:{device.index} (layer {name!r})" for device, name in found.items()))
+        raise LayoutError(f"device: expected one for all layers, got {where}")
+    return next(iter(found))
+
+
+def _tensors(layer: LayerCache) -> tuple[TensorLike, ...]:
+    tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
+    for tensor in tensors:
+        if not hasattr(tensor, "data_ptr"):
+            raise LayoutError(f"kv_caches: expected tensors or pairs of tensors, got {type(tensor).__name__}")
+    return tensors
+
+
+def _infer_style(name: str, layer: LayerCache) -> KVStyle:
+    tensors = _tensors(layer)
+    if len(tensors) > 1:
+        return KVStyle.APART
+    shape = tuple(tensors[0].shape)
+    if len(shape) == 3:
+        return KVStyle.MLA
+    if len(shape) == 4:
+        return KVStyle.FUSED
+    if len(shape) == 5 and shape[:2] == (2, 2):
+        raise LayoutError(f"layer {name!r}: shape {shape} fits kv_first and blocks_first; pass style=")
+    if len(shape) == 5 and shape[0] == 2:
+        return KVStyle.KV_FIRST
+    if len(shape) == 5 and shape[1] == 2:
+        return KVStyle.BLOCKS_FIRST
+    raise LayoutError(
+        f"layer {name!r}: expected a shape (2, B, ..), (B, 2, ..), (B, N, H, D), (B, N, D) or a (K, V) pair, "
+        f"got {len(shape)} axes: {shape}"
+    )
+
+
+def _axes(style: KVStyle, order: str) -> tuple[str, ...]:
+    inner = _MLA_INNER_AXES if style is KVStyle.MLA else _INNER_AXES[order]
+    return _OUTER_AXES[style] + inner
+
+
+def _layout_of_layer(
+    name: str, layer: LayerCache, style: KVStyle, order: str, layer_names: tuple[str, ...]
+) -> CacheLayout:
+    tensors = _tensors(layer)
+    if (len(tensors) == 2) != (style is KVStyle.APART):
+        raise LayoutError(f"layer {name!r}: style {style} wants {'a pair' if style is KVStyle.APART else 'one tensor'}")
+    first, last = tensors[0], tensors[-1]
+    axes = _axes(style, order)
+    for tensor in tensors:
+        if len(tensor.shape) != len(axes):
+            raise LayoutError(
+                f"layer {name!r}: style {style} has {len(axes)} axes ({', '.join(axes)}), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    if tuple(first.shape) != tuple(last.shape) or str(first.dtype) != str(last.dtype):
+        raise LayoutError(
+            f"layer {name!r}: K is {tuple(first.shape)} {first.dtype}, V is {tuple(last.shape)} {last.dtype}"
+        )
+    size = dict(zip(axes, first.shape, strict=True))
+    if size.get("kv", 2) != 2:
+        raise LayoutError(f"layer {name!r}: axis 'kv' of shape {tuple(first.shape)} is {size['kv']}, expected 2")
+    if min(size.values()) < 1:
+        raise LayoutError(f"layer {name!r}: empty axis in shape {tuple(first.shape)}")
+    return CacheLayout(
+        layer_names=layer_names,
+        style=style,
+        order=order,
+        memory_order=_memory_order(style, order, first),
+        dtype=str(first.dtype).rpartition(".")[2],
+        itemsize=first.element_size(),
+        num_blocks=size["block"],
+        block_size=size["token"],
+        num_kv_heads=size.get("head", 1),
+        head_size=size["dim"],
+    )
+
+
+def _memory_order(style: KVStyle, order: str, tensor: TensorLike) -> str:
+    """The order of tokens and heads that strides give. With one head or one token both are the same bytes."""
+    if style is KVStyle.MLA:
+        return "NHD"
+    axes = _axes(style, order)
+    stride = dict(zip(axes, tensor.stride(), strict=True))
+    size = dict(zip(axes, tensor.shape, strict=True))
+    if size["head"] == 1 or size["token"] == 1:
+        return "NHD"
+    return "NHD" if stride["token"] > stride["head"] else "HND"
+
+
+def _part_tensors(style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
+    """(tensor, offset of the part in bytes) for each part of a layer."""
+    tensors = _tensors(layer)
+    if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
+        return [(tensor, 0) for tensor in tensors]
+    tensor = tensors[0]
+    kv_stride = tensor.stride()[_OUTER_AXES[style].index("kv")]
+    return [(tensor, 0), (tensor, kv_stride * tensor.element_size())]
+
+
+def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> int:
+    """The distance of two blocks; checks that the bytes inside a block are dense."""
+    axes = _axes(layout.style, layout.order)
+    stride = dict(zip(axes, tensor.stride(), strict=True))
+    size = dict(zip(axes, tensor.shape, strict=True))
+    inner = [axis for axis in axes if axis not in ("kv", "block") and size[axis] > 1]
+    expected = 1
+    for axis in sorted(inner, key=lambda axis: stride[axis]):
+        if stride[axis] != expected:
+            raise LayoutError(
+                f"layer {name!r}: blocks are not contiguous: axis {axis!r} has stride {stride[axis]}, dense is "
+                f"{expected} (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())})"
+            )
+        expected *= size[axis]
+    block_stride = stride["block"] if size["block"] > 1 else expected
+    for what, distance in (("block", block_stride), ("kv", stride.get("kv", expected))):
+        if distance < expected:
+            raise LayoutError(
+                f"layer {name!r}: blocks overlap: axis {what!r} has stride {distance} elements, a block has {expected}"
+            )
+    return block_stride * tensor.element_size()
+
+
+def _extent(tensor: TensorLike) -> tuple[int, int]:
+    """(first byte, one past the last byte) of a tensor."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return (start, start + (reach + 1) * tensor.element_size())
+
+
+def _shape_text(layer: LayerCache) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in _tensors(layer))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    head = ", ".join(names[:4])
+    return f"{len(names)} ({head}{', ...' if len(names) > 4 else ''})"

@@ -1,0 +1,213 @@
+"""From block ids to descriptors: which bytes to read from where to where, as numpy arrays.
+
+Two steps. `pair_regions` runs once per peer: it matches our regions with theirs and fuses neighbours that lie next
+to each other inside a block on both sides, so its cost and memory grow with regions and never with blocks.
+`plan_read` runs once per load: it joins consecutive blocks into runs and multiplies runs with region pairs. A block
+id is checked before it becomes an address (invariant I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.core.layout import Device, Regions, UInt64Array
+from kvflow.errors import RequestError
+
+BlockIds: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionPairs:
+    """Local regions and the remote ones they are read from, fused; one entry per pair, all in bytes."""
+
+    local_bases: UInt64Array
+    local_strides: UInt64Array
+    remote_bases: UInt64Array
+    remote_strides: UInt64Array
+    sizes: UInt64Array
+    local_device: Device
+    remote_device: Device
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptors:
+    """Reads to make: `sizes[i]` bytes from `remote[i]` on the peer to `local[i]` here."""
+
+    local: UInt64Array
+    remote: UInt64Array
+    sizes: UInt64Array
+    local_device: Device
+    remote_device: Device
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.sizes.sum())
+
+    def part(self, start: int, stop: int) -> Descriptors:
+        return replace(self, local=self.local[start:stop], remote=self.remote[start:stop], sizes=self.sizes[start:stop])
+
+
+def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str, unique: bool = True) -> BlockIds:
+    """Turn block ids into an array; RequestError names the first that is no integer, out of range or repeated."""
+    try:
+        raw = np.asarray(block_ids)
+        ids = raw.astype(np.int64, casting="safe") if raw.size else np.empty(0, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RequestError(f"{what}: expected a list of integers, got {_preview(block_ids)}") from error
+    if ids.ndim != 1 or raw.dtype == np.bool_:
+        raise RequestError(f"{what}: expected a flat list of integers, got {_preview(block_ids)}")
+    outside = (ids < 0) | (ids >= num_blocks)
+    if outside.any():
+        raise RequestError(f"{what}: block id {ids[outside][0]} is not in 0..{num_blocks - 1}")
+    if unique and len(ids) > 1:
+        ordered = np.sort(ids)
+        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(repeated):
+            raise RequestError(f"{what}: block id {repeated[0]} is given twice")
+    return ids
+
+
+def pair_regions(local: Regions, remote: Regions) -> RegionPairs:
+    """Match region i with region i and fuse pairs that are neighbours in every block of both sides.
+
+    Fusing keeps to one registered span: a fused block is no longer than the stride, so the extents of its regions
+    overlap, and overlapping extents are registered as one (see `layout.map_spans`).
+    """
+    order = np.argsort(local.bases, kind="stable")
+    local_bases, local_strides = local.bases[order], local.strides[order]
+    remote_bases, remote_strides = remote.bases[order], remote.strides[order]
+    size = local.block_size_bytes
+    rows: list[list[int]] = []
+    columns = (local_bases.tolist(), local_strides.tolist(), remote_bases.tolist(), remote_strides.tolist())
+    for local_base, local_stride, remote_base, remote_stride in zip(*columns, strict=True):
+        if rows and _continues(rows[-1], local_base, local_stride, remote_base, remote_stride, size):
+            rows[-1][4] += size
+        else:
+            rows.append([local_base, local_stride, remote_base, remote_stride, size])
+    table = np.array(rows, dtype=np.uint64).reshape(-1, 5).T
+    return RegionPairs(
+        local_bases=table[0].copy(),
+        local_strides=table[1].copy(),
+        remote_bases=table[2].copy(),
+        remote_strides=table[3].copy(),
+        sizes=table[4].copy(),
+        local_device=local.device,
+        remote_device=remote.device,
+    )
+
+
+def _continues(
+    row: list[int], local_base: int, local_stride: int, remote_base: int, remote_stride: int, size: int
+) -> bool:
+    """Whether a pair lies right behind `row` in each block of both sides."""
+    last_local_base, last_local_stride, last_remote_base, last_remote_stride, length = row
+    return (
+        local_base == last_local_base + length
+        and remote_base == last_remote_base + length
+        and local_stride == last_local_stride
+        and remote_stride == last_remote_stride
+        and length + size <= min(local_stride, remote_stride)
+    )
+
+
+def plan_read(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Descriptors:
+    """Descriptors that fill block `local_ids[i]` from `remote_ids[i]` in every region pair.
+
+    Blocks are taken in the order of their local ids; consecutive blocks become one descriptor in regions that are
+    dense on both sides.
+    """
+    order = np.argsort(local_ids, kind="stable")
+    local_sorted, remote_sorted = local_ids[order], remote_ids[order]
+    dense = (pairs.local_strides == pairs.sizes) & (pairs.remote_strides == pairs.sizes)
+    starts = run_starts(local_sorted, remote_sorted)
+    counts = np.diff(starts, append=len(local_sorted))
+    ones = np.ones(len(local_sorted), dtype=np.int64)
+    pieces = [
+        _cross(pairs, dense, local_sorted[starts], remote_sorted[starts], counts),
+        _cross(pairs, ~dense, local_sorted, remote_sorted, ones),
+    ]
+    return Descriptors(
+        local=np.concatenate([piece.local for piece in pieces]),
+        remote=np.concatenate([piece.remote for piece in pieces]),
+        sizes=np.concatenate([piece.sizes for piece in pieces]),
+        local_device=pairs.local_device,
+        remote_device=pairs.remote_device,
+    )
+
+
+def run_starts(local_ids: BlockIds, remote_ids: BlockIds) -> BlockIds:
+    """Indices at which a run of blocks begins that are consecutive on both sides."""
+    if len(local_ids) == 0:
+        return np.empty(0, dtype=np.int64)
+    breaks = (np.diff(local_ids) != 1) | (np.diff(remote_ids) != 1)
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(breaks) + 1])
+
+
+def _cross(
+    pairs: RegionPairs,
+    chosen: npt.NDArray[np.bool_],
+    local_ids: BlockIds,
+    remote_ids: BlockIds,
+    counts: BlockIds,
+) -> Descriptors:
+    """Every chosen region pair times every run of blocks, region by region."""
+    sizes = pairs.sizes[chosen][:, None] * counts.astype(np.uint64)[None, :]
+    local = _addresses(pairs.local_bases[chosen], pairs.local_strides[chosen], local_ids)
+    remote = _addresses(pairs.remote_bases[chosen], pairs.remote_strides[chosen], remote_ids)
+    return Descriptors(
+        local=local.ravel(),
+        remote=remote.ravel(),
+        sizes=sizes.ravel(),
+        local_device=pairs.local_device,
+        remote_device=pairs.remote_device,
+    )
+
+
+def _addresses(bases: UInt64Array, strides: UInt64Array, block_ids: BlockIds) -> UInt64Array:
+    return bases[:, None] + strides[:, None] * block_ids.astype(np.uint64)[None, :]
+
+
+def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
+    """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
+    pieces = _split_large(descriptors, bytes_max)
+    ends = np.cumsum(pieces.sizes)
+    start, done_bytes = 0, 0
+    while start < len(pieces):
+        stop = int(np.searchsorted(ends, np.uint64(done_bytes + bytes_max), side="right"))
+        stop = min(max(stop, start + 1), start + descriptors_max)
+        yield pieces.part(start, stop)
+        done_bytes = int(ends[stop - 1])
+        start = stop
+
+
+def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
+    """Replace each descriptor above `bytes_max` by pieces of at most that size."""
+    limit = np.uint64(bytes_max)
+    if not (descriptors.sizes > limit).any():
+        return descriptors
+    counts = -(-descriptors.sizes.astype(np.int64) // bytes_max)
+    index = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = index.astype(np.uint64) * limit
+    sizes = np.minimum(np.repeat(descriptors.sizes, counts) - offsets, limit)
+    return replace(
+        descriptors,
+        local=np.repeat(descriptors.local, counts) + offsets,
+        remote=np.repeat(descriptors.remote, counts) + offsets,
+        sizes=sizes,
+    )
+
+
+def _preview(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

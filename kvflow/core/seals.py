@@ -1,0 +1,72 @@
+"""How a reader knows that a lease covered its whole read: seals (invariant I2).
+
+A producer keeps one 16-byte word per open lease in memory that peers can read: the *seal*. It holds the lease's secret
+id while the lease is open, and is wiped before the blocks are given back. A reader fetches the seal through the same
+transport *after* its last byte has landed. If the seal holds the id of its ticket, the lease was still open at that
+moment, hence during the whole read. If not (expired, revoked, used up by another reader, reused by another lease),
+the read is stale. A torn word matches no id.
+
+The argument uses one order only: wiping happens before reuse on the producer, and fetching happens after the read
+on the reader. No clocks are compared, nobody on the producer has to answer, and it costs one 16-byte read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.core.layout import Device, Span
+from kvflow.core.plan import Descriptors
+
+SEAL_SIZE_BYTES = 16
+HOST = Device("cpu", 0)
+
+
+class SealTable:
+    """Words of host memory and which of them are free. A producer's seals, or a reader's landing places for them."""
+
+    def __init__(self, count: int) -> None:
+        self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
+        self._free = list(range(count - 1, -1, -1))
+
+    @property
+    def span(self) -> Span:
+        return Span(address=self.address(0), size_bytes=self.words.nbytes)
+
+    @property
+    def count(self) -> int:
+        return len(self.words)
+
+    @property
+    def used(self) -> int:
+        return self.count - len(self._free)
+
+    def address(self, index: int) -> int:
+        return int(self.words.ctypes.data) + index * SEAL_SIZE_BYTES
+
+    def take(self) -> int | None:
+        """A free word's index, or None if all are used."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, index: int) -> None:
+        """Wipe a word and make it free."""
+        self.words[index] = 0
+        self._free.append(index)
+
+    def seal(self, index: int, lease_id: str) -> None:
+        """Write a lease's id: from now on its readers find it."""
+        self.words[index] = np.frombuffer(bytes.fromhex(lease_id), dtype=np.uint8)
+
+    def holds(self, index: int, lease_id: str) -> bool:
+        return bool(self.words[index].tobytes() == bytes.fromhex(lease_id))
+
+
+def fetch_seal(*, local_address: int, remote_address: int) -> Descriptors:
+    """The read that fetches one seal."""
+    return Descriptors(
+        local=np.array([local_address], dtype=np.uint64),
+        remote=np.array([remote_address], dtype=np.uint64),
+        sizes=np.array([SEAL_SIZE_BYTES], dtype=np.uint64),
+        local_device=HOST,
+        remote_device=HOST,
+    )

@@ -1,0 +1,364 @@
+"""The Runtime: what users hold. It owns every service, starts them in order and ends them in the reverse order.
+
+One supervisor task holds a task group with the poller, the listener and the handshakes. If a service dies, the group
+ends, everybody who waits is settled, and later calls raise RuntimeBroken with the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import secrets
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvflow.config import Config
+from kvflow.core import wire
+from kvflow.core.layout import CacheLayout, KVCaches, Regions, map_regions, map_spans
+from kvflow.core.ledger import BlockCounts, BlockLedger
+from kvflow.core.seals import HOST, SealTable
+from kvflow.core.states import PeerState
+from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.runtime.loading import Loader, LoadingStatistics, LoadReport, LoadRequest
+from kvflow.runtime.peers import LocalRank, Peers
+from kvflow.runtime.poller import Poller
+from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
+from kvflow.runtime.side_channel import Listener, ListenerStatistics
+from kvflow.transport.base import Transport, TransportError, TransportStatistics, choose_buffer_device
+from kvflow.transport.factory import make_transport
+
+logger = logging.getLogger(__name__)
+
+
+class RuntimeState(enum.StrEnum):
+    NEW = "new"
+    OPEN = "open"
+    BROKEN = "broken"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeStatistics:
+    """A snapshot. Before a cache is registered, and after closing, its parts are None."""
+
+    state: RuntimeState
+    tasks: int
+    blocks: BlockCounts | None
+    serving: ServingStatistics | None
+    loading: LoadingStatistics | None
+    peers: tuple[PeerState, ...]
+    listener: ListenerStatistics | None
+    transport: TransportStatistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cache:
+    """Everything that exists once a cache is registered."""
+
+    layout: CacheLayout
+    regions: Regions
+    local: LocalRank
+    ledger: BlockLedger
+    seals: SealTable
+    serving: Serving
+    loader: Loader
+    peers: Peers
+    agent_metadata: bytes
+
+
+class Runtime:
+    """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
+
+    It belongs to the event loop that opened it. `transport` replaces the one that `config.transport` names.
+    """
+
+    def __init__(self, config: Config, *, transport: Transport | None = None) -> None:
+        self._config = config
+        self._incarnation = secrets.token_hex(8)
+        self._agent_name = wire.agent_name(config.engine_id, config.pp_rank, config.tp_rank, self._incarnation)
+        self._transport = transport or make_transport(config, self._agent_name)
+        self._state = RuntimeState.NEW
+        self._cause: BaseException | None = None
+        self._registering = False
+        self._cache: _Cache | None = None
+        self._stray_notifications = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<kvflow.Runtime {self._config.engine_id} {self._state}>"
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @property
+    def state(self) -> RuntimeState:
+        return self._state
+
+    @property
+    def address(self) -> str:
+        """The side channel's address as tickets name it."""
+        self._require_open()
+        return f"tcp://{self._config.advertise_host or self._config.listen_host}:{self._listener.port}"
+
+    @property
+    def quarantines(self) -> tuple[Quarantine, ...]:
+        """Blocks in which bytes may still land although their load has ended; each can be awaited."""
+        return self._cache.loader.quarantines if self._cache else ()
+
+    async def __aenter__(self) -> Self:
+        """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had."""
+        if self._state is not RuntimeState.NEW:
+            raise UsageError(f"a Runtime is opened once; this one is {self._state}")
+        await self._transport.open()
+        try:
+            self._listener = Listener(
+                self._config.listen_host,
+                self._config.listen_port,
+                message_bytes_max=self._config.side_channel_message_bytes_max,
+                answer=self._answer,
+            )
+        except BaseException:
+            await self._transport.aclose(self._config.transport_close_timeout_s)
+            raise
+        self._poller = Poller(self._transport, self._on_notification)
+        self._stop = asyncio.Event()
+        self._state = RuntimeState.OPEN
+        started = asyncio.Event()
+        self._supervisor = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
+        await started.wait()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close in order: no new work, let loads and leases finish, revoke what is left, deregister, stop everything.
+
+        Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. Cancelling it stops
+        the waiting; the closing goes on. Raises RuntimeBroken if reads could not be stopped: then the registered
+        memory must stay until the process ends.
+        """
+        if self._state is RuntimeState.NEW:
+            self._state = RuntimeState.CLOSED
+        if self._state is RuntimeState.CLOSED:
+            return
+        if self._state is not RuntimeState.CLOSING:
+            self._state = RuntimeState.CLOSING
+            self._closing = asyncio.create_task(self._close(), name="kvflow-close")
+        await asyncio.shield(self._closing)
+
+    async def register_kv_caches(self, kv_caches: KVCaches, layout: CacheLayout) -> None:
+        """Make the cache readable by peers and writable by loads; once per runtime.
+
+        The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as `layout`
+        says, ConfigError if the transport cannot reach their device. Cancelling leaves the runtime unregistered.
+        """
+        self._require_open()
+        if self._cache is not None or self._registering:
+            raise UsageError("a KV cache is registered already; a runtime has one")
+        regions = map_regions(layout, kv_caches)
+        buffer_device = choose_buffer_device(regions.device.kind, self._config.kv_buffer_device)
+        if buffer_device != regions.device.kind:
+            raise ConfigError(
+                f"a cache on {regions.device.kind!r} needs host buffers on {buffer_device!r}: not supported yet"
+            )
+        self._registering = True
+        try:
+            self._cache = await self._register(kv_caches, layout, regions)
+        except TransportError as error:
+            raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
+        finally:
+            self._registering = False
+
+    def serve_blocks(self, request: ServeRequest) -> Lease:
+        """Offer blocks to readers; the lease's ticket goes to the consumer, and awaiting the lease gives its outcome.
+
+        The lease is in force when this returns. Raises RequestError (BlocksBusy if a block is being loaded).
+        """
+        return self._require_cache().serving.serve(request)
+
+    async def load_blocks(self, request: LoadRequest) -> LoadReport:
+        """Read the blocks that a ticket offers into local blocks.
+
+        Raises RequestError, a PeerError, LeaseExpired, TransferFailed or DeadlineExceeded; never reports a success
+        that is partial or stale. Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the
+        blocks are in `quarantines` (and in the error's `quarantine`) until they are safe.
+        """
+        return await self._require_cache().loader.load(request)
+
+    def statistics(self) -> RuntimeStatistics:
+        """What is open now and what has happened so far. Legal in every state."""
+        cache = self._cache
+        opened = self._state is not RuntimeState.NEW
+        return RuntimeStatistics(
+            state=self._state,
+            tasks=len(self._tasks) + (opened and not self._supervisor.done()),
+            blocks=cache.ledger.counts() if cache else None,
+            serving=cache.serving.statistics if cache else None,
+            loading=cache.loader.statistics if cache else None,
+            peers=cache.peers.states if cache else (),
+            listener=self._listener.statistics if opened else None,
+            transport=self._transport.statistics,
+        )
+
+    async def _register(self, kv_caches: KVCaches, layout: CacheLayout, regions: Regions) -> _Cache:
+        config = self._config
+        seals, landing = SealTable(config.leases_max), SealTable(config.loads_max)
+        await self._transport.register(map_spans(kv_caches), regions.device, list(kv_caches.values()))
+        await self._transport.register([seals.span, landing.span], HOST, (seals, landing))
+        agent_metadata = await self._transport.metadata()
+        compatibility = wire.compatibility_of(
+            layout, model=config.model, tp_size=config.tp_size, pp_size=config.pp_size
+        )
+        local = LocalRank(reader=self._agent_name, compatibility=compatibility, regions=regions)
+        ledger = BlockLedger(layout.num_blocks)
+        peers = Peers(config, self._transport, local, self._spawn)
+        return _Cache(
+            layout=layout,
+            regions=regions,
+            local=local,
+            ledger=ledger,
+            seals=seals,
+            serving=Serving(config, layout, ledger, seals, incarnation=self._incarnation, port=self._listener.port),
+            loader=Loader(
+                config,
+                num_blocks=layout.num_blocks,
+                ledger=ledger,
+                landing=landing,
+                peers=peers,
+                poller=self._poller,
+                transport=self._transport,
+                reader=self._agent_name,
+            ),
+            peers=peers,
+            agent_metadata=agent_metadata,
+        )
+
+    async def _supervise(self, started: asyncio.Event) -> None:
+        """The supervisor task: runs the services until told to stop, or until one dies."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._spawn(self._poller.run(), name="kvflow-poller")
+                self._spawn(self._listener.serve(), name="kvflow-listener")
+                started.set()
+                await self._stop.wait()
+                for task in self._tasks:
+                    task.cancel()
+        except* Exception as problems:  # noqa: BLE001 - whatever killed a service, everybody gets to know
+            self._break(problems.exceptions[0])
+
+    def _spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        if self._stop.is_set() or self._cause is not None:
+            body.close()
+            raise RuntimeClosed("the runtime is closing")
+        task = self._group.create_task(body, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _break(self, cause: BaseException) -> None:
+        """A service died: settle everybody."""
+        logger.error("kvflow runtime %s broke", self._config.engine_id, exc_info=cause)
+        self._cause = cause
+        if self._state is RuntimeState.OPEN:
+            self._state = RuntimeState.BROKEN
+        if self._cache:
+            self._cache.serving.close()
+            self._cache.loader.close()
+
+    async def _close(self) -> None:
+        """The close task."""
+        try:
+            await self._drain()
+            self._stop.set()
+            await self._supervisor
+            if self._cache:
+                await self._cache.peers.aclose()
+            try:
+                await self._transport.aclose(self._config.transport_close_timeout_s)
+            except TransportError as error:
+                raise RuntimeBroken(f"closing {self._config.engine_id!r}: {error}") from error
+        finally:
+            self._listener.close()
+            self._state = RuntimeState.CLOSED
+
+    async def _drain(self) -> None:
+        """Let loads and leases end by themselves, then make them end, each within a bound."""
+        if self._cache is None:
+            return
+        serving, loader = self._cache.serving, self._cache.loader
+        if self._cause is None:
+            await _bounded([serving.drained(), loader.drained()], self._config.drain_timeout_s)
+        serving.close()
+        loader.close()
+        if self._cause is None:
+            await _bounded([loader.drained()], self._config.cancel_grace_s + self._config.drain_timeout_s)
+
+    def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
+        """Answer a peer on the side channel; never waits."""
+        cache = self._cache
+        if cache is None or self._state is not RuntimeState.OPEN:
+            return _refusal(
+                f"engine {self._config.engine_id!r} has no KV cache registered" if cache is None else "closing"
+            )
+        rank = (self._config.pp_rank, self._config.tp_rank)
+        if request.engine_id != self._config.engine_id:
+            return _refusal(f"unknown engine: expected {request.engine_id!r}, this is {self._config.engine_id!r}")
+        if header.fingerprint != cache.local.compatibility.fingerprint():
+            return _refusal("the caches are not compatible", cache.local.compatibility)
+        if (request.pp_rank, request.tp_rank) != rank:
+            return _refusal(f"(pp_rank, tp_rank): expected {(request.pp_rank, request.tp_rank)}, this is {rank}")
+        return wire.Metadata(
+            engine_id=self._config.engine_id,
+            incarnation=self._incarnation,
+            tp_rank=self._config.tp_rank,
+            pp_rank=self._config.pp_rank,
+            agent_metadata=cache.agent_metadata,
+            agent_metadata_crc32=wire.checksum(cache.agent_metadata),
+            regions=wire.regions_to_wire(cache.regions),
+            seals=wire.SealLocation(address=cache.seals.address(0), count=cache.seals.count),
+        )
+
+    def _on_notification(self, payload: bytes) -> None:
+        if self._cache is None:
+            self._stray_notifications += 1
+        else:
+            self._cache.serving.on_notification(payload)
+
+    def _require_open(self) -> None:
+        match self._state:
+            case RuntimeState.NEW:
+                raise UsageError("the runtime is not open yet: use it as `async with Runtime(config) as rt`")
+            case RuntimeState.BROKEN:
+                raise RuntimeBroken(f"the runtime broke: {self._cause}") from self._cause
+            case RuntimeState.CLOSING | RuntimeState.CLOSED:
+                raise RuntimeClosed(f"the runtime is {self._state}")
+            case RuntimeState.OPEN:
+                pass
+
+    def _require_cache(self) -> _Cache:
+        self._require_open()
+        if self._cache is None:
+            raise UsageError("no KV cache is registered yet: await register_kv_caches first")
+        return self._cache
+
+
+def _refusal(reason: str, compatibility: wire.Compatibility | None = None) -> wire.Refusal:
+    return wire.Refusal(reason=reason, version=wire.PROTOCOL_VERSION, compatibility=compatibility)
+
+
+async def _bounded(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> None:
+    """Wait for all of `waits`, but at most `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*waits)
+    except TimeoutError:
+        logger.warning("not done within %s s; going on", timeout_s)

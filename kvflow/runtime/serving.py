@@ -1,0 +1,286 @@
+"""The producer's side: leases, their seals, their timers, and the notifications that end them.
+
+A lease is registered, and its seal set, before `serve` returns, so a fast reader can never beat it. It ends exactly
+once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal first, then gives
+the blocks back (invariant I3). Late, duplicate, unknown and malformed notifications are counted and change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import secrets
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvflow.config import Config
+from kvflow.core import wire
+from kvflow.core.layout import CacheLayout
+from kvflow.core.ledger import BlockLedger
+from kvflow.core.plan import BlockIds, check_block_ids
+from kvflow.core.seals import SealTable
+from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_open
+from kvflow.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRequest:
+    """Offer `block_ids`, in prompt order, which hold the first `num_tokens` tokens of a prompt.
+
+    The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
+    need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
+    the lease is over once `reader_count` readers have read.
+    """
+
+    request_id: str
+    block_ids: Sequence[int]
+    num_tokens: int
+    ttl_s: float | None = None
+    reader_count: int = 1
+
+
+class LeaseOutcome(enum.StrEnum):
+    """How a lease ended; in every case the blocks may be reused."""
+
+    READ = "read"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+_OUTCOMES = {
+    LeaseState.READ: LeaseOutcome.READ,
+    LeaseState.EXPIRED: LeaseOutcome.EXPIRED,
+    LeaseState.REVOKED: LeaseOutcome.REVOKED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStatistics:
+    """Leases open now, how others ended, and notifications that changed nothing."""
+
+    open_leases: int
+    read: int
+    expired: int
+    revoked: int
+    late_notifications: int
+    duplicate_notifications: int
+    malformed_notifications: int
+
+
+class Lease:
+    """The producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
+
+    Cancelling a task that awaits a lease leaves the lease as it is.
+    """
+
+    def __init__(self, request: ServeRequest, ticket: wire.Ticket, end: Callable[[Lease, LeaseEvent], None]) -> None:
+        self.request_id = request.request_id
+        self.ticket = ticket
+        self.state = LeaseState.OFFERED
+        self._end = end
+        self._reader_count = request.reader_count
+        self._readers: set[str] = set()
+        self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.request_id} {self.state}, read by {len(self._readers)} of {self._reader_count}>"
+
+    def __await__(self) -> Generator[Any, None, LeaseOutcome]:
+        return asyncio.shield(self._outcome).__await__()
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return self.ticket.block_ids
+
+    @property
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    def revoke(self) -> None:
+        """Withdraw the offer: no later load can succeed, and the blocks are free. No effect on a lease that has ended.
+
+        A reader in the middle of a read gets LeaseExpired.
+        """
+        self._end(self, LeaseEvent.REVOKE)
+
+    def add_reader(self, reader: str) -> bool:
+        """Note that `reader` has read; False if it said so before."""
+        if reader in self._readers:
+            return False
+        self._readers.add(reader)
+        return True
+
+    @property
+    def all_read(self) -> bool:
+        return len(self._readers) >= self._reader_count
+
+    def settle(self, event: LeaseEvent) -> LeaseOutcome:
+        """Only for `Serving`: change the state and wake who awaits."""
+        self.state = fire(LEASE_TABLE, self.state, event)
+        outcome = _OUTCOMES[self.state]
+        self._outcome.set_result(outcome)
+        return outcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """A lease and what is given back when it ends."""
+
+    lease: Lease
+    ids: BlockIds
+    timer: asyncio.TimerHandle
+
+
+class Serving:
+    """All open leases of a runtime."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: CacheLayout,
+        ledger: BlockLedger,
+        seals: SealTable,
+        *,
+        incarnation: str,
+        port: int,
+    ) -> None:
+        self._config = config
+        self._layout = layout
+        self._ledger = ledger
+        self._seals = seals
+        self._incarnation = incarnation
+        self._port = port
+        self._entries: dict[str, _Entry] = {}
+        self._open_requests: set[str] = set()
+        self._ended = dict.fromkeys(LeaseOutcome, 0)
+        self._late = 0
+        self._duplicate = 0
+        self._malformed = 0
+        self._all_ended = asyncio.Event()
+        self._all_ended.set()
+
+    @property
+    def statistics(self) -> ServingStatistics:
+        return ServingStatistics(
+            open_leases=len(self._entries),
+            read=self._ended[LeaseOutcome.READ],
+            expired=self._ended[LeaseOutcome.EXPIRED],
+            revoked=self._ended[LeaseOutcome.REVOKED],
+            late_notifications=self._late,
+            duplicate_notifications=self._duplicate,
+            malformed_notifications=self._malformed,
+        )
+
+    def serve(self, request: ServeRequest) -> Lease:
+        """Open a lease. Raises RequestError, and changes nothing then."""
+        ids = self._check(request)
+        ttl_s = self._config.lease_ttl_s if request.ttl_s is None else request.ttl_s
+        seal_index = self._seals.take()
+        if seal_index is None:
+            raise RequestError(
+                f"request {request.request_id!r}: all {self._seals.count} leases are in use (leases_max)"
+            )
+        try:
+            self._ledger.lease(ids)
+        except RequestError:
+            self._seals.give_back(seal_index)
+            raise
+        ticket = self._make_ticket(request, ids, seal_index, ttl_s)
+        lease = Lease(request, ticket, self._end)
+        self._open(lease, ids, ttl_s)
+        if len(ids) == 0:
+            self._end(lease, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
+        return lease
+
+    def on_notification(self, payload: bytes) -> None:
+        """Take a reader's message: the one way in for what peers say about leases."""
+        try:
+            if len(payload) > self._config.notification_bytes_max:
+                raise wire.WireError(f"{len(payload)} bytes")
+            message = wire.decode_notification(payload)
+        except wire.WireError as error:
+            self._malformed += 1
+            logger.info("dropped a notification: %s", error)
+            return
+        entry = self._entries.get(message.lease_id)
+        if entry is None:
+            self._late += 1
+        elif not entry.lease.add_reader(message.reader):
+            self._duplicate += 1
+        elif entry.lease.all_read:
+            self._end(entry.lease, LeaseEvent.ALL_READ)
+
+    async def drained(self) -> None:
+        """Wait until no lease is open."""
+        await self._all_ended.wait()
+
+    def close(self) -> None:
+        """Revoke what is still open."""
+        for entry in list(self._entries.values()):
+            self._end(entry.lease, LeaseEvent.REVOKE)
+
+    def _check(self, request: ServeRequest) -> BlockIds:
+        what = f"request {request.request_id!r}"
+        check_request_id(request.request_id, self._config.request_id_chars_max)
+        if request.request_id in self._open_requests:
+            raise RequestError(f"{what}: it is being served already")
+        if len(request.block_ids) > self._config.block_ids_max:
+            raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
+        ids = check_block_ids(request.block_ids, num_blocks=self._layout.num_blocks, what=f"{what}: block_ids")
+        size = self._layout.block_size
+        if request.num_tokens < 0 or len(ids) > -(-request.num_tokens // size):
+            raise RequestError(
+                f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {request.num_tokens} fill"
+            )
+        if request.reader_count < 1 or not (request.ttl_s is None or 0 < request.ttl_s < float("inf")):
+            raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
+        return ids
+
+    def _make_ticket(self, request: ServeRequest, ids: BlockIds, seal_index: int, ttl_s: float) -> wire.Ticket:
+        return wire.Ticket(
+            engine_id=self._config.engine_id,
+            request_id=request.request_id,
+            block_ids=tuple(ids.tolist()),
+            host=self._config.advertise_host or self._config.listen_host,
+            port=self._port,
+            tp_size=self._config.tp_size,
+            lease_id=secrets.token_hex(wire.LEASE_ID_CHARS // 2),
+            seal_index=seal_index,
+            incarnation=self._incarnation,
+            num_tokens=request.num_tokens,
+            ttl_s=ttl_s,
+        )
+
+    def _open(self, lease: Lease, ids: BlockIds, ttl_s: float) -> None:
+        ticket = lease.ticket
+        self._seals.seal(ticket.seal_index, ticket.lease_id)
+        timer = asyncio.get_running_loop().call_later(ttl_s, self._end, lease, LeaseEvent.EXPIRE)
+        self._entries[ticket.lease_id] = _Entry(lease=lease, ids=ids, timer=timer)
+        self._open_requests.add(lease.request_id)
+        self._all_ended.clear()
+
+    def _end(self, lease: Lease, event: LeaseEvent) -> None:
+        """The one way for a lease to end. The seal is wiped before the blocks are given back."""
+        if not lease_open(lease.state):
+            return
+        entry = self._entries.pop(lease.ticket.lease_id)
+        entry.timer.cancel()
+        self._seals.give_back(lease.ticket.seal_index)
+        self._ledger.release(entry.ids)
+        self._open_requests.discard(lease.request_id)
+        outcome = lease.settle(event)
+        self._ended[outcome] += 1
+        logger.info("lease %s: %s -> %s", lease.request_id, LeaseState.OFFERED, outcome)
+        if not self._entries:
+            self._all_ended.set()
+
+
+def check_request_id(request_id: str, chars_max: int) -> None:
+    """RequestError unless it is a text of 1 to `chars_max` characters."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= chars_max:
+        shown = request_id[:40] if isinstance(request_id, str) else request_id
+        raise RequestError(f"request_id: expected 1 to {chars_max} characters, got {shown!r}")

@@ -1,0 +1,179 @@
+"""One load's bytes: posts its reads, knows when the last one has stopped, and so when the blocks are safe.
+
+Posted reads cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
+here for its posted reads, up to a bound; past it the blocks are quarantined, and this object outlives the load until
+they are safe (invariant I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvflow.core.ledger import BlockLedger
+from kvflow.core.plan import BlockIds, Descriptors
+from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
+from kvflow.runtime.poller import Poller
+from kvflow.transport.base import AgentName, ReadEnded, TransportError
+
+
+class Transfer:
+    """The bytes of one load into `ids`; also the `errors.Quarantine` of a load that ended too early.
+
+    It claims its blocks in the ledger when it is made (BlocksBusy if it cannot) and gives them back when they are
+    safe, calling `on_safe` then.
+    """
+
+    def __init__(
+        self, request_id: str, ids: BlockIds, ledger: BlockLedger, on_safe: Callable[[Transfer], None]
+    ) -> None:
+        ledger.begin_load(ids)
+        self.request_id = request_id
+        self.state = TransferState.PENDING
+        self.post_s = 0.0
+        self.descriptor_count = 0
+        self._ids = ids
+        self._ledger = ledger
+        self._on_safe = on_safe
+        self._reads: set[asyncio.Future[ReadEnded]] = set()
+        self._error: TransportError | None = None
+        self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<Transfer {self.request_id} {self.state}, {len(self._reads)} reads under way>"
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return tuple(self._ids.tolist())
+
+    @property
+    def safe(self) -> bool:
+        """Whether no byte can land in the blocks any more."""
+        return self._end.done() and self._end.exception() is None
+
+    async def wait(self) -> None:
+        """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died."""
+        await asyncio.shield(self._end)
+
+    async def read(
+        self,
+        poller: Poller,
+        peer: AgentName,
+        slices: Sequence[Descriptors],
+        *,
+        seal: Descriptors,
+        sealed: Callable[[], bool],
+        in_flight_max: int,
+    ) -> bool:
+        """Read all slices, at most `in_flight_max` at once, then fetch the seal; whether it holds, so the data is good.
+
+        A load of several slices fetches the seal before as well, so as not to carry gigabytes that are stale already.
+        Raises the first TransportError, or RuntimeBroken; `stop` has to follow. Cancelling posts no more reads.
+        """
+        self._fire(TransferEvent.POST)
+        if len(slices) == 1:
+            self._post(poller, peer, slices[0], seal)
+            await self._wait_until_below(1)
+        else:
+            self._post(poller, peer, seal, None)
+            await self._wait_until_below(1)
+            if sealed():
+                await self._read_slices(poller, peer, slices, in_flight_max)
+                self._post(poller, peer, seal, None)
+                await self._wait_until_below(1)
+        self._fire(TransferEvent.LAND)
+        return sealed()
+
+    async def _read_slices(
+        self, poller: Poller, peer: AgentName, slices: Sequence[Descriptors], in_flight_max: int
+    ) -> None:
+        for descriptors in slices:
+            await self._wait_until_below(in_flight_max)
+            self._post(poller, peer, descriptors, None)
+        await self._wait_until_below(1)
+
+    def finish(self) -> None:
+        """The load has judged what landed: give the blocks back."""
+        assert self.state is TransferState.LANDED
+        self._settle()
+
+    async def stop(self, grace_s: float) -> bool:
+        """End the transfer whatever it is doing: wait up to `grace_s` for posted reads. Whether the blocks are safe.
+
+        This is the one place that holds cancellation back: a cancel that arrives while it waits is raised at its end.
+        """
+        cancelled = False
+        if self.state in (TransferState.PENDING, TransferState.READING):
+            self._fire(TransferEvent.ABANDON)
+        if self.state is TransferState.STOPPING:
+            self._stop_if_last()
+            cancelled = await self._hold(grace_s)
+        if self.state is TransferState.STOPPING:
+            self._fire(TransferEvent.OVERDUE)
+            self._ledger.quarantine(self._ids)
+        elif not self._end.done():
+            self._settle()
+        if cancelled:
+            raise asyncio.CancelledError
+        return self.safe
+
+    async def _hold(self, grace_s: float) -> bool:
+        """Wait for the last read to stop, or `grace_s`; whether a cancel arrived meanwhile."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + grace_s
+        cancelled = False
+        while not self._end.done() and (left_s := deadline_s - loop.time()) > 0:
+            try:
+                await asyncio.wait([self._end], timeout=left_s)
+            except asyncio.CancelledError:
+                cancelled = True
+        return cancelled
+
+    def _post(self, poller: Poller, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
+        read = poller.read(peer, descriptors, then)
+        self.descriptor_count += len(descriptors)
+        self._reads.add(read)
+        read.add_done_callback(self._read_ended)
+
+    async def _wait_until_below(self, count: int) -> None:
+        """Wait until fewer than `count` reads are under way; raises what has gone wrong once all have stopped."""
+        while len(self._reads) >= count:
+            await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
+            if self._error is not None and self._reads:
+                count = 1
+        if self._end.done():
+            self._end.result()
+        if self._error is not None:
+            raise self._error
+
+    def _read_ended(self, read: asyncio.Future[ReadEnded]) -> None:
+        self._reads.discard(read)
+        problem = read.exception()
+        if problem is not None:
+            self._lose_track(problem)
+            return
+        ended = read.result()
+        self.post_s += ended.post_s
+        self._error = self._error or ended.error
+        self._stop_if_last()
+
+    def _stop_if_last(self) -> None:
+        lost = self._end.done()
+        if not lost and not self._reads and self.state in (TransferState.STOPPING, TransferState.QUARANTINED):
+            self._fire(TransferEvent.LAST_STOPPED)
+            self._settle()
+
+    def _lose_track(self, problem: BaseException) -> None:
+        """The poller died: nobody will ever tell when these bytes have stopped."""
+        if not self._end.done():
+            self._end.set_exception(problem)
+            self._end.exception()  # seen: there may be nobody who waits
+
+    def _settle(self) -> None:
+        if not self._end.done():
+            self._ledger.end_load(self._ids)
+            self._end.set_result(None)
+            self._on_safe(self)
+
+    def _fire(self, event: TransferEvent) -> None:
+        self.state = fire(TRANSFER_TABLE, self.state, event)

@@ -1,0 +1,1 @@
+"""Bytes: moving memory between agents, behind one small protocol (`base.Transport`)."""

@@ -1,0 +1,136 @@
+"""The protocol between the runtime and whatever moves the bytes, and the facts all transports share.
+
+A transport owns one agent (or a set that acts as one). The runtime registers memory once, hands its metadata to
+readers, adds peers by the metadata they sent, posts reads without waiting, and waits for `events`. What is posted
+cannot be taken back: each posted read ends in exactly one event, or in the transport's own death.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol, TypeAlias
+
+from kvflow.core.layout import Device, Span
+from kvflow.core.plan import Descriptors
+from kvflow.errors import ConfigError, KVFlowError
+
+AgentName = NewType("AgentName", str)
+
+# Where a transport may read and write, best first, for a cache on each kind of device.
+BUFFER_DEVICES: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("cpu",),
+    "cuda": ("cuda", "cpu"),
+    "tpu": ("cpu",),
+    "xpu": ("cpu",),
+}
+
+
+def choose_buffer_device(device: str, wanted: str | None) -> str:
+    """The device kind to register for a cache on `device`; ConfigError names both and what is possible."""
+    supported = BUFFER_DEVICES.get(device)
+    if supported is None:
+        raise ConfigError(f"device {device!r} is not supported; supported are {sorted(BUFFER_DEVICES)}")
+    if wanted is None:
+        return supported[0]
+    if wanted not in supported:
+        raise ConfigError(f"kv_buffer_device: {wanted!r} cannot serve a cache on {device!r}; possible: {supported}")
+    return wanted
+
+
+class TransportError(KVFlowError):
+    """A transport call failed. The runtime translates it into the error of the request that it belongs to."""
+
+
+class PeerGone(TransportError):
+    """The peer, or the connection to it, is dead; it has to be removed and added anew."""
+
+
+class PostedRead:
+    """One read under way; compared by identity. The transport keeps what it needs in its own subclass."""
+
+    __slots__ = ("size_bytes",)
+
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """A posted read has stopped for good: no byte of it can land any more. `error` is None if all bytes landed."""
+
+    read: PostedRead
+    error: TransportError | None
+    post_s: float
+    """Time spent in the call that posted it; over shared memory that call copies the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """A peer sent `payload`. Its name is not authenticated: trust the payload's secret, never the sender."""
+
+    payload: bytes
+
+
+Event: TypeAlias = ReadEnded | Notified
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportStatistics:
+    """What is open now, and what has happened so far. All `open_` counts are 0 after `aclose`."""
+
+    open_reads: int
+    open_peers: int
+    open_spans: int
+    open_threads: int
+    reads: int
+    reads_failed: int
+    bytes_read: int
+    notifications_sent: int
+    notifications_received: int
+    notifications_failed: int
+
+
+class Transport(Protocol):
+    """Moves bytes for one runtime. All methods belong to the event loop that called `open`."""
+
+    async def open(self) -> None:
+        """Start the agent. Raises ConfigError if it cannot be started as configured."""
+
+    async def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+        """Make memory readable by peers and writable by our reads; only `aclose` undoes it.
+
+        `keepalive` owns the memory: the transport holds it until nothing can touch the memory any more.
+        """
+
+    async def metadata(self) -> bytes:
+        """What a reader needs to add us as a peer, registered memory included."""
+
+    async def add_peer(self, metadata: bytes) -> AgentName:
+        """Learn a peer from its metadata; TransportError if it is not acceptable."""
+
+    async def remove_peer(self, name: AgentName) -> None:
+        """Forget a peer. Only legal when none of its reads is under way."""
+
+    def post_read(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None = None) -> PostedRead:
+        """Start to read; returns at once, and `events` tells the end, a failure to start included.
+
+        `then` is read once every byte of `descriptors` has landed, as part of the same read; it is how a small load
+        fetches its seal without another trip through the loop.
+        """
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        """Send `payload` to a peer; returns at once. Failures are counted, not raised: delivery is best effort."""
+
+    async def events(self) -> Sequence[Event]:
+        """Wait for events, at least one. Raises TransportBroken when there will be no more. One waiter only."""
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Deregister and shut down. Closing twice is fine.
+
+        Nothing is torn down under a read that is under way. If reads do not stop within `timeout_s`, TransportError
+        is raised and the transport keeps itself and the memory alive until they have, then shuts down.
+        """
+
+    @property
+    def statistics(self) -> TransportStatistics: ...

@@ -1,0 +1,234 @@
+"""A transport inside one process: memcpy between agents of one network, with faults to script.
+
+It behaves like the real one where it matters. A posted read cannot be taken back: its bytes land when it is performed,
+whatever has happened to the load meanwhile. Ranges are checked at the initiator against what was registered. Faults
+are named tools (`InprocFaults`), not sleeps: a test steps the transport.
+
+Copies run on the event loop, so this is for tests and small caches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvflow.core.layout import Device, Span, UInt64Array
+from kvflow.core.plan import Descriptors
+from kvflow.errors import TransportBroken
+from kvflow.transport.base import (
+    AgentName,
+    Event,
+    Notified,
+    PeerGone,
+    PostedRead,
+    ReadEnded,
+    TransportError,
+    TransportStatistics,
+)
+from kvflow.transport.mailbox import Mailbox
+
+
+class InprocNetwork:
+    """The agents that can reach each other."""
+
+    def __init__(self) -> None:
+        self.agents: dict[AgentName, InprocTransport] = {}
+
+
+DEFAULT_NETWORK = InprocNetwork()
+
+
+class InprocRead(PostedRead):
+    """A read that has been posted and not performed yet."""
+
+    __slots__ = ("peer", "steps")
+
+    def __init__(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
+        super().__init__(descriptors.size_bytes)
+        self.peer = peer
+        self.steps = [descriptors] if then is None else [descriptors, then]
+
+
+class InprocFaults:
+    """What goes wrong, for one agent's reads and notifications; the defaults are a perfect network."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        """Posted reads wait for `InprocTransport.perform`."""
+        self.fail_next: deque[TransportError] = deque()
+        """Errors for the next reads that are performed; their bytes do not land."""
+        self.never_finish = False
+        """Bytes land, but the end of the read is never reported."""
+        self.drop_notifications = False
+        self.duplicate_notifications = False
+        self.cut = False
+        """The agent is unreachable for others: their reads from it fail with PeerGone."""
+
+
+class InprocTransport:
+    """See `transport.base.Transport`."""
+
+    def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK) -> None:
+        self.name = AgentName(name)
+        self.faults = InprocFaults()
+        self.held: deque[InprocRead] = deque()
+        self._network = network
+        self._spans: list[Span] = []
+        self._keepalive: list[object] = []
+        self._peers: set[AgentName] = set()
+        self._reads: set[InprocRead] = set()
+        self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
+        self._open = False
+
+    async def open(self) -> None:
+        if self.name in self._network.agents:
+            raise TransportError(f"agent name {self.name!r} is taken")
+        self._loop = asyncio.get_running_loop()
+        self._mailbox = Mailbox(self._on_loop)
+        self._network.agents[self.name] = self
+        self._open = True
+
+    async def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+        self._require_open()
+        if device.kind != "cpu":
+            raise TransportError(f"the in-process transport cannot reach device {device.kind!r}")
+        self._spans.extend(spans)
+        self._keepalive.append(keepalive)
+
+    async def metadata(self) -> bytes:
+        self._require_open()
+        return json.dumps({"name": self.name}).encode()
+
+    async def add_peer(self, metadata: bytes) -> AgentName:
+        self._require_open()
+        try:
+            name = AgentName(json.loads(metadata)["name"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise TransportError(f"not the metadata of an in-process agent: {metadata[:40]!r}") from error
+        if name not in self._network.agents:
+            raise PeerGone(f"agent {name!r} is not on this network")
+        self._peers.add(name)
+        return name
+
+    async def remove_peer(self, name: AgentName) -> None:
+        self._require_open()
+        self._peers.discard(name)
+
+    def post_read(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None = None) -> PostedRead:
+        self._require_open()
+        read = InprocRead(peer, descriptors, then)
+        self._counts["reads"] += 1
+        self._reads.add(read)
+        self.held.append(read)
+        if not self.faults.hold:
+            self._loop.call_soon(self.perform)
+        return read
+
+    def perform(self, count: int | None = None) -> int:
+        """Perform `count` (or all) waiting reads, oldest first; returns how many."""
+        todo = len(self.held) if count is None else min(count, len(self.held))
+        for _ in range(todo):
+            read = self.held.popleft()
+            error = self._perform(read)
+            if error is None and self.faults.never_finish:
+                continue
+            self._mailbox.put(ReadEnded(read, error, 0.0))
+        return todo
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        self._require_open()
+        target = self._network.agents.get(peer)
+        if target is None or target.faults.cut or peer not in self._peers:
+            self._counts["unsent"] += 1
+            return
+        self._counts["sent"] += 1
+        if self.faults.drop_notifications:
+            return
+        for _ in range(2 if self.faults.duplicate_notifications else 1):
+            target.deliver(payload)
+
+    def deliver(self, payload: bytes) -> None:
+        """Let a notification arrive here, as if a peer had sent it."""
+        self._mailbox.put(Notified(payload))
+
+    async def events(self) -> Sequence[Event]:
+        events = await self._mailbox.take()
+        for event in events:
+            match event:
+                case ReadEnded(read=InprocRead() as read, error=error):
+                    self._reads.discard(read)
+                    self._counts["failed"] += error is not None
+                    self._counts["bytes"] += read.size_bytes if error is None else 0
+                case Notified():
+                    self._counts["received"] += 1
+        return events
+
+    def die(self, cause: BaseException) -> None:
+        """Fault: the transport itself breaks; nothing more is performed or reported."""
+        self._network.agents.pop(self.name, None)
+        self._mailbox.close(cause)
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Reads that are still held count as under way: TransportError at once, since only a test can end them."""
+        if not self._open:
+            return
+        self._open = False
+        self._network.agents.pop(self.name, None)
+        self._mailbox.close(TransportBroken("the transport was closed"))
+        if self.held:
+            raise TransportError(f"{len(self.held)} reads have not stopped; the memory stays until they have")
+        self._reads.clear()
+        self._peers.clear()
+        self._spans.clear()
+        self._keepalive.clear()
+
+    @property
+    def statistics(self) -> TransportStatistics:
+        return TransportStatistics(
+            open_reads=len(self._reads),
+            open_peers=len(self._peers),
+            open_spans=len(self._spans),
+            open_threads=0,
+            reads=self._counts["reads"],
+            reads_failed=self._counts["failed"],
+            bytes_read=self._counts["bytes"],
+            notifications_sent=self._counts["sent"],
+            notifications_received=self._counts["received"],
+            notifications_failed=self._counts["unsent"],
+        )
+
+    def covers(self, addresses: UInt64Array, sizes: UInt64Array) -> bool:
+        """Whether every range lies in one registered span."""
+        inside = np.zeros(len(addresses), dtype=np.bool_)
+        for span in self._spans:
+            start, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
+            inside |= (addresses >= start) & (addresses + sizes <= end)
+        return bool(inside.all())
+
+    def _perform(self, read: InprocRead) -> TransportError | None:
+        target = self._network.agents.get(read.peer)
+        if target is None or target.faults.cut or read.peer not in self._peers:
+            return PeerGone(f"agent {read.peer!r} is gone")
+        if self.faults.fail_next:
+            return self.faults.fail_next.popleft()
+        for descriptors in read.steps:
+            if not self.covers(descriptors.local, descriptors.sizes):
+                return TransportError("a local range is not registered")
+            if not target.covers(descriptors.remote, descriptors.sizes):
+                return TransportError("a remote range is not registered")
+            rows = zip(descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.sizes.tolist(), strict=True)
+            for local, remote, size in rows:
+                ctypes.memmove(local, remote, size)
+        return None
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
+        self._loop.call_soon(callback)
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise TransportBroken("the transport is not open")

@@ -1,0 +1,277 @@
+"""The NIXL agents of one runtime, as they live on their owner thread. The only module that imports nixl.
+
+There are two, because serving and reading want opposite things of NIXL (measured; docs/decisions/0002-two-agents.md):
+
+- The *serving* agent owns the memory that peers read. It must progress while Python does nothing, so it has NIXL's
+  progress thread with a long delay: the thread sleeps in poll() on UCX's event descriptors, costs next to nothing
+  when idle, wakes at once when a peer writes, and needs neither the loop nor the GIL.
+- The *reading* agent posts reads and sends notifications. It has no progress thread: the owner thread polls it,
+  first tightly for latency, then with growing sleeps, which on tcp is a third faster than polling without a pause.
+
+Reads are made from address arrays, not from prepared lists of all blocks: plans join runs themselves, and a peer's
+cost stays independent of its number of blocks (docs/decisions/0001-address-plans.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvflow.core.layout import Device, Span, UInt64Array
+from kvflow.core.plan import Descriptors
+from kvflow.errors import ConfigError
+from kvflow.transport.base import AgentName, Event, Notified, PeerGone, PostedRead, ReadEnded, TransportError
+
+_MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
+_PROGRESS_DELAY_US = 100_000
+_SPIN_S = 300e-6
+_SLEEP_MIN_S = 50e-6
+_SLEEP_MAX_S = 1e-3
+_SLEEP_SHARE = 8
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlSettings:
+    """What of Config concerns NIXL."""
+
+    agent_name: str
+    backend: str
+    backend_params: Mapping[str, str]
+    notification_poll_interval_s: float
+    prefault: bool
+
+
+class NixlRead(PostedRead):
+    """A posted read: the steps that are left, and the handle of the one under way (0 if none)."""
+
+    __slots__ = ("handle", "peer", "post_s", "steps")
+
+    def __init__(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
+        super().__init__(descriptors.size_bytes)
+        self.peer = peer
+        self.steps = [descriptors] if then is None else [descriptors, then]
+        self.handle = 0
+        self.post_s = 0.0
+
+
+class _Agent:
+    """One NIXL agent with one backend."""
+
+    def __init__(self, bindings: ModuleType, name: str, settings: NixlSettings, *, progress: bool) -> None:
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = progress
+        config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
+        config.useListenThread = False
+        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+        self.native: Any = bindings.nixlAgent(name, config)
+        plugins = self.native.getAvailPlugins()
+        if settings.backend not in plugins:
+            raise ConfigError(f"nixl_backend: {settings.backend!r} is not among NIXL's plugins {sorted(plugins)}")
+        self.backends = [self.native.createBackend(settings.backend, dict(settings.backend_params))]
+        self._registered: list[Any] = []
+
+    def register(self, descriptors: Any) -> None:
+        self.native.registerMem(descriptors, self.backends)
+        self._registered.append(descriptors)
+
+    def deregister(self) -> None:
+        for descriptors in self._registered:
+            self.native.deregisterMem(descriptors, self.backends)
+        self._registered.clear()
+
+
+class NixlAgents:
+    """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
+
+    def __init__(self, settings: NixlSettings, put: Callable[[Event], None]) -> None:
+        self._bindings = _import_bindings()
+        self._errors = _error_types(self._bindings)
+        self._put = put
+        self._settings = settings
+        try:
+            self._serving = _Agent(self._bindings, settings.agent_name, settings, progress=True)
+            self._reading = _Agent(self._bindings, f"{settings.agent_name}/reader", settings, progress=False)
+        except self._errors as error:
+            raise ConfigError(f"NIXL cannot start backend {settings.backend!r} as configured: {error}") from error
+        self._in_flight: list[NixlRead] = []
+        self._keepalive: list[object] = []
+        self._active_s = 0.0
+        self._next_notifications_s = 0.0
+        self.sent = 0
+        self.unsent = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a read is under way, so that nothing may be torn down."""
+        return bool(self._in_flight)
+
+    def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+        memory_kind = _MEMORY_KINDS.get(device.kind)
+        if memory_kind is None:
+            raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
+        if self._settings.prefault and device.kind == "cpu":
+            for span in spans:
+                _prefault(span)
+        rows = [(span.address, span.size_bytes, device.index, "") for span in spans]
+        self._keepalive.append(keepalive)
+        try:
+            for agent in (self._serving, self._reading):
+                agent.register(self._bindings.nixlRegDList(getattr(self._bindings, memory_kind), rows))
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
+
+    def metadata(self) -> bytes:
+        return bytes(self._serving.native.getLocalMD())
+
+    def add_peer(self, metadata: bytes) -> AgentName:
+        try:
+            name = self._reading.native.loadRemoteMD(metadata)
+        except self._errors as error:
+            raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
+        return AgentName(name.decode() if isinstance(name, bytes) else str(name))
+
+    def remove_peer(self, name: AgentName) -> None:
+        self._reading.native.invalidateRemoteMD(name)
+
+    def post(self, read: NixlRead) -> None:
+        """Take up a read; its end, a failure to start included, is an event."""
+        if self._advance(read):
+            self._active_s = time.monotonic()
+            self._in_flight.append(read)
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        try:
+            self._reading.native.genNotif(peer, payload, self._reading.backends)
+        except self._errors:
+            self.unsent += 1
+            return
+        self.sent += 1
+        self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
+
+    def crank(self) -> float:
+        """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
+        now_s = time.monotonic()
+        if self._in_flight:
+            self._check_reads(now_s)
+        if now_s >= self._next_notifications_s:
+            self._collect_notifications()
+            self._next_notifications_s = now_s + self._settings.notification_poll_interval_s
+        idle_s = self._next_notifications_s - now_s
+        if not self._in_flight:
+            return max(idle_s, 0.0)
+        waiting_s = now_s - self._active_s
+        if waiting_s < _SPIN_S:
+            return 0.0
+        return min(max(waiting_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+
+    def close(self) -> None:
+        """Deregister and destroy both agents; only legal when not busy."""
+        assert not self._in_flight, "agents closed under a running read"
+        for agent in (self._reading, self._serving):
+            agent.deregister()
+        del self._reading, self._serving
+        self._keepalive.clear()
+
+    def _check_reads(self, now_s: float) -> None:
+        still = [read for read in self._in_flight if self._check(read)]
+        if len(still) != len(self._in_flight):
+            self._active_s = now_s
+            self._in_flight = still
+
+    def _check(self, read: NixlRead) -> bool:
+        """Look at a read whose step is under way; whether it still is."""
+        try:
+            if self._reading.native.getXferStatus(read.handle) != self._bindings.NIXL_SUCCESS:
+                return True
+        except self._errors as error:
+            self._end(read, _translate(error, self._bindings))
+            return False
+        return self._advance(read)
+
+    def _advance(self, read: NixlRead) -> bool:
+        """Post the steps that are left until one does not end inside its post; whether one is under way."""
+        native, success = self._reading.native, self._bindings.NIXL_SUCCESS
+        while read.steps:
+            started_s = time.monotonic()
+            self._release(read)
+            try:
+                read.handle = self._make(read.peer, read.steps.pop(0))
+                status = native.postXferReq(read.handle, "")
+            except self._errors as error:
+                self._end(read, _translate(error, self._bindings))
+                return False
+            read.post_s += time.monotonic() - started_s
+            if status != success:
+                return True
+        self._end(read, None)
+        return False
+
+    def _make(self, peer: AgentName, descriptors: Descriptors) -> int:
+        local = self._descriptor_list(descriptors.local, descriptors.sizes, descriptors.local_device)
+        remote = self._descriptor_list(descriptors.remote, descriptors.sizes, descriptors.remote_device)
+        handle: int = self._reading.native.createXferReq(
+            self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
+        )
+        return handle
+
+    def _end(self, read: NixlRead, error: TransportError | None) -> None:
+        """Release the handle and tell the loop."""
+        self._release(read)
+        self._put(ReadEnded(read, error, read.post_s))
+
+    def _release(self, read: NixlRead) -> None:
+        if read.handle:
+            self._reading.native.releaseXferReq(read.handle)
+            read.handle = 0
+
+    def _collect_notifications(self) -> None:
+        for payloads in self._serving.native.getNotifs({}, []).values():
+            for payload in payloads:
+                self._put(Notified(bytes(payload)))
+        self._reading.native.getNotifs({}, [])  # nobody notifies the reading agent: this is its idle progress
+
+    def _descriptor_list(self, addresses: UInt64Array, sizes: UInt64Array, device: Device) -> Any:
+        rows = np.empty((len(addresses), 3), dtype=np.uint64)
+        rows[:, 0] = addresses
+        rows[:, 1] = sizes
+        rows[:, 2] = device.index
+        return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
+
+
+def _import_bindings() -> ModuleType:
+    try:
+        return importlib.import_module("nixl._bindings")
+    except ImportError as error:
+        raise ConfigError(
+            "transport 'nixl' needs the nixl package, which is not installed or does not load: "
+            f"pip install nixl ({error})"
+        ) from error
+
+
+def _error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    """NIXL's own exception classes; nothing else is translated."""
+    found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
+    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def _translate(error: Exception, bindings: ModuleType) -> TransportError:
+    gone = isinstance(error, bindings.nixlRemoteDisconnectError)
+    translated = (PeerGone if gone else TransportError)(f"{type(error).__name__}: {error}")
+    translated.__cause__ = error
+    return translated
+
+
+def _prefault(span: Span) -> None:
+    """Give every page of a span its memory now; contents do not change. Kernels that cannot are left alone."""
+    start = span.address - span.address % mmap.PAGESIZE
+    length = span.address + span.size_bytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

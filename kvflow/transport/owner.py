@@ -1,0 +1,122 @@
+"""One thread that owns an agent: it runs calls in order and turns a crank between them.
+
+NIXL agents are not safe to share between threads, and their calls may block for milliseconds, so every call is a job
+for the one owner thread. Between jobs it turns the crank, which moves transfers on and says for how long it may
+sleep; a new job ends the sleep at once. Progress therefore does not depend on the event loop.
+
+The loop side belongs to one event loop. The thread ends when the crank returns None, or raises; then every waiter is
+told, and later calls raise TransportBroken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvflow.errors import TransportBroken
+
+T = TypeVar("T")
+Job = Callable[[], None]
+
+
+class OwnerThread:
+    """Runs jobs and a crank on one thread. `crank` returns how many seconds it may be left alone, or None to end."""
+
+    def __init__(self, name: str, crank: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
+        self._crank = crank
+        self._on_death = on_death
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._ended = asyncio.Event()
+        self._cause: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended.is_set()
+
+    async def call(self, job: Callable[[], T]) -> T:
+        """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
+        self._require_alive()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.add(done)
+        outcome: list[T] = []
+        error: list[Exception] = []
+
+        def run() -> None:
+            try:
+                outcome.append(job())
+            except Exception as problem:  # noqa: BLE001 - handed to the caller, whoever it was
+                error.append(problem)
+            self.run_on_loop(lambda: _settle(done))
+
+        self._jobs.put(run)
+        try:
+            await done
+        finally:
+            self._waiting.discard(done)
+        if error:
+            raise error[0]
+        return outcome[0]
+
+    def submit(self, job: Job) -> None:
+        """Run `job` on the thread some time soon; it must not raise."""
+        self._require_alive()
+        self._jobs.put(job)
+
+    def run_on_loop(self, callback: Callable[[], None]) -> None:
+        """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
+    async def ended(self) -> None:
+        """Wait until the thread is gone."""
+        await self._ended.wait()
+        self._thread.join()
+
+    def _require_alive(self) -> None:
+        if not self.alive:
+            raise TransportBroken("the agent's thread has ended") from self._cause
+
+    def _run(self) -> None:
+        cause: BaseException | None = None
+        try:
+            self._turn()
+        except BaseException as error:  # noqa: BLE001 - the thread ends here; the loop gets the reason
+            cause = error
+        self.run_on_loop(lambda: self._finish(cause))
+
+    def _turn(self) -> None:
+        idle_s = self._crank()
+        while idle_s is not None:
+            try:
+                job = self._jobs.get(timeout=idle_s) if idle_s > 0 else self._jobs.get_nowait()
+            except queue.Empty:
+                pass
+            else:
+                job()
+            idle_s = self._crank()
+
+    def _finish(self, cause: BaseException | None) -> None:
+        self._cause = cause
+        self._ended.set()
+        for waiter in list(self._waiting):
+            if not waiter.done():
+                error = TransportBroken("the agent's thread ended before it answered")
+                error.__cause__ = cause
+                waiter.set_exception(error)
+        if cause is not None:
+            self._on_death(cause)
+
+
+def _settle(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
