@@ -10,7 +10,7 @@ import asyncio
 import enum
 import logging
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -73,14 +73,15 @@ class _Cache:
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    It belongs to the event loop that opened it. `transport` replaces the one that `config.transport` names.
+    It belongs to the event loop that opened it. `transport` makes one from the agent's name, in place of the one that
+    `config.transport` names.
     """
 
-    def __init__(self, config: Config, *, transport: Transport | None = None) -> None:
+    def __init__(self, config: Config, *, transport: Callable[[str], Transport] | None = None) -> None:
         self._config = config
         self._incarnation = secrets.token_hex(8)
         self._agent_name = wire.agent_name(config.engine_id, config.pp_rank, config.tp_rank, self._incarnation)
-        self._transport = transport or make_transport(config, self._agent_name)
+        self._transport = transport(self._agent_name) if transport else make_transport(config, self._agent_name)
         self._state = RuntimeState.NEW
         self._cause: BaseException | None = None
         self._registering = False

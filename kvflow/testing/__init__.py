@@ -1,0 +1,15 @@
+"""What tests of code that uses kvflow need: a pair of engines in one process, faults to script, checks of the books."""
+
+from kvflow.testing.pair import InprocPair, TestEngine, assert_closed, assert_quiet, inproc_pair
+from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
+
+__all__ = [
+    "InprocFaults",
+    "InprocNetwork",
+    "InprocPair",
+    "InprocTransport",
+    "TestEngine",
+    "assert_closed",
+    "assert_quiet",
+    "inproc_pair",
+]

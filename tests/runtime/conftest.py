@@ -1,0 +1,34 @@
+"""Shell tests run on asyncio and on uvloop, with blocking calls detected."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+import uvloop
+from blockbuster import blockbuster_ctx
+
+from kvflow.testing import InprocPair, assert_quiet, inproc_pair
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def no_blocking_calls() -> Iterator[None]:
+    """A blocking call by kvflow's own code on the loop raises (invariant I6)."""
+    with blockbuster_ctx("kvflow"):
+        yield
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[InprocPair]:
+    """A registered pair; after the test all blocks are free again (invariant I5)."""
+    async with inproc_pair() as pair:
+        yield pair
+        for engine in (pair.producer, pair.consumer):
+            assert_quiet(engine.runtime.statistics())

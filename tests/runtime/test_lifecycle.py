@@ -1,0 +1,203 @@
+"""Opening, closing and dying: everybody is settled, nothing is left behind (I4, I5, I7)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
+from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.testing import InprocPair, assert_closed, inproc_pair
+from tests_support import small_cache
+
+QUICK = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05)
+
+
+def config(**changes: object) -> Config:
+    return Config(engine_id="engine", listen="tcp://127.0.0.1:0", transport="inproc", **changes)  # type: ignore[arg-type]
+
+
+async def test_a_runtime_that_did_nothing_leaves_nothing() -> None:
+    before = asyncio.all_tasks()
+    async with Runtime(config()) as runtime:
+        assert runtime.state is RuntimeState.OPEN
+    assert_closed(runtime.statistics())
+    assert asyncio.all_tasks() == before
+    await runtime.aclose()
+
+
+async def test_use_before_opening_before_registering_and_after_closing() -> None:
+    runtime = Runtime(config())
+    request = ServeRequest("r", block_ids=[], num_tokens=0)
+    with pytest.raises(UsageError, match="not open yet"):
+        runtime.serve_blocks(request)
+    async with runtime:
+        with pytest.raises(UsageError, match="register_kv_caches first"):
+            runtime.serve_blocks(request)
+        with pytest.raises(UsageError, match="opened once"):
+            await runtime.__aenter__()
+    with pytest.raises(RuntimeClosed, match="the runtime is closed"):
+        runtime.serve_blocks(request)
+    with pytest.raises(UsageError):
+        await runtime.__aenter__()
+
+
+async def test_closing_before_opening_is_fine() -> None:
+    runtime = Runtime(config())
+    await runtime.aclose()
+    assert runtime.state is RuntimeState.CLOSED
+
+
+async def test_a_cache_is_registered_once() -> None:
+    kv_caches, layout = small_cache()
+    async with Runtime(config()) as runtime:
+        results = await asyncio.gather(
+            *(runtime.register_kv_caches(kv_caches, layout) for _ in range(2)), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [type(None), UsageError]
+        with pytest.raises(UsageError, match="registered already"):
+            await runtime.register_kv_caches(kv_caches, layout)
+
+
+async def test_a_taken_port_is_a_config_error_and_leaves_nothing() -> None:
+    async with Runtime(config()) as first:
+        taken = Runtime(Config(engine_id="b", listen=first.address, transport="inproc"))
+        with pytest.raises(ConfigError, match="cannot bind"):
+            await taken.__aenter__()
+        assert taken.statistics().transport.open_threads == 0
+
+
+async def test_ranks_listen_at_their_offset() -> None:
+    async with Runtime(config()) as probe:
+        base = int(probe.address.rpartition(":")[2]) + 1
+    address = f"tcp://127.0.0.1:{base}"
+    shape = Config(engine_id="e", listen=address, transport="inproc", tp_size=2, tp_rank=1, dp_rank=1)
+    async with Runtime(shape) as runtime:
+        assert runtime.address == f"tcp://127.0.0.1:{base + 1 * 2 + 1}"
+
+
+async def test_closing_waits_for_leases_then_revokes_them() -> None:
+    async with inproc_pair(config=QUICK) as pair:
+        lease = pair.offer([3])
+        closing = asyncio.create_task(pair.producer.runtime.aclose())
+        assert await lease is LeaseOutcome.REVOKED
+        await closing
+
+
+async def test_closing_lets_a_load_finish() -> None:
+    async with inproc_pair() as pair:
+        pair.consumer.transport.faults.hold = True
+        lease = pair.offer([3])
+        load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
+        await until_held(pair)
+        closing = asyncio.create_task(pair.consumer.runtime.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeClosed):
+            await pair.consumer.runtime.load_blocks(pair.wanted(lease, [1]))
+        pair.consumer.transport.perform()
+        assert (await load).blocks == 1
+        await closing
+        pair.assert_loaded([0], [3])
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_closing_ends_a_load_that_does_not_finish() -> None:
+    """The read never stops: the load gets RuntimeClosed, and closing says that the memory must stay."""
+    with pytest.raises(RuntimeBroken, match="1 reads have not stopped"):
+        async with inproc_pair(config=QUICK) as pair:
+            pair.consumer.transport.faults.hold = True
+            lease = pair.offer([3])
+            load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
+            await until_held(pair)
+            lease.revoke()
+            try:
+                await pair.consumer.runtime.aclose()
+            finally:
+                with pytest.raises(RuntimeClosed):
+                    await load
+
+
+async def test_cancelling_aclose_does_not_stop_the_closing() -> None:
+    async with inproc_pair(config=QUICK) as pair:
+        lease = pair.offer([3])
+        closing = asyncio.create_task(pair.producer.runtime.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert await lease is LeaseOutcome.REVOKED
+        await pair.producer.runtime.aclose()
+        assert pair.producer.runtime.state is RuntimeState.CLOSED
+
+
+async def test_a_body_that_fails_closes_the_runtime_and_keeps_its_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with Runtime(config()) as runtime:
+            raise ZeroDivisionError
+    assert_closed(runtime.statistics())
+
+
+async def test_a_dying_transport_settles_everybody() -> None:
+    """The consumer's transport dies under a read, the producer's under a lease: nobody waits forever."""
+    # Blocks that a dead transport may still write stay quarantined, so the pair's own checks must not run.
+    with pytest.raises(_SkipChecks):
+        async with inproc_pair(config=QUICK) as pair:
+            pair.consumer.transport.faults.hold = True
+            lease = pair.offer([3])
+            load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
+            await until_held(pair)
+            for engine in (pair.consumer, pair.producer):
+                engine.transport.die(OSError("scripted"))
+            with pytest.raises(RuntimeBroken):
+                await load
+            assert await lease is LeaseOutcome.REVOKED
+            for engine in (pair.consumer, pair.producer):
+                assert engine.runtime.state is RuntimeState.BROKEN
+                with pytest.raises(RuntimeBroken, match="scripted"):
+                    engine.runtime.serve_blocks(ServeRequest("x", block_ids=[1], num_tokens=4))
+            (quarantine,) = pair.consumer.runtime.quarantines
+            assert quarantine.block_ids == (0,)
+            with pytest.raises(RuntimeBroken):
+                await quarantine.wait()
+            pair.consumer.transport.held.clear()
+            raise _SkipChecks
+    assert all(engine.runtime.statistics().tasks == 0 for engine in (pair.consumer, pair.producer))
+
+
+class _SkipChecks(Exception):
+    pass
+
+
+async def test_no_layout_no_registration() -> None:
+    kv_caches, layout = small_cache()
+    other, _ = small_cache(num_blocks=9)
+    async with Runtime(config()) as runtime:
+        with pytest.raises(Exception, match=r"num_blocks is 9, the layout says 8"):
+            await runtime.register_kv_caches(other, layout)
+        await runtime.register_kv_caches(kv_caches, layout)
+
+
+async def test_an_unsupported_device_is_a_config_error() -> None:
+    kv_caches, _ = small_cache(device="meta")
+    layout = CacheLayout.infer(kv_caches, order="HND", block_size=4)
+    async with Runtime(config()) as runtime:
+        with pytest.raises(ConfigError, match="device 'meta' is not supported; supported are"):
+            await runtime.register_kv_caches(kv_caches, layout)
+
+
+async def test_a_wrong_buffer_device_is_a_config_error() -> None:
+    kv_caches, layout = small_cache()
+    async with Runtime(config(kv_buffer_device="cuda")) as runtime:
+        with pytest.raises(ConfigError, match="kv_buffer_device: 'cuda' cannot serve a cache on 'cpu'"):
+            await runtime.register_kv_caches(kv_caches, layout)
+
+
+async def test_an_unknown_transport_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="transport: expected 'nixl' or 'inproc', got 'pigeon'"):
+        Runtime(Config(engine_id="e", transport="pigeon"))
+
+
+async def until_held(pair: InprocPair) -> None:
+    while not pair.consumer.transport.held:
+        await asyncio.sleep(0)

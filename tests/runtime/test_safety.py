@@ -1,0 +1,267 @@
+"""Memory safety (I1), freshness (I2) and reuse (I3) under cancellation, deadlines, faults and lease ends."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvflow import Config, LeaseOutcome, LoadReport
+from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFailed
+from kvflow.testing import InprocPair, inproc_pair
+from kvflow.transport.base import PeerGone, TransportError
+
+SLICED = Config(engine_id="any", slice_bytes_max=256, slices_in_flight_max=2, cancel_grace_s=0.05, drain_timeout_s=0.2)
+
+
+async def start_held_load(pair: InprocPair, lease_blocks: list[int], local: list[int]) -> asyncio.Task[LoadReport]:
+    """A load whose first reads are posted and held by the transport."""
+    transport = pair.consumer.transport
+    transport.faults.hold = True
+    lease = pair.offer(lease_blocks)
+    task = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, local)))
+    while not transport.held:
+        await asyncio.sleep(0)
+    return task
+
+
+async def test_a_cancelled_load_waits_for_its_bytes_and_then_its_blocks_are_safe(pair: InprocPair) -> None:
+    task = await start_held_load(pair, [3], [0])
+    task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done(), "returned while bytes could still land"
+    pair.consumer.transport.perform()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pair.consumer.runtime.quarantines == ()
+    statistics = pair.consumer.runtime.statistics()
+    assert statistics.blocks is not None
+    assert statistics.blocks.free == statistics.blocks.total
+    revoke_all(pair)
+
+
+async def test_a_cancelled_load_whose_bytes_do_not_stop_leaves_a_quarantine() -> None:
+    async with inproc_pair(config=SLICED) as pair:
+        runtime = pair.consumer.runtime
+        task = await start_held_load(pair, [3], [0])
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        (quarantine,) = runtime.quarantines
+        assert (quarantine.request_id, quarantine.block_ids, quarantine.safe) == ("req", (0,), False)
+        blocks = runtime.statistics().blocks
+        assert blocks is not None
+        assert blocks.quarantined == 1
+        with pytest.raises(BlocksBusy, match="block 0 cannot be loaded: it is quarantined"):
+            await runtime.load_blocks(pair.wanted(pair.offer([4], "other"), [0]))
+        waiting = asyncio.create_task(quarantine.wait())
+        pair.consumer.transport.faults.hold = False
+        pair.consumer.transport.perform()
+        await waiting
+        assert quarantine.safe
+        assert runtime.quarantines == ()
+
+
+async def test_a_cancelled_load_posts_no_more_slices() -> None:
+    async with inproc_pair(config=replace(SLICED, cancel_grace_s=5.0)) as pair:
+        transport = pair.consumer.transport
+        task = await start_held_load(pair, list(range(8)), list(range(8)))
+        transport.perform()  # the seal, which large loads fetch before
+        while not transport.held:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+        posted = transport.statistics.reads
+        transport.perform()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert transport.statistics.reads == posted
+
+
+async def test_a_second_cancel_is_held_back_too_and_not_lost(pair: InprocPair) -> None:
+    task = await start_held_load(pair, [3], [0])
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    pair.consumer.transport.perform()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    revoke_all(pair)
+
+
+async def test_a_deadline_in_the_wire_phase_names_it_and_carries_the_quarantine() -> None:
+    async with inproc_pair(config=SLICED) as pair:
+        pair.consumer.transport.faults.hold = True
+        lease = pair.offer([3])
+        with pytest.raises(DeadlineExceeded, match="request 'req' from 'producer' .* in phase 'wire'") as caught:
+            await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0], deadline_s=0.05))
+        assert caught.value.phase == "wire"
+        quarantine = caught.value.quarantine
+        assert quarantine is not None
+        assert not quarantine.safe
+        pair.consumer.transport.perform()
+        await quarantine.wait()
+        lease.revoke()
+
+
+async def test_a_lease_that_ends_during_the_read_fails_the_load(pair: InprocPair) -> None:
+    """The blocks are reused while they are read: stale bytes must not be reported as good."""
+    task = await start_held_load(pair, [3], [0])
+    expired = pair.producer.runtime.statistics()
+    assert expired.blocks is not None
+    assert expired.blocks.leased == 1
+    revoke_all(pair)
+    for tensor in pair.producer.kv_caches.values():
+        tensor[:, 3] = 12345.0
+    pair.consumer.transport.perform()
+    with pytest.raises(LeaseExpired, match="its lease ended before the read did"):
+        await task
+
+
+async def test_an_expired_ticket_never_loads(pair: InprocPair) -> None:
+    lease = pair.offer([3], ttl_s=0.01)
+    assert await lease is LeaseOutcome.EXPIRED
+    with pytest.raises(LeaseExpired):
+        await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+
+
+async def test_a_used_ticket_never_loads_again(pair: InprocPair) -> None:
+    """A router that retries elsewhere: the first reader has released the blocks, the second one is stale."""
+    lease = pair.offer([3])
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert await lease is LeaseOutcome.READ
+    with pytest.raises(LeaseExpired):
+        await pair.consumer.runtime.load_blocks(pair.wanted(lease, [1]))
+
+
+async def test_a_seal_that_another_lease_uses_now_does_not_help_an_old_ticket(pair: InprocPair) -> None:
+    old = pair.offer([3], "old")
+    old.revoke()
+    new = pair.offer([4], "new")
+    assert old.ticket.seal_index == new.ticket.seal_index
+    with pytest.raises(LeaseExpired):
+        await pair.consumer.runtime.load_blocks(pair.wanted(old, [0]))
+    new.revoke()
+
+
+async def test_a_large_load_of_an_ended_lease_reads_no_block() -> None:
+    async with inproc_pair(config=SLICED) as pair:
+        lease = pair.offer(list(range(8)))
+        lease.revoke()
+        with pytest.raises(LeaseExpired):
+            await pair.consumer.runtime.load_blocks(pair.wanted(lease, list(range(8))))
+        pair.assert_loaded([], [])
+
+
+async def test_a_transfer_that_fails_names_the_cause_and_the_next_load_works(pair: InprocPair) -> None:
+    pair.consumer.transport.faults.fail_next.append(PeerGone("scripted"))
+    lease = pair.offer([3])
+    with pytest.raises(TransferFailed, match="the transfer failed: scripted") as caught:
+        await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert caught.value.quarantine is None
+    assert isinstance(caught.value.__cause__, PeerGone)
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    pair.assert_loaded([0], [3])
+    assert await lease is LeaseOutcome.READ
+    listener = pair.producer.runtime.statistics().listener
+    assert listener is not None
+    assert listener.answered == 2, "the broken connection was not made anew"
+
+
+async def test_one_failed_slice_fails_the_load_after_the_others_have_stopped() -> None:
+    async with inproc_pair(config=SLICED) as pair:
+        transport = pair.consumer.transport
+        task = await start_held_load(pair, list(range(8)), list(range(8)))
+        transport.perform()
+        while len(transport.held) < 2:
+            await asyncio.sleep(0)
+        transport.faults.fail_next.append(TransportError("scripted"))
+        transport.perform(1)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not task.done(), "failed while another slice could still land"
+        transport.perform()
+        with pytest.raises(TransferFailed, match="scripted"):
+            await task
+        revoke_all(pair)
+
+
+async def test_a_lost_notification_costs_time_and_nothing_else(pair: InprocPair) -> None:
+    pair.consumer.transport.faults.drop_notifications = True
+    lease = pair.offer([3], ttl_s=0.05)
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert await lease is LeaseOutcome.EXPIRED
+    pair.assert_loaded([0], [3])
+
+
+async def test_duplicate_and_late_notifications_change_nothing(pair: InprocPair) -> None:
+    pair.consumer.transport.faults.duplicate_notifications = True
+    lease = pair.offer([3])
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert await lease is LeaseOutcome.READ
+    second = pair.offer([5], "second")
+    serving = pair.producer.runtime.statistics().serving
+    assert serving is not None
+    assert (serving.read, serving.late_notifications, serving.open_leases) == (1, 1, 1)
+    second.revoke()
+
+
+async def test_forged_notifications_release_nothing(pair: InprocPair) -> None:
+    lease = pair.offer([3])
+    transport = pair.producer.transport
+    for payload in (b"", b"\xff" * 10, b"\x93\xa9read_done\xa3abc\xa1x", b"x" * 100_000):
+        transport.deliver(payload)
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert await lease is LeaseOutcome.READ
+    serving = pair.producer.runtime.statistics().serving
+    assert serving is not None
+    assert (serving.malformed_notifications, serving.late_notifications) == (3, 1)
+
+
+async def test_a_revoked_lease_gives_its_blocks_back_at_once_and_only_once(pair: InprocPair) -> None:
+    lease = pair.offer([3])
+    lease.revoke()
+    lease.revoke()
+    assert await lease is LeaseOutcome.REVOKED
+    assert await lease is LeaseOutcome.REVOKED
+
+
+async def test_cancelling_who_awaits_a_lease_leaves_the_lease(pair: InprocPair) -> None:
+    lease = pair.offer([3])
+
+    async def wait_for_it() -> LeaseOutcome:
+        return await lease
+
+    waiter = asyncio.create_task(wait_for_it())
+    await asyncio.sleep(0)
+    waiter.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    assert not lease.done
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert await lease is LeaseOutcome.READ
+
+
+@pytest.mark.parametrize("steps", range(12))
+async def test_cancelling_at_any_step_leaves_nothing_behind(pair: InprocPair, steps: int) -> None:
+    """Cancel after a growing number of loop iterations: in every await on the way, handshake included."""
+    lease = pair.offer([3, 4])
+    task = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0, 1])))
+    for _ in range(steps * 3):
+        await asyncio.sleep(0)
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0, 1]))
+    pair.assert_loaded([0, 1], [3, 4])
+    assert await lease is LeaseOutcome.READ
+
+
+def revoke_all(pair: InprocPair) -> None:
+    """End every lease of the producer, as `lease.revoke` does."""
+    cache = pair.producer.runtime._cache
+    assert cache is not None
+    cache.serving.close()
