@@ -306,10 +306,10 @@ class Runtime:
     def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
         """Answer a peer on the side channel; never waits."""
         cache = self._cache
-        if cache is None or self._state is not RuntimeState.OPEN:
-            return _refusal(
-                f"engine {self._config.engine_id!r} has no KV cache registered" if cache is None else "closing"
-            )
+        if cache is None:
+            return _refusal(f"engine {self._config.engine_id!r} has no KV cache registered yet")
+        if self._state is not RuntimeState.OPEN:
+            return _refusal(f"engine {self._config.engine_id!r} is {self._state}")
         rank = (self._config.pp_rank, self._config.tp_rank)
         if request.engine_id != self._config.engine_id:
             return _refusal(f"unknown engine: expected {request.engine_id!r}, this is {self._config.engine_id!r}")

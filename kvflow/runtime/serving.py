@@ -181,9 +181,7 @@ class Serving:
         ttl_s = self._config.lease_ttl_s if request.ttl_s is None else request.ttl_s
         seal_index = self._seals.take()
         if seal_index is None:
-            raise RequestError(
-                f"request {request.request_id!r}: all {self._seals.count} leases are in use (leases_max)"
-            )
+            raise RequestError(f"request {request.request_id!r}: {self._seals.count} leases are open (leases_max)")
         try:
             self._ledger.lease(ids)
         except RequestError:

@@ -1,0 +1,248 @@
+"""What every transport promises (`kvflow.transport.base.Transport`), checked on the in-process and the real one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from kvflow.core.layout import Device, Span, UInt64Array
+from kvflow.core.plan import Descriptors
+from kvflow.errors import TransportBroken
+from kvflow.transport.base import AgentName, Event, Notified, ReadEnded, Transport, TransportError
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from kvflow.transport.nixl import NixlTransport
+from kvflow.transport.nixl_agents import NixlSettings
+
+CPU = Device("cpu", 0)
+SIZE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Side:
+    """One transport with one registered buffer."""
+
+    transport: Transport
+    buffer: np.ndarray
+
+    def address(self, offset: int = 0) -> int:
+        return int(self.buffer.ctypes.data) + offset
+
+
+@dataclass(frozen=True)
+class Ends:
+    """A reader that knows a writer as `peer`."""
+
+    reader: Side
+    writer: Side
+    peer: AgentName
+
+    def descriptors(self, *ranges: tuple[int, int, int]) -> Descriptors:
+        """(local offset, remote offset, size) triples."""
+        local, remote, sizes = zip(*ranges, strict=True)
+        return Descriptors(
+            local=np.array([self.reader.address(offset) for offset in local], dtype=np.uint64),
+            remote=np.array([self.writer.address(offset) for offset in remote], dtype=np.uint64),
+            sizes=np.array(sizes, dtype=np.uint64),
+            local_device=CPU,
+            remote_device=CPU,
+        )
+
+
+def make_inproc() -> Callable[[str], Transport]:
+    network = InprocNetwork()
+    return lambda name: InprocTransport(name, network)
+
+
+def make_nixl() -> Callable[[str], Transport]:
+    def make(name: str) -> Transport:
+        return NixlTransport(
+            NixlSettings(
+                agent_name=name, backend="UCX", backend_params={}, notification_poll_interval_s=0.001, prefault=True
+            )
+        )
+
+    return make
+
+
+@pytest.fixture(params=[make_inproc, pytest.param(make_nixl, marks=pytest.mark.nixl)], ids=["inproc", "nixl"])
+def make(request: pytest.FixtureRequest) -> Callable[[str], Transport]:
+    factory: Callable[[str], Transport] = request.param()
+    return factory
+
+
+async def open_side(make: Callable[[str], Transport], name: str, fill: UInt64Array) -> Side:
+    transport = make(name)
+    await transport.open()
+    buffer = fill.astype(np.uint8)
+    side = Side(transport, buffer)
+    await transport.register([Span(address=side.address(), size_bytes=SIZE)], CPU, buffer)
+    return side
+
+
+@pytest.fixture
+async def ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
+    writer = await open_side(make, "writer", np.arange(SIZE, dtype=np.uint64) % 251)
+    reader = await open_side(make, "reader", np.full(SIZE, 255, dtype=np.uint64))
+    peer = await reader.transport.add_peer(await writer.transport.metadata())
+    yield Ends(reader, writer, peer)
+    for side in (reader, writer):
+        await side.transport.aclose(5.0)
+        statistics = side.transport.statistics
+        assert (statistics.open_reads, statistics.open_peers, statistics.open_spans, statistics.open_threads) == (
+            0,
+            0,
+            0,
+            0,
+        )
+
+
+async def end_of(transport: Transport, count: int = 1) -> list[Event]:
+    """The next `count` events."""
+    events: list[Event] = []
+    async with asyncio.timeout(30):
+        while len(events) < count:
+            events.extend(await transport.events())
+    return events
+
+
+async def test_a_read_moves_exactly_its_bytes(ends: Ends) -> None:
+    ranges = [(0, 100, 50), (1000, 5000, 1), (2000, 0, 4096), (SIZE - 8, SIZE - 8, 8)]
+    expected = ends.reader.buffer.copy()
+    for local, remote, size in ranges:
+        expected[local : local + size] = ends.writer.buffer[remote : remote + size]
+    read = ends.reader.transport.post_read(ends.peer, ends.descriptors(*ranges))
+    assert read.size_bytes == 50 + 1 + 4096 + 8
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert event.read is read
+    assert event.error is None
+    assert event.post_s >= 0
+    np.testing.assert_array_equal(ends.reader.buffer, expected)
+
+
+async def test_then_is_read_after_everything_else(ends: Ends) -> None:
+    """The two steps write the same place: the second one must win."""
+    first, second = ends.descriptors((0, 0, 100_000)), ends.descriptors((0, 200_001, 64))
+    ends.reader.transport.post_read(ends.peer, first, second)
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert event.error is None
+    np.testing.assert_array_equal(ends.reader.buffer[:64], ends.writer.buffer[200_001:200_065])
+    np.testing.assert_array_equal(ends.reader.buffer[64:100_000], ends.writer.buffer[64:100_000])
+
+
+async def test_many_reads_each_end_once(ends: Ends) -> None:
+    reads = {
+        ends.reader.transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
+        for index in range(200)
+    }
+    events = await end_of(ends.reader.transport, 200)
+    ended = [event.read for event in events if isinstance(event, ReadEnded) and event.error is None]
+    assert len(ended) == 200
+    assert set(ended) == reads
+    np.testing.assert_array_equal(ends.reader.buffer[: 200 * 64], ends.writer.buffer[: 200 * 64])
+    assert ends.reader.transport.statistics.bytes_read == 200 * 64
+
+
+@pytest.mark.parametrize("side", ["local", "remote"])
+async def test_ranges_outside_registered_memory_end_with_an_error(ends: Ends, side: str) -> None:
+    ranges = (SIZE - 4, 0, 8) if side == "local" else (0, SIZE - 4, 8)
+    before = ends.reader.buffer.copy()
+    ends.reader.transport.post_read(ends.peer, ends.descriptors(ranges))
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert isinstance(event.error, TransportError)
+    np.testing.assert_array_equal(ends.reader.buffer, before)
+    assert ends.reader.transport.statistics.reads_failed == 1
+
+
+async def test_a_read_from_an_unknown_peer_ends_with_an_error(ends: Ends) -> None:
+    ends.reader.transport.post_read(AgentName("nobody"), ends.descriptors((0, 0, 8)))
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert isinstance(event.error, TransportError)
+
+
+async def test_a_peer_can_be_removed_and_added_again(ends: Ends) -> None:
+    transport = ends.reader.transport
+    await transport.remove_peer(ends.peer)
+    assert transport.statistics.open_peers == 0
+    transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+    (event,) = await end_of(transport)
+    assert isinstance(event, ReadEnded)
+    assert event.error is not None
+    assert await transport.add_peer(await ends.writer.transport.metadata()) == ends.peer
+    transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+    (event,) = await end_of(transport)
+    assert isinstance(event, ReadEnded)
+    assert event.error is None
+
+
+async def test_notifications_arrive_in_order_and_whole(ends: Ends) -> None:
+    payloads = [b"\x00binary\xff" + bytes([index]) * index for index in range(1, 50)]
+    for payload in payloads:
+        ends.reader.transport.notify(ends.peer, payload)
+    events = await end_of(ends.writer.transport, len(payloads))
+    assert [event.payload for event in events if isinstance(event, Notified)] == payloads
+    assert ends.writer.transport.statistics.notifications_received == len(payloads)
+
+
+async def test_a_notification_to_nobody_is_counted(ends: Ends) -> None:
+    ends.reader.transport.notify(AgentName("nobody"), b"hello")
+    ends.reader.transport.notify(ends.peer, b"hello")
+    await end_of(ends.writer.transport)
+    assert ends.reader.transport.statistics.notifications_failed == 1
+
+
+async def test_metadata_that_is_none_is_refused(ends: Ends) -> None:
+    for junk in (b"", b"junk", b"\x00" * 64):
+        with pytest.raises(TransportError):
+            await ends.reader.transport.add_peer(junk)
+    ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert event.error is None
+
+
+async def test_cancelling_events_loses_none(ends: Ends) -> None:
+    waiting = asyncio.create_task(end_of(ends.reader.transport))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    read = ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert event.read is read
+
+
+async def test_closing_ends_the_wait_for_events_and_every_verb(make: Callable[[str], Transport]) -> None:
+    side = await open_side(make, "alone", np.zeros(SIZE, dtype=np.uint64))
+    transport = side.transport
+    waiting = asyncio.create_task(end_of(transport))
+    await asyncio.sleep(0)
+    await transport.aclose(5.0)
+    await transport.aclose(5.0)
+    with pytest.raises(TransportBroken):
+        await waiting
+    with pytest.raises(TransportBroken):
+        await transport.metadata()
+    with pytest.raises(TransportBroken):
+        transport.notify(AgentName("x"), b"x")
+
+
+async def test_closing_what_was_never_opened(make: Callable[[str], Transport]) -> None:
+    transport = make("never")
+    await transport.aclose(1.0)
+    with pytest.raises(TransportBroken):
+        await transport.metadata()
+
+
+async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], Transport]) -> None:
+    side = await open_side(make, "alone", np.zeros(SIZE, dtype=np.uint64))
+    with pytest.raises(TransportError, match="cannot reach device 'tpu'"):
+        await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None)
+    await side.transport.aclose(5.0)
