@@ -1,0 +1,62 @@
+"""The tree of commands; one function per command, which reads options and hands over."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvflow.cli.bench.children import BenchError
+from kvflow.cli.bench.report import as_json, print_report
+from kvflow.cli.bench.run import run_bench
+from kvflow.cli.bench.settings import Pattern, SettingsError, TransportChoice, make_settings
+
+app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
+bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command()
+def transfer(
+    transport: Annotated[
+        TransportChoice, typer.Option(help="Which way the bytes go: shm, tcp (UCX_TLS=tcp) or both.")
+    ] = TransportChoice.BOTH,
+    sizes: Annotated[
+        str, typer.Option(help="What one load moves: 'block' or MB (2**20 bytes), separated by commas.")
+    ] = "block,1,16,256,1024",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds per size; each gives every contender a turn.")] = 10,
+    pattern: Annotated[
+        Pattern, typer.Option(help="Block ids: random on both sides, or consecutive ones.")
+    ] = Pattern.SCATTERED,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the imaginary model.")] = 8,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads per layer; 128 fp16 elements, 16 tokens a block.")] = 8,
+    idle_s: Annotated[float, typer.Option(min=0.1, help="How long idle CPU is measured.")] = 5.0,
+    json_file: Annotated[
+        typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
+    ] = False,
+) -> None:
+    """Compare (a) raw NIXL as in its examples, (b) raw NIXL tuned, (c) kvflow, on the same bytes and descriptors."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        settings = make_settings(
+            transport=transport,
+            sizes=sizes,
+            rounds=rounds,
+            pattern=pattern,
+            layers=layers,
+            kv_heads=kv_heads,
+            idle_s=idle_s,
+            quick=quick,
+        )
+        report = run_bench(settings, note=notes.print)
+    except (SettingsError, BenchError) as error:
+        notes.print(f"kvflow bench transfer: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    print_report(report, Console())
+    if json_file is not None:
+        json_file.write(json.dumps(as_json(report), indent=2) + "\n")

@@ -1,0 +1,32 @@
+"""Entry point of the `kvflow` command: says what to install when the extra `kvflow[cli]` is missing.
+
+Everything that needs typer or rich is imported behind the check, so a bare installation of kvflow gets one clear
+sentence instead of a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+_EXTRA_MODULES = ("typer", "rich")
+
+
+def missing_modules() -> tuple[str, ...]:
+    """Those modules of the extra that are not installed."""
+    return tuple(name for name in _EXTRA_MODULES if find_spec(name) is None)
+
+
+def main() -> None:
+    missing = missing_modules()
+    if missing:
+        sys.exit(
+            f"kvflow: the command line needs {' and '.join(missing)}; install them with: pip install 'kvflow[cli]'"
+        )
+    from kvflow.cli.app import app
+
+    app()
+
+
+if __name__ == "__main__":
+    main()
