@@ -23,13 +23,17 @@ BlockIds: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionPairs:
-    """Local regions and the remote ones they are read from, fused; one entry per pair, all in bytes."""
+    """Local regions and the remote ones they are read from, fused; one entry per pair, all in bytes.
+
+    In `dense` pairs blocks follow each other without a gap on both sides, so consecutive blocks are one read.
+    """
 
     local_bases: UInt64Array
     local_strides: UInt64Array
     remote_bases: UInt64Array
     remote_strides: UInt64Array
     sizes: UInt64Array
+    dense: bool
     local_device: Device
     remote_device: Device
 
@@ -78,108 +82,107 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str, uni
     return ids
 
 
-def pair_regions(local: Regions, remote: Regions) -> RegionPairs:
+def pair_regions(local: Regions, remote: Regions) -> tuple[RegionPairs, ...]:
     """Match region i with region i and fuse pairs that are neighbours in every block of both sides.
 
-    Fusing keeps to one registered span: a fused block is no longer than the stride, so the extents of its regions
-    overlap, and overlapping extents are registered as one (see `layout.map_spans`).
+    Returns the dense pairs and the others, as far as there are any. Fusing keeps to one registered span: a fused block
+    is no longer than the stride, so the extents of its regions overlap, and overlapping extents are registered as one
+    (see `layout.map_spans`).
     """
     order = np.argsort(local.bases, kind="stable")
-    local_bases, local_strides = local.bases[order], local.strides[order]
-    remote_bases, remote_strides = remote.bases[order], remote.strides[order]
+    columns = (local.bases[order], local.strides[order], remote.bases[order], remote.strides[order])
     size = local.block_size_bytes
     rows: list[list[int]] = []
-    columns = (local_bases.tolist(), local_strides.tolist(), remote_bases.tolist(), remote_strides.tolist())
-    for local_base, local_stride, remote_base, remote_stride in zip(*columns, strict=True):
-        if rows and _continues(rows[-1], local_base, local_stride, remote_base, remote_stride, size):
+    for pair in zip(*(column.tolist() for column in columns), strict=True):
+        row = [*pair, size]
+        if rows and _continues(rows[-1], row):
             rows[-1][4] += size
         else:
-            rows.append([local_base, local_stride, remote_base, remote_stride, size])
-    table = np.array(rows, dtype=np.uint64).reshape(-1, 5).T
-    return RegionPairs(
-        local_bases=table[0].copy(),
-        local_strides=table[1].copy(),
-        remote_bases=table[2].copy(),
-        remote_strides=table[3].copy(),
-        sizes=table[4].copy(),
-        local_device=local.device,
-        remote_device=remote.device,
-    )
+            rows.append(row)
+    groups = []
+    for dense in (True, False):
+        chosen = [row for row in rows if (row[1] == row[4] == row[3]) is dense]
+        if chosen:
+            table = np.array(chosen, dtype=np.uint64).T
+            groups.append(
+                RegionPairs(
+                    local_bases=table[0].copy(),
+                    local_strides=table[1].copy(),
+                    remote_bases=table[2].copy(),
+                    remote_strides=table[3].copy(),
+                    sizes=table[4].copy(),
+                    dense=dense,
+                    local_device=local.device,
+                    remote_device=remote.device,
+                )
+            )
+    return tuple(groups)
 
 
-def _continues(
-    row: list[int], local_base: int, local_stride: int, remote_base: int, remote_stride: int, size: int
-) -> bool:
-    """Whether a pair lies right behind `row` in each block of both sides."""
-    last_local_base, last_local_stride, last_remote_base, last_remote_stride, length = row
+def _continues(row: list[int], after: list[int]) -> bool:
+    """Whether the pair `after` lies right behind `row` in each block of both sides."""
+    local_base, local_stride, remote_base, remote_stride, length = row
     return (
-        local_base == last_local_base + length
-        and remote_base == last_remote_base + length
-        and local_stride == last_local_stride
-        and remote_stride == last_remote_stride
-        and length + size <= min(local_stride, remote_stride)
+        after[0] == local_base + length
+        and after[2] == remote_base + length
+        and (after[1], after[3]) == (local_stride, remote_stride)
+        and length + after[4] <= min(local_stride, remote_stride)
     )
 
 
-def plan_read(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Descriptors:
+def plan_read(groups: Sequence[RegionPairs], local_ids: BlockIds, remote_ids: BlockIds) -> Descriptors:
     """Descriptors that fill block `local_ids[i]` from `remote_ids[i]` in every region pair.
 
-    Blocks are taken in the order of their local ids; consecutive blocks become one descriptor in regions that are
-    dense on both sides.
+    Blocks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
+    writing our own in order (shared memory). Consecutive blocks become one descriptor in dense pairs.
     """
-    order = np.argsort(local_ids, kind="stable")
-    local_sorted, remote_sorted = local_ids[order], remote_ids[order]
-    dense = (pairs.local_strides == pairs.sizes) & (pairs.remote_strides == pairs.sizes)
-    starts = run_starts(local_sorted, remote_sorted)
-    counts = np.diff(starts, append=len(local_sorted))
-    ones = np.ones(len(local_sorted), dtype=np.int64)
-    pieces = [
-        _cross(pairs, dense, local_sorted[starts], remote_sorted[starts], counts),
-        _cross(pairs, ~dense, local_sorted, remote_sorted, ones),
-    ]
-    return Descriptors(
+    if len(local_ids) > 1:
+        order = np.argsort(remote_ids, kind="stable")
+        local_ids, remote_ids = local_ids[order], remote_ids[order]
+    pieces = [_cross(pairs, local_ids, remote_ids) for pairs in groups]
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(
+        pieces[0],
         local=np.concatenate([piece.local for piece in pieces]),
         remote=np.concatenate([piece.remote for piece in pieces]),
         sizes=np.concatenate([piece.sizes for piece in pieces]),
-        local_device=pairs.local_device,
-        remote_device=pairs.remote_device,
     )
 
 
 def run_starts(local_ids: BlockIds, remote_ids: BlockIds) -> BlockIds:
     """Indices at which a run of blocks begins that are consecutive on both sides."""
-    if len(local_ids) == 0:
-        return np.empty(0, dtype=np.int64)
-    breaks = (np.diff(local_ids) != 1) | (np.diff(remote_ids) != 1)
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.flatnonzero(breaks) + 1])
+    breaks = np.ones(len(local_ids), dtype=np.bool_)
+    breaks[1:] = (local_ids[1:] - local_ids[:-1] != 1) | (remote_ids[1:] - remote_ids[:-1] != 1)
+    return np.flatnonzero(breaks)
 
 
-def _cross(
-    pairs: RegionPairs,
-    chosen: npt.NDArray[np.bool_],
-    local_ids: BlockIds,
-    remote_ids: BlockIds,
-    counts: BlockIds,
-) -> Descriptors:
-    """Every chosen region pair times every run of blocks, region by region."""
-    sizes = pairs.sizes[chosen][:, None] * counts.astype(np.uint64)[None, :]
-    local = _addresses(pairs.local_bases[chosen], pairs.local_strides[chosen], local_ids)
-    remote = _addresses(pairs.remote_bases[chosen], pairs.remote_strides[chosen], remote_ids)
+def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Descriptors:
+    """Every region pair times every run of blocks, region by region."""
+    if pairs.dense and len(local_ids) > 1:
+        starts = run_starts(local_ids, remote_ids)
+        counts = np.diff(starts, append=len(local_ids)).astype(np.uint64)
+        local_ids, remote_ids = local_ids[starts], remote_ids[starts]
+    else:
+        counts = np.ones(len(local_ids), dtype=np.uint64)
     return Descriptors(
-        local=local.ravel(),
-        remote=remote.ravel(),
-        sizes=sizes.ravel(),
+        local=_addresses(pairs.local_bases, pairs.local_strides, local_ids),
+        remote=_addresses(pairs.remote_bases, pairs.remote_strides, remote_ids),
+        sizes=np.multiply.outer(pairs.sizes, counts).ravel(),
         local_device=pairs.local_device,
         remote_device=pairs.remote_device,
     )
 
 
 def _addresses(bases: UInt64Array, strides: UInt64Array, block_ids: BlockIds) -> UInt64Array:
-    return bases[:, None] + strides[:, None] * block_ids.astype(np.uint64)[None, :]
+    return (bases[:, None] + np.multiply.outer(strides, block_ids.astype(np.uint64))).ravel()
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
     """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
+    if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
+        yield descriptors
+        return
     pieces = _split_large(descriptors, bytes_max)
     ends = np.cumsum(pieces.sizes)
     start, done_bytes = 0, 0

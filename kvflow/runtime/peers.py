@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,7 +52,9 @@ class LocalRank:
 class Connection:
     """A peer after its handshake. `users` counts the loads that hold it."""
 
-    def __init__(self, agent: AgentName, metadata: wire.Metadata, regions: Regions, pairs: RegionPairs) -> None:
+    def __init__(
+        self, agent: AgentName, metadata: wire.Metadata, regions: Regions, pairs: Sequence[RegionPairs]
+    ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
         self.num_blocks = regions.num_blocks

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Descriptors
 from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
+from kvflow.errors import RuntimeBroken
 from kvflow.runtime.poller import Poller
-from kvflow.transport.base import AgentName, ReadEnded, TransportError
+from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
 
 class Transfer:
@@ -35,8 +36,9 @@ class Transfer:
         self._ids = ids
         self._ledger = ledger
         self._on_safe = on_safe
-        self._reads: set[asyncio.Future[ReadEnded]] = set()
+        self._reads: set[PostedRead] = set()
         self._error: TransportError | None = None
+        self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
@@ -129,33 +131,39 @@ class Transfer:
                 cancelled = True
         return cancelled
 
+    def read_ended(self, event: ReadEnded) -> None:
+        """From the poller: one read has stopped."""
+        self._reads.discard(event.read)
+        self.post_s += event.post_s
+        self._error = self._error or event.error
+        self._stop_if_last()
+        self._wake()
+
+    def read_lost(self, read: PostedRead, error: RuntimeBroken) -> None:
+        """From the poller: it ended, so it will never be known when these bytes have stopped."""
+        self._reads.discard(read)
+        if not self._end.done():
+            self._end.set_exception(error)
+            self._end.exception()  # seen: there may be nobody who waits
+        self._wake()
+
     def _post(self, poller: Poller, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
-        read = poller.read(peer, descriptors, then)
+        self._reads.add(poller.read(self, peer, descriptors, then))
         self.descriptor_count += len(descriptors)
-        self._reads.add(read)
-        read.add_done_callback(self._read_ended)
 
     async def _wait_until_below(self, count: int) -> None:
         """Wait until fewer than `count` reads are under way; raises what has gone wrong once all have stopped."""
-        while len(self._reads) >= count:
-            await asyncio.wait(self._reads, return_when=asyncio.FIRST_COMPLETED)
-            if self._error is not None and self._reads:
-                count = 1
+        while len(self._reads) >= (1 if self._error else count):
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
         if self._end.done():
             self._end.result()
         if self._error is not None:
             raise self._error
 
-    def _read_ended(self, read: asyncio.Future[ReadEnded]) -> None:
-        self._reads.discard(read)
-        problem = read.exception()
-        if problem is not None:
-            self._lose_track(problem)
-            return
-        ended = read.result()
-        self.post_s += ended.post_s
-        self._error = self._error or ended.error
-        self._stop_if_last()
+    def _wake(self) -> None:
+        if self._progress is not None and not self._progress.done():
+            self._progress.set_result(None)
 
     def _stop_if_last(self) -> None:
         lost = self._end.done()

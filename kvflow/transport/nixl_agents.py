@@ -240,10 +240,14 @@ class NixlAgents:
         self._reading.native.getNotifs({}, [])  # nobody notifies the reading agent: this is its idle progress
 
     def _descriptor_list(self, addresses: UInt64Array, sizes: UInt64Array, device: Device) -> Any:
-        rows = np.empty((len(addresses), 3), dtype=np.uint64)
-        rows[:, 0] = addresses
-        rows[:, 1] = sizes
-        rows[:, 2] = device.index
+        rows: Any
+        if len(addresses) == 1:  # a seal: a list is quicker than an array
+            rows = [(int(addresses[0]), int(sizes[0]), device.index)]
+        else:
+            rows = np.empty((len(addresses), 3), dtype=np.uint64)
+            rows[:, 0] = addresses
+            rows[:, 1] = sizes
+            rows[:, 2] = device.index
         return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def _regions(base: int) -> Regions:
     )
 
 
-def _timed_plan(pairs: RegionPairs, local_ids: list[int], remote_ids: list[int]) -> tuple[float, int]:
+def _timed_plan(pairs: Sequence[RegionPairs], local_ids: list[int], remote_ids: list[int]) -> tuple[float, int]:
     """Seconds, and how many descriptors came out."""
     start = time.perf_counter()
     local = check_block_ids(local_ids, num_blocks=_BLOCKS, what="local block_ids")

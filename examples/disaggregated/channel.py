@@ -1,0 +1,66 @@
+"""Messages over a socket, one JSON document per line.
+
+A channel ends when the other side closes it or dies; either way the next `receive` raises ChannelClosedError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Generic, Self, TypeVar
+
+import msgspec
+
+from disaggregated.messages import Message
+
+# A prompt as long as the model takes is some 50 KiB of token ids.
+LINE_SIZE_MAX = 1 << 20
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing", bound=Message)
+
+
+class ChannelClosedError(ConnectionError):
+    """The other side has closed its end, or is dead."""
+
+
+class Channel(Generic[Incoming, Outgoing]):
+    """One end of a conversation; closed by `async with`."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        decoder: msgspec.json.Decoder[Incoming],
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = decoder
+
+    @classmethod
+    async def open(cls, sock: socket.socket, decoder: msgspec.json.Decoder[Incoming]) -> Self:
+        """Take over a connected socket."""
+        reader, writer = await asyncio.open_connection(sock=sock, limit=LINE_SIZE_MAX)
+        return cls(reader, writer, decoder)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    async def send(self, message: Outgoing) -> None:
+        """Hand the message to the socket; raises ChannelClosedError when nobody is there to read it."""
+        self._writer.write(msgspec.json.encode(message) + b"\n")
+        try:
+            await self._writer.drain()
+        except ConnectionError as error:
+            raise ChannelClosedError("nobody reads any more") from error
+
+    async def receive(self) -> Incoming:
+        """The next message; cancelling it loses none."""
+        try:
+            line = await self._reader.readuntil(b"\n")
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise ChannelClosedError("nobody writes any more") from error
+        return self._decoder.decode(line)

@@ -1,0 +1,148 @@
+"""The router's side of a worker: start it, talk to it, notice when it dies, see it out.
+
+Every wait has a bound, and a dead worker ends the wait at once: its end of the socket closes with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+import msgspec
+
+from disaggregated.channel import Channel, ChannelClosedError
+from disaggregated.messages import Command, Done, Event, Failed, Message, Token
+from disaggregated.worker import WorkerSettings, run_worker
+
+ANSWER_TIMEOUT_S = 60.0
+EXIT_TIMEOUT_S = 15.0
+KILL_TIMEOUT_S = 2.0
+
+Expected = TypeVar("Expected", bound=Message)
+
+
+class WorkerError(RuntimeError):
+    """A worker died, failed or fell silent; the message names it."""
+
+
+class WorkerProcess:
+    """One running worker."""
+
+    def __init__(self, engine_id: str, process: BaseProcess, channel: Channel[Event, Command]) -> None:
+        self.engine_id = engine_id
+        self._process = process
+        self._channel = channel
+
+    def __repr__(self) -> str:
+        return f"WorkerProcess({self.engine_id!r}, pid={self.pid}, exitcode={self._process.exitcode})"
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    async def send(self, command: Command) -> None:
+        try:
+            await self._channel.send(command)
+        except ChannelClosedError as error:
+            raise await self._death() from error
+
+    async def expect(self, kind: type[Expected]) -> Expected:
+        """The next event, which must be of that kind."""
+        event = await self._receive()
+        if not isinstance(event, kind):
+            raise WorkerError(f"{self.engine_id} said {event!r}, expected {kind.__name__}")
+        return event
+
+    async def tokens(self) -> AsyncGenerator[int, None]:
+        """The tokens of a stream, up to its end."""
+        while not isinstance(event := await self._receive(), Done):
+            if not isinstance(event, Token):
+                raise WorkerError(f"{self.engine_id} said {event!r} in the middle of a stream")
+            yield event.token
+
+    async def _receive(self) -> Event:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                event = await self._channel.receive()
+        except TimeoutError as error:
+            raise WorkerError(f"{self.engine_id} did not answer within {ANSWER_TIMEOUT_S} s") from error
+        except ChannelClosedError as error:
+            raise await self._death() from error
+        if isinstance(event, Failed):
+            raise WorkerError(f"{self.engine_id} failed: {event.error}")
+        return event
+
+    async def _death(self) -> WorkerError:
+        await asyncio.to_thread(self._process.join, KILL_TIMEOUT_S)
+        return WorkerError(f"{self.engine_id} died unexpectedly ({_exit_text(self._process.exitcode)})")
+
+    async def wait_closed(self) -> None:
+        """See the worker out once its channel is closed, with growing emphasis."""
+        await asyncio.to_thread(self._process.join, EXIT_TIMEOUT_S)
+        for emphasis in (self._process.terminate, self._process.kill):
+            if self._process.is_alive():
+                emphasis()
+                await asyncio.to_thread(self._process.join, KILL_TIMEOUT_S)
+
+
+@asynccontextmanager
+async def start_worker(settings: WorkerSettings) -> AsyncIterator[WorkerProcess]:
+    """A worker for as long as the `with`; it says Ready when it takes commands."""
+    ours, theirs = socket.socketpair()
+    process = _spawned(settings, theirs)
+    decoder = msgspec.json.Decoder[Event](Event)
+    channel = await Channel[Event, Command].open(ours, decoder)
+    worker = WorkerProcess(settings.engine_id, process, channel)
+    try:
+        async with channel:
+            yield worker
+    finally:
+        await worker.wait_closed()
+
+
+def set_worker_environment(transport: str) -> None:
+    """Set what NIXL and UCX read when the workers load them; workers inherit the environment.
+
+    Shared memory is what UCX takes by itself between two processes of one host.
+    """
+    os.environ |= {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
+    if transport == "tcp":
+        os.environ["UCX_TLS"] = "tcp"
+    else:
+        os.environ.pop("UCX_TLS", None)
+
+
+def _spawned(settings: WorkerSettings, theirs: socket.socket) -> BaseProcess:
+    # Spawn, never fork: NIXL does not survive a fork, and neither do torch's threads.
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=run_worker, args=(settings, theirs), name=settings.engine_id, daemon=True)
+    with _interrupts_ignored():
+        process.start()
+    # From here on the worker's end is open in the worker alone, so that its death closes it.
+    theirs.close()
+    return process
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """What is started here ignores Ctrl-C: the terminal sends it to all, but the router ends its workers."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _exit_text(exitcode: int | None) -> str:
+    if exitcode is None:
+        return "it closed its channel and is still running"
+    if exitcode < 0:
+        return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit code {exitcode}"

@@ -1,0 +1,195 @@
+"""One engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
+
+This is the part to read if you want to use kvflow: `_Worker.prefill` offers blocks and keeps them until
+they were read, `_Worker.decode` loads them and goes on from there. Both keep one rule: blocks are reserved
+by a `with` that ends only when neither the engine nor kvflow can touch them any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+import uvloop
+from paged_engine import Engine, OutOfBlocksError, blocks_for
+from paged_engine.weights import MODEL_NAME, load_model
+
+import kvflow
+from disaggregated.channel import Channel, ChannelClosedError
+from disaggregated.messages import (
+    Command,
+    Decode,
+    Done,
+    Event,
+    Failed,
+    Generate,
+    Loaded,
+    Prefill,
+    Prefilled,
+    Ready,
+    Released,
+    Token,
+)
+
+# What a request may run into; anything else is a bug and ends the process with its traceback.
+EXPECTED_ERRORS = (kvflow.errors.KVFlowError, OutOfBlocksError, ValueError, OSError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything a worker is told when it is started; crosses the process border."""
+
+    engine_id: str
+    checkpoint: Path
+    block_size: int
+    block_count: int
+
+
+def run_worker(settings: WorkerSettings, sock: socket.socket) -> None:
+    """The whole life of a worker process: until the router closes its end of the socket."""
+    # The two workers share the machine's cores, and one thread gives the same sums everywhere.
+    torch.set_num_threads(1)
+    uvloop.run(_live(settings, sock))
+
+
+async def _live(settings: WorkerSettings, sock: socket.socket) -> None:
+    decoder = msgspec.json.Decoder[Command](Command)
+    async with (
+        await Channel[Command, Event].open(sock, decoder) as channel,
+        _failures_reported(channel),
+        _started(settings, channel) as worker,
+    ):
+        await channel.send(Ready())
+        await worker.serve()
+
+
+@asynccontextmanager
+async def _started(settings: WorkerSettings, channel: Channel[Command, Event]) -> AsyncIterator[_Worker]:
+    """An engine, and a runtime that knows its cache. The runtime goes first: it uses the engine's memory."""
+    model = load_model(settings.checkpoint)
+    async with Engine(
+        model,
+        block_count=settings.block_count,
+        block_size=settings.block_size,
+        # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
+        shuffle_seed=settings.engine_id,
+    ) as engine:
+        config = kvflow.Config(engine_id=settings.engine_id, listen="tcp://127.0.0.1:0", model=MODEL_NAME)
+        async with kvflow.Runtime(config) as runtime:
+            layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
+            await runtime.register_kv_caches(engine.kv_caches, layout)
+            yield _Worker(engine, runtime, channel)
+
+
+class _Worker:
+    """Answers the router's commands, each in a task of its own."""
+
+    def __init__(self, engine: Engine, runtime: kvflow.Runtime, channel: Channel[Command, Event]) -> None:
+        self._engine = engine
+        self._runtime = runtime
+        self._channel = channel
+
+    async def serve(self) -> None:
+        """Take commands until the router hangs up, then drop what it no longer waits for."""
+        async with asyncio.TaskGroup() as group:
+            answering: set[asyncio.Task[None]] = set()
+            async for command in self._commands():
+                task = group.create_task(self._answer(command), name=f"answer {type(command).__name__}")
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+            for task in answering:
+                task.cancel()
+
+    async def _commands(self) -> AsyncIterator[Command]:
+        while True:
+            try:
+                yield await self._channel.receive()
+            except ChannelClosedError:
+                return
+
+    async def _answer(self, command: Command) -> None:
+        async with _failures_reported(self._channel):
+            match command:
+                case Prefill():
+                    await self.prefill(command)
+                case Decode():
+                    await self.decode(command)
+                case Generate():
+                    await self.generate(command)
+
+    async def prefill(self, command: Prefill) -> None:
+        """Compute the prompt and keep its blocks until the decode engine has read them."""
+        async with self._engine.reserve(len(command.prompt)) as block_ids:
+            token = await self._engine.prefill(command.prompt, block_ids)
+            lease = self._runtime.serve_blocks(
+                kvflow.ServeRequest(command.request_id, block_ids=block_ids, num_tokens=len(command.prompt))
+            )
+            try:
+                await self._channel.send(Prefilled(token=token, ticket=lease.ticket.to_params()))
+                outcome = await lease
+            finally:
+                # Has no effect on a lease that has ended; an open one must not outlive the reservation.
+                lease.revoke()
+        await self._channel.send(Released(outcome=outcome.value))
+
+    async def decode(self, command: Decode) -> None:
+        """Load the prompt's blocks instead of computing them, and generate from there."""
+        async with self._engine.reserve(command.prompt_count + command.max_tokens) as block_ids:
+            filled_count = blocks_for(command.prompt_count, self._engine.block_size)
+            request = kvflow.LoadRequest(command.request_id, ticket=command.ticket, block_ids=block_ids[:filled_count])
+            await self._channel.send(_loaded(await self._load(request)))
+            await self._stream(
+                self._engine.decode(
+                    command.token,
+                    position=command.prompt_count,
+                    block_ids=block_ids,
+                    max_tokens=command.max_tokens,
+                )
+            )
+
+    async def generate(self, command: Generate) -> None:
+        """Prefill and decode right here: the same engine without hand-over."""
+        await self._stream(self._engine.generate(command.prompt, max_tokens=command.max_tokens))
+
+    async def _load(self, request: kvflow.LoadRequest) -> kvflow.LoadReport:
+        try:
+            return await self._runtime.load_blocks(request)
+        finally:
+            # After a failure or a cancellation bytes may still land: the caller keeps the blocks until they cannot.
+            for quarantine in self._runtime.quarantines:
+                if quarantine.request_id == request.request_id:
+                    await quarantine.wait()
+
+    async def _stream(self, generated: AsyncGenerator[int, None]) -> None:
+        async with aclosing(generated) as tokens:
+            async for token in tokens:
+                await self._channel.send(Token(token=token))
+        await self._channel.send(Done())
+
+
+@asynccontextmanager
+async def _failures_reported(channel: Channel[Command, Event]) -> AsyncIterator[None]:
+    """Tell the router what went wrong; when it is gone there is nobody to tell."""
+    try:
+        yield
+    except ChannelClosedError:
+        pass
+    except EXPECTED_ERRORS as error:
+        with suppress(ChannelClosedError):
+            await channel.send(Failed(error=f"{type(error).__name__}: {error}"))
+
+
+def _loaded(report: kvflow.LoadReport) -> Loaded:
+    return Loaded(
+        blocks=report.blocks,
+        descriptors=report.descriptors,
+        size=report.bytes,
+        seconds=dict(report.seconds),
+        total_s=report.total_s,
+    )

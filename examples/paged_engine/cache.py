@@ -1,0 +1,132 @@
+"""The paged KV cache: which blocks are free, and where in memory a token's keys and values lie.
+
+A sequence owns a list of blocks, its block table; token `position` lives in block
+`table[position // block_size]` at offset `position % block_size`. The blocks of one sequence may lie
+anywhere, so nothing here ever assumes that they are neighbours.
+
+Theory: a block has exactly one owner or is free, and free + used = all at every moment. `BlockPool`
+refuses whatever would break that and changes nothing when it refuses.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NewType
+
+import torch
+
+BlockId = NewType("BlockId", int)
+
+
+class OutOfBlocksError(RuntimeError):
+    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+
+
+def blocks_for(token_count: int, block_size: int) -> int:
+    """How many blocks hold that many tokens, the last one perhaps partly filled."""
+    return -(-token_count // block_size)
+
+
+class BlockPool:
+    """Owns the block ids of one cache: hands them out once, takes them back once."""
+
+    def __init__(self, block_count: int, *, shuffle_seed: int | str | None = None) -> None:
+        """A shuffled pool hands out scattered blocks from the start, as a long-running engine does."""
+        if block_count < 1:
+            raise ValueError(f"block_count: a pool needs at least one block, got {block_count}")
+        block_ids = [BlockId(index) for index in range(block_count)]
+        if shuffle_seed is not None:
+            random.Random(shuffle_seed).shuffle(block_ids)
+        self._free = deque(block_ids)
+        self._used: set[BlockId] = set()
+
+    def __repr__(self) -> str:
+        return f"BlockPool(free={self.free_count}, used={self.used_count})"
+
+    @property
+    def free_count(self) -> int:
+        return len(self._free)
+
+    @property
+    def used_count(self) -> int:
+        return len(self._used)
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Take that many blocks, all or none."""
+        if count > self.free_count:
+            raise OutOfBlocksError(f"blocks: {count} wanted, {self.free_count} free")
+        block_ids = [self._free.popleft() for _ in range(count)]
+        self._used.update(block_ids)
+        return block_ids
+
+    def free(self, block_ids: Sequence[BlockId]) -> None:
+        """Give blocks back, all or none; a block that is not in use is an error."""
+        returned = set(block_ids)
+        if len(returned) != len(block_ids) or not returned <= self._used:
+            raise ValueError(f"blocks {list(block_ids)}: not in use, or given back twice")
+        self._used -= returned
+        self._free.extend(block_ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """The shape of a paged KV cache, the same for every layer."""
+
+    block_count: int
+    kv_head_count: int
+    block_size: int
+    head_dim: int
+
+    @property
+    def dimensions(self) -> tuple[int, int, int, int, int]:
+        """K and V stacked first, then HND within a block: heads, tokens, values."""
+        return (2, self.block_count, self.kv_head_count, self.block_size, self.head_dim)
+
+
+class PagedKVCache:
+    """One tensor per layer, allocated once and never moved: other code may register its addresses."""
+
+    def __init__(self, layer_names: Iterable[str], shape: CacheShape, *, dtype: torch.dtype) -> None:
+        # Zeros, not empty: writing every page now keeps page faults out of the first transfer.
+        self.tensors = {name: torch.zeros(shape.dimensions, dtype=dtype) for name in layer_names}
+        self.shape = shape
+
+    def __repr__(self) -> str:
+        return f"PagedKVCache({len(self.tensors)} layers, {self.shape})"
+
+    def pages(self, block_ids: Sequence[BlockId]) -> Pages:
+        """One sequence's view of the cache through its block table."""
+        return Pages(self, block_ids)
+
+
+class Pages:
+    """The keys and values of one sequence, wherever its blocks lie."""
+
+    def __init__(self, cache: PagedKVCache, block_ids: Sequence[BlockId]) -> None:
+        self._tensors = cache.tensors
+        self._block_size = cache.shape.block_size
+        self._table = torch.tensor(block_ids, dtype=torch.long)
+
+    @property
+    def capacity(self) -> int:
+        """How many tokens fit."""
+        return len(self._table) * self._block_size
+
+    def write(self, layer_name: str, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store [tokens, heads, head_dim] keys and values from position `start` on."""
+        positions = torch.arange(start, start + len(keys))
+        blocks = self._table[positions // self._block_size]
+        offsets = positions % self._block_size
+        tensor = self._tensors[layer_name]
+        tensor[0, blocks, :, offsets] = keys
+        tensor[1, blocks, :, offsets] = values
+
+    def read(self, layer_name: str, token_count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first tokens' keys and values, each [heads, tokens, head_dim]."""
+        table = self._table[: blocks_for(token_count, self._block_size)]
+        both = self._tensors[layer_name][:, table].transpose(1, 2).flatten(2, 3)
+        keys, values = both[:, :, :token_count]
+        return keys, values

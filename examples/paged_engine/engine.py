@@ -1,0 +1,179 @@
+"""The asyncio face of the model: blocks for as long as a `with`, prefill, decode, tokens as a stream.
+
+The engine owns the cache, the block pool and one worker thread. All torch work runs in that thread, so
+the event loop stays free; steps of concurrent requests take turns there in the order they were asked for.
+
+Theory of memory: whoever reserves blocks owns them until the `with` ends, and no step of the engine
+touches them after that. A step that runs cannot be called back, so a cancelled request first waits for
+its step to end and only then gives its blocks back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, PagedKVCache, blocks_for
+from paged_engine.model import LlamaModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """A snapshot; free + used is the whole pool, and used is 0 when the engine is idle."""
+
+    blocks_free: int
+    blocks_used: int
+    steps: int
+
+
+class Engine:
+    """Greedy generation with one model over one paged cache; any number of concurrent requests."""
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        *,
+        block_count: int,
+        block_size: int,
+        shuffle_seed: int | str | None = None,
+        reserve_timeout_s: float = 120.0,
+    ) -> None:
+        config = model.config
+        shape = CacheShape(
+            block_count=block_count,
+            kv_head_count=config.kv_head_count,
+            block_size=block_size,
+            head_dim=config.head_dim,
+        )
+        self._model = model
+        self._cache = PagedKVCache(model.layer_names, shape, dtype=model.dtype)
+        self._pool = BlockPool(block_count, shuffle_seed=shuffle_seed)
+        self._reserve_timeout_s = reserve_timeout_s
+        # The head of the queue waits for room, the others wait for their turn: nobody is overtaken.
+        self._turn = asyncio.Lock()
+        self._room = asyncio.Event()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
+        self._steps = 0
+
+    def __repr__(self) -> str:
+        return f"Engine({self._pool}, {self._cache})"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Let the steps that were asked for end and stop the thread; closing twice is fine."""
+        await asyncio.to_thread(self._executor.shutdown)
+
+    @property
+    def kv_caches(self) -> dict[str, torch.Tensor]:
+        """One tensor per layer, [2, blocks, KV heads, block size, head size]; live as long as the engine."""
+        return self._cache.tensors
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.shape.block_size
+
+    def statistics(self) -> EngineStatistics:
+        return EngineStatistics(blocks_free=self._pool.free_count, blocks_used=self._pool.used_count, steps=self._steps)
+
+    @asynccontextmanager
+    async def reserve(self, token_count: int) -> AsyncIterator[list[BlockId]]:
+        """Blocks for that many tokens; waits for room, first come first served.
+
+        A request reserves all it will need at once, so two half-served requests never wait for each other.
+        Cancelling a waiting caller takes nothing.
+        """
+        block_ids = await self._allocated(self._block_count(token_count))
+        try:
+            yield block_ids
+        finally:
+            self._pool.free(block_ids)
+            self._room.set()
+
+    async def prefill(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> int:
+        """Fill the blocks with the keys and values of the whole prompt; return the first new token.
+
+        When it is cancelled, it raises once the running step has left the blocks alone.
+        """
+        if not prompt:
+            raise ValueError("prompt: needs at least one token")
+        return await self._step(prompt, 0, block_ids)
+
+    async def decode(
+        self, token: int, *, position: int, block_ids: Sequence[BlockId], max_tokens: int
+    ) -> AsyncGenerator[int, None]:
+        """Continue after `token` at `position`, whose predecessors are in the blocks; at most `max_tokens`.
+
+        The end-of-text token is yielded, and is the last one. Closing the generator leaves the blocks alone.
+        """
+        for current in range(position, position + max_tokens):
+            if token == self._model.config.eos_token_id:
+                return
+            token = await self._step([token], current, block_ids)
+            yield token
+
+    async def generate(self, prompt: Sequence[int], *, max_tokens: int) -> AsyncGenerator[int, None]:
+        """Prefill and decode in blocks of its own; yields at most `max_tokens` tokens."""
+        async with self.reserve(len(prompt) + max_tokens) as block_ids:
+            token = await self.prefill(prompt, block_ids)
+            yield token
+            decoding = self.decode(token, position=len(prompt), block_ids=block_ids, max_tokens=max_tokens - 1)
+            async with aclosing(decoding) as rest:
+                async for token in rest:
+                    yield token
+
+    def _block_count(self, token_count: int) -> int:
+        count = blocks_for(token_count, self.block_size)
+        block_count = self._cache.shape.block_count
+        position_count_max = self._model.config.position_count_max
+        if count > block_count:
+            raise OutOfBlocksError(f"{token_count} tokens need {count} blocks, the cache has {block_count}")
+        if token_count > position_count_max:
+            raise ValueError(f"tokens: {token_count} wanted, the model takes {position_count_max}")
+        return count
+
+    async def _allocated(self, count: int) -> list[BlockId]:
+        """Wait until that many blocks are free, and take them."""
+        try:
+            async with asyncio.timeout(self._reserve_timeout_s), self._turn:
+                while self._pool.free_count < count:
+                    self._room.clear()
+                    await self._room.wait()
+                return self._pool.allocate(count)
+        except TimeoutError:
+            raise OutOfBlocksError(
+                f"blocks: {count} wanted, {self._pool.free_count} free after {self._reserve_timeout_s} s"
+            ) from None
+
+    async def _step(self, token_ids: Sequence[int], start: int, block_ids: Sequence[BlockId]) -> int:
+        """Run the model over those tokens in the worker thread; the likeliest next token."""
+
+        def step() -> int:
+            return int(self._model.forward(token_ids, start, self._cache.pages(block_ids)).argmax())
+
+        self._steps += 1
+        return await self._in_thread(step)
+
+    async def _in_thread(self, step: Callable[[], int]) -> int:
+        """Run one step; a cancellation is held back until the step has ended."""
+        future = asyncio.get_running_loop().run_in_executor(self._executor, step)
+        cancelled: asyncio.CancelledError | None = None
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            # Asking for the step's own exception keeps asyncio from reporting that nobody did.
+            raise cancelled from future.exception()
+        return future.result()

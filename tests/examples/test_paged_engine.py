@@ -1,0 +1,250 @@
+"""The examples' engine: no block lost or given twice, and the same answers as transformers'."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+from threading import Event, get_ident
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from paged_engine import BlockId, BlockPool, Engine, LlamaModel, ModelConfig, OutOfBlocksError, blocks_for
+from paged_engine.cache import CacheShape, PagedKVCache, Pages
+from paged_engine.tokenizer import ChatTokenizer, TextStream
+from paged_engine.weights import MissingPackageError, load_model, read_checkpoint, require_modules
+
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
+Greedy = Callable[[Sequence[int], int], list[int]]
+
+PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
+
+
+class TestBlockPool:
+    @given(st.lists(st.integers(min_value=0, max_value=6), max_size=30), st.randoms())
+    def test_free_and_used_are_all_blocks(self, counts: list[int], random: object) -> None:
+        pool = BlockPool(12, shuffle_seed=7)
+        held: list[list[BlockId]] = []
+        for count in counts:
+            if count > pool.free_count:
+                with pytest.raises(OutOfBlocksError):
+                    pool.allocate(count)
+                pool.free(held.pop(len(held) // 2))
+            else:
+                held.append(pool.allocate(count))
+            owned = [block_id for block_ids in held for block_id in block_ids]
+            assert len(set(owned)) == len(owned) == pool.used_count
+            assert pool.free_count + pool.used_count == 12
+
+    @pytest.mark.parametrize("returned", [[0, 0], [0, 5], [99]], ids=["twice", "never taken", "unknown"])
+    def test_a_refused_return_changes_nothing(self, returned: list[BlockId]) -> None:
+        pool = BlockPool(6)
+        assert pool.allocate(2) == [0, 1]
+        with pytest.raises(ValueError, match="not in use"):
+            pool.free(returned)
+        assert (pool.free_count, pool.used_count) == (4, 2)
+
+    def test_a_shuffled_pool_hands_out_scattered_blocks(self) -> None:
+        assert BlockPool(64, shuffle_seed=0).allocate(8) != BlockPool(64, shuffle_seed=1).allocate(8)
+
+
+class TestPages:
+    @given(
+        block_size=st.integers(min_value=1, max_value=5),
+        cuts=st.sets(st.integers(min_value=1, max_value=12), max_size=4),
+        seed=st.integers(min_value=0, max_value=99),
+    )
+    def test_what_is_written_in_pieces_is_read_in_order(self, block_size: int, cuts: set[int], seed: int) -> None:
+        token_count = 13
+        shape = CacheShape(block_count=40, kv_head_count=2, block_size=block_size, head_dim=4)
+        cache = PagedKVCache(["layer"], shape, dtype=torch.float32)
+        cache.tensors["layer"].fill_(torch.nan)
+        block_ids = BlockPool(40, shuffle_seed=seed).allocate(blocks_for(token_count, block_size))
+        pages = cache.pages(block_ids)
+        keys = torch.arange(token_count * 8, dtype=torch.float32).view(token_count, 2, 4)
+        bounds = [0, *sorted(cuts), token_count]
+        for start, end in pairwise(bounds):
+            pages.write("layer", start, keys[start:end], -keys[start:end])
+        read_keys, read_values = pages.read("layer", token_count)
+        assert torch.equal(read_keys, keys.transpose(0, 1))
+        assert torch.equal(read_values, -keys.transpose(0, 1))
+        untouched = sorted(set(range(40)) - set(block_ids))
+        assert cache.tensors["layer"][:, untouched].isnan().all()
+
+
+class HeldModel(LlamaModel):
+    """A fault: every step waits for the gate. It also notes which threads the steps run in."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(config, weights)
+        self.gate = Event()
+        self.threads: set[int] = set()
+
+    def forward(self, token_ids: Sequence[int], start: int, pages: Pages) -> torch.Tensor:
+        self.threads.add(get_ident())
+        assert self.gate.wait(timeout=30), "the test never opened the gate"
+        return super().forward(token_ids, start, pages)
+
+
+def engine_of(checkpoint: Path, *, block_count: int = 32, shuffle_seed: int | None = 1) -> Engine:
+    """An engine on that checkpoint with a poisoned cache."""
+    return poisoned_engine(load_model(checkpoint), block_count=block_count, shuffle_seed=shuffle_seed)
+
+
+def poisoned_engine(model: LlamaModel, *, block_count: int = 32, shuffle_seed: int | None = 1) -> Engine:
+    """An engine whose unwritten cache is poison: reading a slot before it was written gives nonsense."""
+    engine = Engine(model, block_count=block_count, block_size=4, shuffle_seed=shuffle_seed, reserve_timeout_s=10)
+    for tensor in engine.kv_caches.values():
+        tensor.fill_(torch.nan)
+    return engine
+
+
+async def answer_of(engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
+    async with aclosing(engine.generate(prompt, max_tokens=max_tokens)) as tokens:
+        return [token async for token in tokens]
+
+
+class TestEngine:
+    @pytest.mark.parametrize("length", [1, 3, 4, 5, 10])
+    @pytest.mark.parametrize("shuffle_seed", [None, 1, 2])
+    def test_answers_as_transformers_does(
+        self, tiny: tuple[Path, Greedy], run: Run, length: int, shuffle_seed: int | None
+    ) -> None:
+        checkpoint, greedy = tiny
+
+        async def scenario() -> None:
+            async with engine_of(checkpoint, shuffle_seed=shuffle_seed) as engine:
+                assert await answer_of(engine, PROMPT[:length], 20) == greedy(PROMPT[:length], 20)
+                assert engine.statistics().blocks_used == 0
+
+        run(scenario())
+
+    def test_concurrent_requests_share_a_small_cache(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+        checkpoint, greedy = tiny
+        prompts = [PROMPT[:length] for length in range(1, 10)]
+
+        async def scenario() -> None:
+            # Nine requests need four to six blocks each; twelve make most of them wait.
+            async with engine_of(checkpoint, block_count=12) as engine:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(answer_of(engine, prompt, 12)) for prompt in prompts]
+                assert [task.result() for task in tasks] == [greedy(prompt, 12) for prompt in prompts]
+                assert (engine.statistics().blocks_free, engine.statistics().blocks_used) == (12, 0)
+
+        run(scenario())
+
+    def test_decode_continues_from_blocks_that_another_engine_filled(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+        checkpoint, greedy = tiny
+
+        async def scenario() -> None:
+            async with (
+                engine_of(checkpoint, shuffle_seed=1) as prefill,
+                engine_of(checkpoint, shuffle_seed=2) as decode,
+                prefill.reserve(len(PROMPT)) as theirs,
+                decode.reserve(len(PROMPT) + 20) as ours,
+            ):
+                first = await prefill.prefill(PROMPT, theirs)
+                for name, cache in decode.kv_caches.items():
+                    cache[:, ours[: len(theirs)]] = prefill.kv_caches[name][:, theirs]
+                decoding = decode.decode(first, position=len(PROMPT), block_ids=ours, max_tokens=19)
+                async with aclosing(decoding) as tokens:
+                    assert [first, *[token async for token in tokens]] == greedy(PROMPT, 20)
+
+        run(scenario())
+
+    def test_a_cancelled_request_keeps_its_blocks_until_its_step_has_ended(
+        self, tiny: tuple[Path, Greedy], run: Run
+    ) -> None:
+        checkpoint, _ = tiny
+
+        async def scenario() -> None:
+            model = HeldModel(*read_checkpoint(checkpoint))
+            async with poisoned_engine(model) as engine:
+                request = asyncio.create_task(answer_of(engine, PROMPT, 20), name="request")
+                await asyncio.sleep(0)
+                assert engine.statistics().steps == 1
+                for _ in range(3):
+                    request.cancel()
+                    await asyncio.sleep(0)
+                    assert not request.done()
+                    assert engine.statistics().blocks_used > 0
+                model.gate.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await request
+                assert engine.statistics().blocks_used == 0
+
+        run(scenario())
+
+    def test_a_stream_closed_early_gives_its_blocks_back(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+        checkpoint, _ = tiny
+
+        async def scenario() -> None:
+            async with engine_of(checkpoint) as engine:
+                async with aclosing(engine.generate(PROMPT, max_tokens=20)) as tokens:
+                    await anext(tokens)
+                    assert engine.statistics().blocks_used == blocks_for(len(PROMPT) + 20, 4)
+                assert engine.statistics().blocks_used == 0
+
+        run(scenario())
+
+    def test_the_model_runs_in_one_thread_that_is_not_the_loops(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+        model = HeldModel(*read_checkpoint(tiny[0]))
+        model.gate.set()
+
+        async def scenario() -> None:
+            async with poisoned_engine(model) as engine, asyncio.TaskGroup() as group:
+                for _ in range(3):
+                    group.create_task(answer_of(engine, PROMPT, 5))
+            assert len(model.threads) == 1
+            assert get_ident() not in model.threads
+
+        run(scenario())
+
+    @pytest.mark.parametrize(("token_count", "error"), [(5 * 4 + 1, OutOfBlocksError), (129, ValueError)])
+    def test_a_request_that_can_never_fit_is_refused_at_once(
+        self, tiny: tuple[Path, Greedy], run: Run, token_count: int, error: type[Exception]
+    ) -> None:
+        checkpoint, _ = tiny
+
+        async def scenario() -> None:
+            async with engine_of(checkpoint, block_count=5 if error is OutOfBlocksError else 40) as engine:
+                with pytest.raises(error, match=str(token_count)):
+                    async with engine.reserve(token_count):
+                        pass
+
+        run(scenario())
+
+
+class TestRealModel:
+    @pytest.mark.parametrize(
+        "prompt",
+        ["What is the capital of France?", "Write a haiku about memory.", "Name three prime numbers. 🙂"],
+    )
+    def test_answers_as_transformers_does(self, smollm2: tuple[Path, Greedy], run: Run, prompt: str) -> None:
+        checkpoint, greedy = smollm2
+        token_ids = ChatTokenizer(checkpoint).encode_chat(prompt)
+
+        async def scenario() -> list[int]:
+            model = load_model(checkpoint)
+            async with Engine(model, block_count=24, block_size=8, shuffle_seed=3) as engine:
+                return await answer_of(engine, token_ids, 12)
+
+        assert run(scenario()) == greedy(token_ids, 12)
+
+    def test_streamed_text_grows_to_the_whole_text(self, smollm2: tuple[Path, Greedy]) -> None:
+        tokenizer = ChatTokenizer(smollm2[0])
+        token_ids = tokenizer._tokenizer.encode("Größe, 日本, 🙂!", add_special_tokens=False)
+        stream = TextStream(tokenizer)
+        pieces = [stream.push(token_id) for token_id in token_ids]
+        assert pieces[-1] == "Größe, 日本, 🙂!"
+        assert all(later.startswith(earlier) for earlier, later in pairwise(pieces))
+
+
+def test_a_missing_package_is_named_with_the_cure() -> None:
+    with pytest.raises(MissingPackageError, match=r"no_such_module.*pip install 'kvflow\[examples\]'"):
+        require_modules("json", "no_such_module")
