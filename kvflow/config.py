@@ -68,6 +68,8 @@ class Config:
     """How long closing waits for loads and leases that are still open."""
     transport_close_timeout_s: float = 10.0
 
+    seal_hold_s: float = 0.02
+    """How long blocks are kept after their lease has ended: loads that take less than half of it save a round trip."""
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""
     loads_max: int = 1 << 12

@@ -58,6 +58,18 @@ class Descriptors:
     def size_bytes(self) -> int:
         return int(self.sizes.sum())
 
+    def joins(self, other: Descriptors) -> bool:
+        """Whether one read can carry both: the same kinds of memory on both sides."""
+        return (self.local_device, self.remote_device) == (other.local_device, other.remote_device)
+
+    def join(self, other: Descriptors) -> Descriptors:
+        return replace(
+            self,
+            local=np.concatenate((self.local, other.local)),
+            remote=np.concatenate((self.remote, other.remote)),
+            sizes=np.concatenate((self.sizes, other.sizes)),
+        )
+
     def part(self, start: int, stop: int) -> Descriptors:
         return replace(self, local=self.local[start:stop], remote=self.remote[start:stop], sizes=self.sizes[start:stop])
 
@@ -176,6 +188,24 @@ def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Des
 
 def _addresses(bases: UInt64Array, strides: UInt64Array, block_ids: BlockIds) -> UInt64Array:
     return (bases[:, None] + np.multiply.outer(strides, block_ids.astype(np.uint64))).ravel()
+
+
+def plan_slices(
+    groups: Sequence[RegionPairs],
+    local_ids: BlockIds,
+    remote_ids: BlockIds,
+    *,
+    bytes_max: int,
+    descriptors_max: int,
+) -> Iterator[Descriptors]:
+    """`plan_read` in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, planned when asked for."""
+    order = np.argsort(remote_ids, kind="stable")
+    local_ids, remote_ids = local_ids[order], remote_ids[order]
+    block_bytes = sum(int(pairs.sizes.sum()) for pairs in groups)
+    step = max(bytes_max // block_bytes, 1)
+    for start in range(0, len(local_ids), step):
+        plan = plan_read(groups, local_ids[start : start + step], remote_ids[start : start + step])
+        yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

@@ -1,13 +1,19 @@
 """How a reader knows that a lease covered its whole read: seals (invariant I2).
 
 A producer keeps one 16-byte word per open lease in memory that peers can read: the *seal*. It holds the lease's secret
-id while the lease is open, and is wiped before the blocks are given back. A reader fetches the seal through the same
-transport *after* its last byte has landed. If the seal holds the id of its ticket, the lease was still open at that
-moment, hence during the whole read. If not (expired, revoked, used up by another reader, reused by another lease),
-the read is stale. A torn word matches no id.
+id while the lease is open. When the lease ends, for whatever reason, the seal is wiped at once, and the blocks are
+given back `hold_s` later. A reader fetches the seal through the same transport as the blocks and compares it with its
+ticket; a torn, wiped or reused word matches no id. Two arguments make a read fresh:
 
-The argument uses one order only: wiping happens before reuse on the producer, and fetching happens after the read
-on the reader. No clocks are compared, nobody on the producer has to answer, and it costs one 16-byte read.
+- *Fetched after*: the seal was intact when it was fetched, after the last byte had landed. So the lease was open
+  during the whole read.
+- *Fetched meanwhile*: the seal was fetched at any moment after the read began, and was intact; and the whole read took
+  less than `trust_s`, half of `hold_s`, on the reader's own clock. Had the lease ended later than the fetch, the blocks
+  were still held. This saves small loads a round trip.
+
+No clocks are compared, nobody on the producer has to answer, and it makes no difference why a lease ended: ran out,
+was revoked, or was used up by another reader of the same ticket. Half of the hold leaves room for the drift of clocks
+and the coarseness of timers.
 """
 
 from __future__ import annotations
@@ -70,3 +76,8 @@ def fetch_seal(*, local_address: int, remote_address: int) -> Descriptors:
         local_device=HOST,
         remote_device=HOST,
     )
+
+
+def trust_s(hold_s: float) -> float:
+    """How long a read may take at most for a seal that was fetched meanwhile to vouch for it."""
+    return hold_s / 2

@@ -10,7 +10,7 @@ The fingerprint is a digest of `Compatibility`: what must be equal on both sides
 from __future__ import annotations
 
 import hashlib
-import string
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
@@ -25,7 +25,9 @@ PROTOCOL_VERSION = 1
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 SEALS_MAX = 1 << 24
+SEAL_HOLD_S_MAX = 60.0
 LEASE_ID_CHARS = 32
+_LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _UINT64_MAX = (1 << 64) - 1
 _NAME_CHARS_MAX = 1024
 
@@ -110,6 +112,8 @@ class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
 
     address: int
     count: int
+    hold_s: float
+    """How long the producer keeps blocks after it has wiped a seal."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
@@ -222,6 +226,8 @@ def regions_from_wire(table: RegionTable) -> Regions:
 
 def check_seals(location: SealLocation) -> None:
     """WireError unless a seal table of this size can lie there."""
+    if not 0 < location.hold_s < SEAL_HOLD_S_MAX:
+        raise WireError(f"seal table: hold_s {location.hold_s}")
     if not 0 < location.count <= SEALS_MAX or not 0 < location.address < _UINT64_MAX - location.count * 16:
         raise WireError(f"seal table: {location.count} seals at {location.address}")
 
@@ -344,9 +350,9 @@ def _check_ticket(raw: _TicketParams) -> None:
         ("remote_host", raw.remote_host),
         ("incarnation", extra.incarnation),
     ):
-        if not 0 < len(text) <= _NAME_CHARS_MAX or any(char.isspace() for char in text):
+        if not 0 < len(text) <= _NAME_CHARS_MAX or len(text.split()) != 1 or text != text.strip():
             raise RequestError(f"ticket: {name} of {len(text)} characters is no name")
-    if len(extra.lease_id) != LEASE_ID_CHARS or not set(extra.lease_id) <= set(string.hexdigits):
+    if not _LEASE_ID.fullmatch(extra.lease_id):
         raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
     if extra.num_tokens < 0 or extra.seal_index < 0 or not 0 < extra.ttl_s < float("inf"):
         raise RequestError(f"ticket: num_tokens {extra.num_tokens}, seal_index {extra.seal_index}, ttl_s {extra.ttl_s}")

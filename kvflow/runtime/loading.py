@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow.config import Config
 from kvflow.core import wire
+from kvflow.core.layout import CacheLayout
 from kvflow.core.ledger import BlockLedger
-from kvflow.core.plan import BlockIds, Descriptors, check_block_ids, cut_slices, plan_read
+from kvflow.core.plan import BlockIds, Descriptors, check_block_ids, plan_slices
 from kvflow.core.seals import SealTable, fetch_seal
 from kvflow.errors import (
     DeadlineExceeded,
@@ -32,7 +33,7 @@ from kvflow.errors import (
 from kvflow.runtime.peers import Connection, Peer, Peers
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import check_request_id
-from kvflow.runtime.transfer import Transfer
+from kvflow.runtime.transfer import Seal, Transfer
 from kvflow.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class _Load:
     ticket: wire.Ticket
     local_ids: BlockIds
     timeout: asyncio.Timeout
-    watch: _Stopwatch = field(default_factory=_Stopwatch)
+    watch: _Stopwatch
     transfers: list[Transfer] = field(default_factory=list)
 
     @property
@@ -138,7 +139,7 @@ class Loader:
         self,
         config: Config,
         *,
-        num_blocks: int,
+        layout: CacheLayout,
         ledger: BlockLedger,
         landing: SealTable,
         peers: Peers,
@@ -147,7 +148,8 @@ class Loader:
         reader: str,
     ) -> None:
         self._config = config
-        self._num_blocks = num_blocks
+        self._num_blocks = layout.num_blocks
+        self._block_size_bytes = layout.block_size_bytes
         self._ledger = ledger
         self._landing = landing
         self._peers = peers
@@ -183,9 +185,10 @@ class Loader:
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
+        watch = _Stopwatch()
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s))
+        load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
         self._loads.add(load)
         self._quiet.clear()
         try:
@@ -284,17 +287,14 @@ class Loader:
         if seal_address is None:
             raise RequestError(f"ticket: seal_index {load.ticket.seal_index} is not one of the peer's")
         transfer, landing_index = self._start(load, connection)
-        seal = fetch_seal(local_address=self._landing.address(landing_index), remote_address=seal_address)
+        seal = Seal(
+            fetch=fetch_seal(local_address=self._landing.address(landing_index), remote_address=seal_address),
+            intact=lambda: self._landing.holds(landing_index, load.ticket.lease_id),
+            trust_s=connection.seal_trust_s,
+        )
         load.watch.enter("wire")
         try:
-            fresh = await transfer.read(
-                self._poller,
-                connection.agent,
-                slices,
-                seal=seal,
-                sealed=lambda: self._landing.holds(landing_index, load.ticket.lease_id),
-                in_flight_max=self._config.slices_in_flight_max,
-            )
+            fresh = await transfer.read(self._poller, connection.agent, slices, seal, self._config.slices_in_flight_max)
         except TransportError as error:
             peer.retire(connection, str(error))
             await transfer.stop(self._config.cancel_grace_s)
@@ -307,15 +307,19 @@ class Loader:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
         self._notify(load.ticket, connection)
-        size_bytes = sum(descriptors.size_bytes for descriptors in slices)
+        size_bytes = len(load.local_ids) * self._block_size_bytes
         return load.report(size_bytes=size_bytes, blocks=len(load.local_ids), notified=True)
 
-    def _plan(self, load: _Load, connection: Connection) -> list[Descriptors]:
+    def _plan(self, load: _Load, connection: Connection) -> Iterator[Descriptors]:
         what = f"request {load.request.request_id!r}: remote_block_ids of {load.ticket.engine_id!r}"
         remote_ids = check_block_ids(load.ticket.block_ids, num_blocks=connection.num_blocks, what=what)
-        plan = plan_read(connection.pairs, load.local_ids, remote_ids[-len(load.local_ids) :])
-        config = self._config
-        return list(cut_slices(plan, bytes_max=config.slice_bytes_max, descriptors_max=config.slice_descriptors_max))
+        return plan_slices(
+            connection.pairs,
+            load.local_ids,
+            remote_ids[-len(load.local_ids) :],
+            bytes_max=self._config.slice_bytes_max,
+            descriptors_max=self._config.slice_descriptors_max,
+        )
 
     def _start(self, load: _Load, connection: Connection) -> tuple[Transfer, int]:
         """Claim what a transfer needs; all of it is given back when its blocks are safe."""

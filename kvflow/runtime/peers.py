@@ -17,7 +17,7 @@ from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.layout import Regions
 from kvflow.core.plan import RegionPairs, pair_regions
-from kvflow.core.seals import SEAL_SIZE_BYTES
+from kvflow.core.seals import SEAL_SIZE_BYTES, trust_s
 from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
 from kvflow.errors import (
     KVFlowError,
@@ -59,6 +59,7 @@ class Connection:
         self.incarnation = metadata.incarnation
         self.num_blocks = regions.num_blocks
         self.pairs = pairs
+        self.seal_trust_s = trust_s(metadata.seals.hold_s)
         self._seals = metadata.seals
         self._users = 0
         self._idle = asyncio.Event()

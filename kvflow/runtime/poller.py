@@ -33,13 +33,11 @@ class Poller:
         self._cause: BaseException | None = None
         self._ended = False
 
-    def read(
-        self, waiter: Waiter, peer: AgentName, descriptors: Descriptors, then: Descriptors | None = None
-    ) -> PostedRead:
+    def read(self, waiter: Waiter, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         """Post a read (see `Transport.post_read`) and tell `waiter` its end."""
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
-        read = self._transport.post_read(peer, descriptors, then)
+        read = self._transport.post_read(peer, descriptors)
         self._waiters[read] = waiter
         return read
 

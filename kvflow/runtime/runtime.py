@@ -230,7 +230,7 @@ class Runtime:
             serving=Serving(config, layout, ledger, seals, incarnation=self._incarnation, port=self._listener.port),
             loader=Loader(
                 config,
-                num_blocks=layout.num_blocks,
+                layout=layout,
                 ledger=ledger,
                 landing=landing,
                 peers=peers,
@@ -300,8 +300,9 @@ class Runtime:
             await _bounded([serving.drained(), loader.drained()], self._config.drain_timeout_s)
         serving.close()
         loader.close()
-        if self._cause is None:
-            await _bounded([loader.drained()], self._config.cancel_grace_s + self._config.drain_timeout_s)
+        bound_s = self._config.seal_hold_s + self._config.drain_timeout_s
+        waits = [serving.drained()] if self._cause else [serving.drained(), loader.drained()]
+        await _bounded(waits, bound_s + self._config.cancel_grace_s)
 
     def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
         """Answer a peer on the side channel; never waits."""
@@ -325,7 +326,9 @@ class Runtime:
             agent_metadata=cache.agent_metadata,
             agent_metadata_crc32=wire.checksum(cache.agent_metadata),
             regions=wire.regions_to_wire(cache.regions),
-            seals=wire.SealLocation(address=cache.seals.address(0), count=cache.seals.count),
+            seals=wire.SealLocation(
+                address=cache.seals.address(0), count=cache.seals.count, hold_s=self._config.seal_hold_s
+            ),
         )
 
     def _on_notification(self, payload: bytes) -> None:

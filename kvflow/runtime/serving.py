@@ -1,8 +1,9 @@
 """The producer's side: leases, their seals, their timers, and the notifications that end them.
 
 A lease is registered, and its seal set, before `serve` returns, so a fast reader can never beat it. It ends exactly
-once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal first, then gives
-the blocks back (invariant I3). Late, duplicate, unknown and malformed notifications are counted and change nothing.
+once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal at once; the blocks
+are given back after a short hold (invariant I3, see `core.seals`). Late, duplicate and malformed notifications are
+counted and change nothing.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ class Lease:
         return self._outcome.done()
 
     def revoke(self) -> None:
-        """Withdraw the offer: no later load can succeed, and the blocks are free. No effect on a lease that has ended.
+        """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
 
-        A reader in the middle of a read gets LeaseExpired.
+        A reader in the middle of a read gets LeaseExpired. The blocks are free when awaiting the lease returns.
         """
         self._end(self, LeaseEvent.REVOKE)
 
@@ -118,9 +119,13 @@ class Lease:
     def all_read(self) -> bool:
         return len(self._readers) >= self._reader_count
 
-    def settle(self, event: LeaseEvent) -> LeaseOutcome:
-        """Only for `Serving`: change the state and wake who awaits."""
-        self.state = fire(LEASE_TABLE, self.state, event)
+    def fire(self, event: LeaseEvent) -> None:
+        """Only for `Serving`: change the state."""
+        before, self.state = self.state, fire(LEASE_TABLE, self.state, event)
+        logger.info("lease %s: %s -> %s", self.request_id, before, self.state)
+
+    def settle(self) -> LeaseOutcome:
+        """Only for `Serving`: the blocks are free; wake who awaits."""
         outcome = _OUTCOMES[self.state]
         self._outcome.set_result(outcome)
         return outcome
@@ -205,7 +210,7 @@ class Serving:
             logger.info("dropped a notification: %s", error)
             return
         entry = self._entries.get(message.lease_id)
-        if entry is None:
+        if entry is None or not lease_open(entry.lease.state):
             self._late += 1
         elif not entry.lease.add_reader(message.reader):
             self._duplicate += 1
@@ -262,17 +267,24 @@ class Serving:
         self._all_ended.clear()
 
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
-        """The one way for a lease to end. The seal is wiped before the blocks are given back."""
+        """The one way for a lease to end: its seal is wiped now, its blocks are given back after the hold."""
         if not lease_open(lease.state):
             return
-        entry = self._entries.pop(lease.ticket.lease_id)
+        entry = self._entries[lease.ticket.lease_id]
         entry.timer.cancel()
         self._seals.give_back(lease.ticket.seal_index)
-        self._ledger.release(entry.ids)
         self._open_requests.discard(lease.request_id)
-        outcome = lease.settle(event)
-        self._ended[outcome] += 1
-        logger.info("lease %s: %s -> %s", lease.request_id, LeaseState.OFFERED, outcome)
+        lease.fire(event)
+        if len(entry.ids) == 0:
+            self._give_back(lease, entry.ids)
+        else:
+            asyncio.get_running_loop().call_later(self._config.seal_hold_s, self._give_back, lease, entry.ids)
+
+    def _give_back(self, lease: Lease, ids: BlockIds) -> None:
+        """Nobody can take the blocks for good any more: the producer may reuse them (invariant I3)."""
+        del self._entries[lease.ticket.lease_id]
+        self._ledger.release(ids)
+        self._ended[lease.settle()] += 1
         if not self._entries:
             self._all_ended.set()
 

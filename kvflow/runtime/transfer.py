@@ -8,7 +8,9 @@ they are safe (invariant I1).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Descriptors
@@ -16,6 +18,18 @@ from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fir
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.poller import Poller
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seal:
+    """How one load asks for its lease's seal."""
+
+    fetch: Descriptors
+    intact: Callable[[], bool]
+    """Whether what was fetched last is the id of the load's lease."""
+    trust_s: float
 
 
 class Transfer:
@@ -58,41 +72,28 @@ class Transfer:
         await asyncio.shield(self._end)
 
     async def read(
-        self,
-        poller: Poller,
-        peer: AgentName,
-        slices: Sequence[Descriptors],
-        *,
-        seal: Descriptors,
-        sealed: Callable[[], bool],
-        in_flight_max: int,
+        self, poller: Poller, peer: AgentName, slices: Iterator[Descriptors], seal: Seal, in_flight_max: int
     ) -> bool:
-        """Read all slices, at most `in_flight_max` at once, then fetch the seal; whether it holds, so the data is good.
+        """Read all slices, at most `in_flight_max` at once, and the seal; whether it vouches for the data.
 
-        A load of several slices fetches the seal before as well, so as not to carry gigabytes that are stale already.
-        Raises the first TransportError, or RuntimeBroken; `stop` has to follow. Cancelling posts no more reads.
+        The seal is fetched with the first slice: if it is broken no further slice is posted, and if it is intact and
+        the whole read was quick, that is enough; else it is fetched once more at the end (`core.seals` has the two
+        arguments). Raises the first TransportError, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
         """
         self._fire(TransferEvent.POST)
-        if len(slices) == 1:
-            self._post(poller, peer, slices[0], seal)
-            await self._wait_until_below(1)
-        else:
-            self._post(poller, peer, seal, None)
-            await self._wait_until_below(1)
-            if sealed():
-                await self._read_slices(poller, peer, slices, in_flight_max)
-                self._post(poller, peer, seal, None)
-                await self._wait_until_below(1)
-        self._fire(TransferEvent.LAND)
-        return sealed()
-
-    async def _read_slices(
-        self, poller: Poller, peer: AgentName, slices: Sequence[Descriptors], in_flight_max: int
-    ) -> None:
+        begun_s = _clock_s()
+        sealed = self._post_with_seal(poller, peer, next(slices), seal.fetch)
         for descriptors in slices:
             await self._wait_until_below(in_flight_max)
-            self._post(poller, peer, descriptors, None)
+            if sealed not in self._reads and not seal.intact():
+                break
+            self._post(poller, peer, descriptors)
         await self._wait_until_below(1)
+        if seal.intact() and _clock_s() - begun_s >= seal.trust_s:
+            self._post(poller, peer, seal.fetch)
+            await self._wait_until_below(1)
+        self._fire(TransferEvent.LAND)
+        return seal.intact()
 
     def finish(self) -> None:
         """The load has judged what landed: give the blocks back."""
@@ -147,9 +148,20 @@ class Transfer:
             self._end.exception()  # seen: there may be nobody who waits
         self._wake()
 
-    def _post(self, poller: Poller, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
-        self._reads.add(poller.read(self, peer, descriptors, then))
+    def _post(self, poller: Poller, peer: AgentName, descriptors: Descriptors) -> PostedRead:
+        read = poller.read(self, peer, descriptors)
+        self._reads.add(read)
         self.descriptor_count += len(descriptors)
+        return read
+
+    def _post_with_seal(
+        self, poller: Poller, peer: AgentName, descriptors: Descriptors, seal: Descriptors
+    ) -> PostedRead:
+        """Post a slice and the seal, as one read if one can carry both; the read that carries the seal."""
+        if descriptors.joins(seal):
+            return self._post(poller, peer, descriptors.join(seal))
+        self._post(poller, peer, descriptors)
+        return self._post(poller, peer, seal)
 
     async def _wait_until_below(self, count: int) -> None:
         """Wait until fewer than `count` reads are under way; raises what has gone wrong once all have stopped."""
@@ -185,3 +197,8 @@ class Transfer:
 
     def _fire(self, event: TransferEvent) -> None:
         self.state = fire(TRANSFER_TABLE, self.state, event)
+
+
+def _clock_s() -> float:
+    """A clock that goes on while the machine is suspended, where there is one."""
+    return time.clock_gettime(_CLOCK)

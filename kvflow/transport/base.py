@@ -112,11 +112,10 @@ class Transport(Protocol):
     async def remove_peer(self, name: AgentName) -> None:
         """Forget a peer. Only legal when none of its reads is under way."""
 
-    def post_read(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None = None) -> PostedRead:
+    def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         """Start to read; returns at once, and `events` tells the end, a failure to start included.
 
-        `then` is read once every byte of `descriptors` has landed, as part of the same read; it is how a small load
-        fetches its seal without another trip through the loop.
+        Reads, and the descriptors of one read, may be performed in any order.
         """
 
     def notify(self, peer: AgentName, payload: bytes) -> None:

@@ -46,12 +46,12 @@ DEFAULT_NETWORK = InprocNetwork()
 class InprocRead(PostedRead):
     """A read that has been posted and not performed yet."""
 
-    __slots__ = ("peer", "steps")
+    __slots__ = ("descriptors", "peer")
 
-    def __init__(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
+    def __init__(self, peer: AgentName, descriptors: Descriptors) -> None:
         super().__init__(descriptors.size_bytes)
         self.peer = peer
-        self.steps = [descriptors] if then is None else [descriptors, then]
+        self.descriptors = descriptors
 
 
 class InprocFaults:
@@ -119,9 +119,9 @@ class InprocTransport:
         self._require_open()
         self._peers.discard(name)
 
-    def post_read(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None = None) -> PostedRead:
+    def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         self._require_open()
-        read = InprocRead(peer, descriptors, then)
+        read = InprocRead(peer, descriptors)
         self._counts["reads"] += 1
         self._reads.add(read)
         self.held.append(read)
@@ -216,14 +216,14 @@ class InprocTransport:
             return PeerGone(f"agent {read.peer!r} is gone")
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
-        for descriptors in read.steps:
-            if not self.covers(descriptors.local, descriptors.sizes):
-                return TransportError("a local range is not registered")
-            if not target.covers(descriptors.remote, descriptors.sizes):
-                return TransportError("a remote range is not registered")
-            rows = zip(descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.sizes.tolist(), strict=True)
-            for local, remote, size in rows:
-                ctypes.memmove(local, remote, size)
+        descriptors = read.descriptors
+        if not self.covers(descriptors.local, descriptors.sizes):
+            return TransportError("a local range is not registered")
+        if not target.covers(descriptors.remote, descriptors.sizes):
+            return TransportError("a remote range is not registered")
+        rows = zip(descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.sizes.tolist(), strict=True)
+        for local, remote, size in rows:
+            ctypes.memmove(local, remote, size)
         return None
 
     def _on_loop(self, callback: Callable[[], None]) -> None:

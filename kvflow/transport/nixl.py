@@ -71,10 +71,10 @@ class NixlTransport:
         self._peers.discard(name)
         await thread.call(lambda: agents.remove_peer(name))
 
-    def post_read(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None = None) -> PostedRead:
+    def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         thread, agents = self._alive()
-        read = NixlRead(peer, descriptors, then)
-        thread.submit(lambda: agents.post(read))
+        read = NixlRead(descriptors.size_bytes)
+        thread.submit(lambda: agents.post(read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1
         return read

@@ -32,7 +32,8 @@ from kvflow.transport.base import AgentName, Event, Notified, PeerGone, PostedRe
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
-_SPIN_S = 300e-6
+_SPIN_S = 150e-6
+_SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
 _SLEEP_MIN_S = 50e-6
 _SLEEP_MAX_S = 1e-3
 _SLEEP_SHARE = 8
@@ -51,14 +52,12 @@ class NixlSettings:
 
 
 class NixlRead(PostedRead):
-    """A posted read: the steps that are left, and the handle of the one under way (0 if none)."""
+    """A posted read and its handle, 0 before it was made and after it was released."""
 
-    __slots__ = ("handle", "peer", "post_s", "steps")
+    __slots__ = ("handle", "post_s")
 
-    def __init__(self, peer: AgentName, descriptors: Descriptors, then: Descriptors | None) -> None:
-        super().__init__(descriptors.size_bytes)
-        self.peer = peer
-        self.steps = [descriptors] if then is None else [descriptors, then]
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
         self.handle = 0
         self.post_s = 0.0
 
@@ -142,10 +141,25 @@ class NixlAgents:
     def remove_peer(self, name: AgentName) -> None:
         self._reading.native.invalidateRemoteMD(name)
 
-    def post(self, read: NixlRead) -> None:
-        """Take up a read; its end, a failure to start included, is an event."""
-        if self._advance(read):
-            self._active_s = time.monotonic()
+    def post(self, read: NixlRead, peer: AgentName, descriptors: Descriptors) -> None:
+        """Make and post a read; its end, a failure to start included, is an event."""
+        native = self._reading.native
+        started_s = time.monotonic()
+        try:
+            local = self._descriptor_list(descriptors.local, descriptors.sizes, descriptors.local_device)
+            remote = self._descriptor_list(descriptors.remote, descriptors.sizes, descriptors.remote_device)
+            read.handle = native.createXferReq(
+                self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
+            )
+            status = native.postXferReq(read.handle, "")
+        except self._errors as error:
+            self._end(read, _translate(error, self._bindings))
+            return
+        self._active_s = time.monotonic()
+        read.post_s = self._active_s - started_s
+        if status == self._bindings.NIXL_SUCCESS:
+            self._end(read, None)
+        else:
             self._in_flight.append(read)
 
     def notify(self, peer: AgentName, payload: bytes) -> None:
@@ -161,13 +175,14 @@ class NixlAgents:
         """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
         now_s = time.monotonic()
         if self._in_flight:
-            self._check_reads(now_s)
+            if now_s - self._active_s < _SPIN_S:
+                self._spin(now_s + _SPIN_TURN_S)
+            self._check_reads()
         if now_s >= self._next_notifications_s:
             self._collect_notifications()
             self._next_notifications_s = now_s + self._settings.notification_poll_interval_s
-        idle_s = self._next_notifications_s - now_s
         if not self._in_flight:
-            return max(idle_s, 0.0)
+            return max(self._next_notifications_s - now_s, 0.0)
         waiting_s = now_s - self._active_s
         if waiting_s < _SPIN_S:
             return 0.0
@@ -181,57 +196,39 @@ class NixlAgents:
         del self._reading, self._serving
         self._keepalive.clear()
 
-    def _check_reads(self, now_s: float) -> None:
+    def _spin(self, until_s: float) -> None:
+        """Poll the oldest read without a pause: polling is what moves a tcp read on, and small reads end soon."""
+        status, handle = self._reading.native.getXferStatus, self._in_flight[0].handle
+        in_progress = self._bindings.NIXL_IN_PROG
+        try:
+            while status(handle) == in_progress and time.monotonic() < until_s:
+                pass
+        except self._errors:
+            pass  # a failed read fails again when it is checked
+
+    def _check_reads(self) -> None:
         still = [read for read in self._in_flight if self._check(read)]
         if len(still) != len(self._in_flight):
-            self._active_s = now_s
+            self._active_s = time.monotonic()
             self._in_flight = still
 
     def _check(self, read: NixlRead) -> bool:
-        """Look at a read whose step is under way; whether it still is."""
+        """Look at a read in flight; whether it still is."""
+        error = None
         try:
             if self._reading.native.getXferStatus(read.handle) != self._bindings.NIXL_SUCCESS:
                 return True
-        except self._errors as error:
-            self._end(read, _translate(error, self._bindings))
-            return False
-        return self._advance(read)
-
-    def _advance(self, read: NixlRead) -> bool:
-        """Post the steps that are left until one does not end inside its post; whether one is under way."""
-        native, success = self._reading.native, self._bindings.NIXL_SUCCESS
-        while read.steps:
-            started_s = time.monotonic()
-            self._release(read)
-            try:
-                read.handle = self._make(read.peer, read.steps.pop(0))
-                status = native.postXferReq(read.handle, "")
-            except self._errors as error:
-                self._end(read, _translate(error, self._bindings))
-                return False
-            read.post_s += time.monotonic() - started_s
-            if status != success:
-                return True
-        self._end(read, None)
+        except self._errors as problem:
+            error = _translate(problem, self._bindings)
+        self._end(read, error)
         return False
-
-    def _make(self, peer: AgentName, descriptors: Descriptors) -> int:
-        local = self._descriptor_list(descriptors.local, descriptors.sizes, descriptors.local_device)
-        remote = self._descriptor_list(descriptors.remote, descriptors.sizes, descriptors.remote_device)
-        handle: int = self._reading.native.createXferReq(
-            self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
-        )
-        return handle
 
     def _end(self, read: NixlRead, error: TransportError | None) -> None:
         """Release the handle and tell the loop."""
-        self._release(read)
-        self._put(ReadEnded(read, error, read.post_s))
-
-    def _release(self, read: NixlRead) -> None:
         if read.handle:
             self._reading.native.releaseXferReq(read.handle)
             read.handle = 0
+        self._put(ReadEnded(read, error, read.post_s))
 
     def _collect_notifications(self) -> None:
         for payloads in self._serving.native.getNotifs({}, []).values():

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
+from tests_support import leases_ended
 
 from kvflow.testing import InprocPair, assert_quiet, inproc_pair
 
@@ -31,4 +32,5 @@ async def pair() -> AsyncIterator[InprocPair]:
     async with inproc_pair() as pair:
         yield pair
         for engine in (pair.producer, pair.consumer):
+            await leases_ended(engine.runtime)
             assert_quiet(engine.runtime.statistics())

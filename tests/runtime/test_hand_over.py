@@ -80,9 +80,7 @@ async def test_a_lease_can_be_awaited_as_written_in_the_contract(pair: InprocPai
 
 async def test_many_loads_at_once_share_one_handshake(pair: InprocPair) -> None:
     leases = [pair.offer([block], f"req-{block}") for block in range(8)]
-    loads = [
-        pair.consumer.runtime.load_blocks(pair.wanted(lease, [block + 8])) for block, lease in enumerate(leases)
-    ]
+    loads = [pair.consumer.runtime.load_blocks(pair.wanted(lease, [block + 8])) for block, lease in enumerate(leases)]
     await asyncio.gather(*loads)
     pair.assert_loaded(range(8, 16), range(8))
     assert [await lease for lease in leases] == [LeaseOutcome.READ] * 8

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests_support import small_cache
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.testing import InprocPair, assert_closed, inproc_pair
-from tests_support import small_cache
 
 QUICK = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05)
 

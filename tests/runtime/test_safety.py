@@ -6,10 +6,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tests_support import leases_ended
 
 from kvflow import Config, LeaseOutcome, LoadReport
 from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFailed
-from kvflow.testing import InprocPair, inproc_pair
+from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 from kvflow.transport.base import PeerGone, TransportError
 
 SLICED = Config(engine_id="any", slice_bytes_max=256, slices_in_flight_max=2, cancel_grace_s=0.05, drain_timeout_s=0.2)
@@ -24,6 +25,14 @@ async def start_held_load(pair: InprocPair, lease_blocks: list[int], local: list
     while not transport.held:
         await asyncio.sleep(0)
     return task
+
+
+async def run_held(task: asyncio.Task[LoadReport], transport: InprocTransport) -> LoadReport:
+    """Perform whatever is posted until the load has ended."""
+    while not task.done():
+        transport.perform()
+        await asyncio.sleep(0)
+    return await task
 
 
 async def test_a_cancelled_load_waits_for_its_bytes_and_then_its_blocks_are_safe(pair: InprocPair) -> None:
@@ -95,7 +104,7 @@ async def test_a_deadline_in_the_wire_phase_names_it_and_carries_the_quarantine(
     async with inproc_pair(config=SLICED) as pair:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
-        with pytest.raises(DeadlineExceeded, match="request 'req' from 'producer' .* in phase 'wire'") as caught:
+        with pytest.raises(DeadlineExceeded, match=r"request 'req' from 'producer' .* in phase 'wire'") as caught:
             await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0], deadline_s=0.05))
         assert caught.value.phase == "wire"
         quarantine = caught.value.quarantine
@@ -113,11 +122,11 @@ async def test_a_lease_that_ends_during_the_read_fails_the_load(pair: InprocPair
     assert expired.blocks is not None
     assert expired.blocks.leased == 1
     revoke_all(pair)
+    await leases_ended(pair.producer.runtime)
     for tensor in pair.producer.kv_caches.values():
         tensor[:, 3] = 12345.0
-    pair.consumer.transport.perform()
     with pytest.raises(LeaseExpired, match="its lease ended before the read did"):
-        await task
+        await run_held(task, pair.consumer.transport)
 
 
 async def test_an_expired_ticket_never_loads(pair: InprocPair) -> None:
@@ -146,13 +155,26 @@ async def test_a_seal_that_another_lease_uses_now_does_not_help_an_old_ticket(pa
     new.revoke()
 
 
-async def test_a_large_load_of_an_ended_lease_reads_no_block() -> None:
-    async with inproc_pair(config=SLICED) as pair:
+async def test_a_large_load_of_an_ended_lease_stops_after_its_first_slice() -> None:
+    async with inproc_pair(config=replace(SLICED, slices_in_flight_max=1)) as pair:
         lease = pair.offer(list(range(8)))
         lease.revoke()
         with pytest.raises(LeaseExpired):
             await pair.consumer.runtime.load_blocks(pair.wanted(lease, list(range(8))))
-        pair.assert_loaded([], [])
+        assert pair.consumer.transport.statistics.reads == 1
+
+
+async def test_a_slow_read_needs_a_seal_that_was_fetched_after_it() -> None:
+    """The seal comes intact with the first slice; then the lease ends, and the other slices are of reused blocks."""
+    async with inproc_pair(config=SLICED) as pair:
+        task = await start_held_load(pair, list(range(8)), list(range(8)))
+        pair.consumer.transport.perform(1)
+        revoke_all(pair)
+        await leases_ended(pair.producer.runtime)
+        for tensor in pair.producer.kv_caches.values():
+            tensor.fill_(12345.0)
+        with pytest.raises(LeaseExpired):
+            await run_held(task, pair.consumer.transport)
 
 
 async def test_a_transfer_that_fails_names_the_cause_and_the_next_load_works(pair: InprocPair) -> None:

@@ -13,6 +13,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests_support import small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core import wire
@@ -26,7 +27,6 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
-from tests_support import small_cache
 
 FAST = Config(engine_id="any", handshake_timeout_s=0.2, drain_timeout_s=1.0)
 Answer = Callable[[list[bytes]], list[bytes] | None]
@@ -131,7 +131,7 @@ async def test_flipped_bits_in_agent_metadata_never_reach_the_transport(pair: In
         flipped[bit // 8] ^= 1 << (bit % 8)
         broken = msgspec.structs.replace(honest, agent_metadata=bytes(flipped))
         async with fake_peer(lambda _, broken=broken: reply_frames(broken)) as port:
-            with pytest.raises(ProtocolError, match="agent metadata checksum: computed 0x.*, sent 0x"):
+            with pytest.raises(ProtocolError, match=r"agent metadata checksum: computed 0x.*, sent 0x"):
                 await load_from(pair, ticket_for(pair, port))
     assert pair.consumer.transport.statistics.open_peers == 0
 
@@ -141,7 +141,7 @@ async def test_flipped_bits_in_agent_metadata_never_reach_the_transport(pair: In
     [
         ({"engine_id": "other"}, PeerRefused, "expected engine 'producer', found 'other'"),
         ({"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
-        ({"seals": wire.SealLocation(address=0, count=5)}, ProtocolError, "seal table: 5 seals at 0"),
+        ({"seals": wire.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, "seal table: 5 seals at 0"),
     ],
 )
 async def test_metadata_that_contradicts_itself(

@@ -124,17 +124,6 @@ async def test_a_read_moves_exactly_its_bytes(ends: Ends) -> None:
     np.testing.assert_array_equal(ends.reader.buffer, expected)
 
 
-async def test_then_is_read_after_everything_else(ends: Ends) -> None:
-    """The two steps write the same place: the second one must win."""
-    first, second = ends.descriptors((0, 0, 100_000)), ends.descriptors((0, 200_001, 64))
-    ends.reader.transport.post_read(ends.peer, first, second)
-    (event,) = await end_of(ends.reader.transport)
-    assert isinstance(event, ReadEnded)
-    assert event.error is None
-    np.testing.assert_array_equal(ends.reader.buffer[:64], ends.writer.buffer[200_001:200_065])
-    np.testing.assert_array_equal(ends.reader.buffer[64:100_000], ends.writer.buffer[64:100_000])
-
-
 async def test_many_reads_each_end_once(ends: Ends) -> None:
     reads = {
         ends.reader.transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
