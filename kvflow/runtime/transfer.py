@@ -82,11 +82,14 @@ class Transfer:
         """
         self._fire(TransferEvent.POST)
         begun_s = _clock_s()
-        sealed = self._post_with_seal(poller, peer, next(slices), seal.fetch)
+        first = next(slices)
+        self.descriptor_count += len(first)
+        sealed = self._post_with_seal(poller, peer, first, seal.fetch)
         for descriptors in slices:
             await self._wait_until_below(in_flight_max)
             if sealed not in self._reads and not seal.intact():
                 break
+            self.descriptor_count += len(descriptors)
             self._post(poller, peer, descriptors)
         await self._wait_until_below(1)
         if seal.intact() and _clock_s() - begun_s >= seal.trust_s:
@@ -151,7 +154,6 @@ class Transfer:
     def _post(self, poller: Poller, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         read = poller.read(self, peer, descriptors)
         self._reads.add(read)
-        self.descriptor_count += len(descriptors)
         return read
 
     def _post_with_seal(

@@ -1,0 +1,37 @@
+"""The docs say what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvflow.core.states import LEASE_TABLE, PEER_TABLE, TRANSFER_TABLE, mermaid
+
+ROOT = Path(__file__).parents[1]
+DIAGRAMS = {"peer": mermaid(PEER_TABLE), "lease": mermaid(LEASE_TABLE), "transfer": mermaid(TRANSFER_TABLE)}
+
+
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_state_diagrams_are_those_of_the_tables(name: str) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    match = re.search(rf"<!-- states:{name} -->\n(.*?)<!-- /states -->", text, re.DOTALL)
+    assert match is not None
+    assert match[1] == f"```mermaid\n{DIAGRAMS[name]}\n```\n", f"put this there:\n{DIAGRAMS[name]}"
+
+
+def test_links_between_the_docs_lead_somewhere() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_modules_named_in_the_architecture_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    house = text.split("## Tasks")[0]
+    for folder, name in re.findall(r"`((?:core|transport|runtime)/)?(\w+\.py)`", house):
+        found = list((ROOT / "kvflow" / folder).rglob(name))
+        assert found, f"{folder}{name}"
