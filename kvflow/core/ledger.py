@@ -7,6 +7,7 @@ load has ended, its bytes may still land). Leases share blocks; a write excludes
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,8 @@ import numpy.typing as npt
 from kvflow.core.plan import BlockIds
 from kvflow.errors import BlocksBusy
 
-_FREE, _IN_FLIGHT, _QUARANTINED = 0, 1, 2
+# How a block is used: the number of its leases, or one of these.
+_FREE, _IN_FLIGHT, _QUARANTINED = 0, -1, -2
 _WRITER_TEXT = {_IN_FLIGHT: "being loaded", _QUARANTINED: "quarantined"}
 
 
@@ -33,54 +35,49 @@ class BlockLedger:
     """The use of each local block. Ids were checked by the caller (`plan.check_block_ids`)."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._leases: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
-        self._writer: npt.NDArray[np.int8] = np.zeros(num_blocks, dtype=np.int8)
+        self._use: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
 
     def lease(self, ids: BlockIds) -> None:
         """Protect blocks for readers; BlocksBusy if one is being written."""
-        self._require_no_writer(ids, "cannot be served")
-        self._leases[ids] += 1
+        use = self._use[ids]
+        if (use < _FREE).any():
+            self._refuse(ids, use < _FREE, "served")
+        self._use[ids] = use + 1
 
     def release(self, ids: BlockIds) -> None:
         """End one lease of these blocks."""
-        assert (self._leases[ids] > 0).all(), "released a block that is not leased"
-        self._leases[ids] -= 1
+        assert (self._use[ids] > _FREE).all(), "released a block that is not leased"
+        self._use[ids] -= 1
 
     def begin_load(self, ids: BlockIds) -> None:
         """Claim blocks for writing; BlocksBusy if one is leased or being written."""
-        self._require_no_writer(ids, "cannot be loaded")
-        leased = ids[self._leases[ids] > 0]
-        if len(leased):
-            raise BlocksBusy(f"block {leased[0]} cannot be loaded: it is leased to readers")
-        self._writer[ids] = _IN_FLIGHT
+        use = self._use[ids]
+        if use.any():
+            self._refuse(ids, use != _FREE, "loaded")
+        self._use[ids] = _IN_FLIGHT
 
     def quarantine(self, ids: BlockIds) -> None:
         """The load of these blocks has ended, its bytes have not."""
-        assert (self._writer[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
-        self._writer[ids] = _QUARANTINED
+        assert (self._use[ids] == _IN_FLIGHT).all(), "quarantined a block that is not in flight"
+        self._use[ids] = _QUARANTINED
 
     def end_load(self, ids: BlockIds) -> None:
         """No byte can land in these blocks any more."""
-        assert (self._writer[ids] != _FREE).all(), "ended the load of a block that is not in flight"
-        self._writer[ids] = _FREE
+        assert (self._use[ids] < _FREE).all(), "ended the load of a block that is not in flight"
+        self._use[ids] = _FREE
 
     def counts(self) -> BlockCounts:
-        """A summary; also checks that no block is leased and written at once."""
-        leased = self._leases > 0
-        assert not (leased & (self._writer != _FREE)).any(), "a block is leased and written at once"
-        in_flight = int((self._writer == _IN_FLIGHT).sum())
-        quarantined = int((self._writer == _QUARANTINED).sum())
-        total = len(self._writer)
+        """A summary."""
         return BlockCounts(
-            total=total,
-            free=total - int(leased.sum()) - in_flight - quarantined,
-            leased=int(leased.sum()),
-            in_flight=in_flight,
-            quarantined=quarantined,
+            total=len(self._use),
+            free=int((self._use == _FREE).sum()),
+            leased=int((self._use > _FREE).sum()),
+            in_flight=int((self._use == _IN_FLIGHT).sum()),
+            quarantined=int((self._use == _QUARANTINED).sum()),
         )
 
-    def _require_no_writer(self, ids: BlockIds, what: str) -> None:
-        busy = ids[self._writer[ids] != _FREE]
-        if len(busy):
-            use = _WRITER_TEXT[int(self._writer[busy[0]])]
-            raise BlocksBusy(f"block {busy[0]} {what}: it is {use} by another request")
+    def _refuse(self, ids: BlockIds, busy: npt.NDArray[np.bool_], verb: str) -> NoReturn:
+        block = int(ids[busy][0])
+        writer = _WRITER_TEXT.get(int(self._use[block]))
+        use = f"it is {writer} by another request" if writer else "it is leased to readers"
+        raise BlocksBusy(f"block {block} cannot be {verb}: {use}")

@@ -26,6 +26,7 @@ from kvflow.core.plan import Descriptors
 
 SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
+_SEAL_SIZES = np.array([SEAL_SIZE_BYTES], dtype=np.uint64)
 
 
 class SealTable:
@@ -34,6 +35,7 @@ class SealTable:
     def __init__(self, count: int) -> None:
         self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
         self._free = list(range(count - 1, -1, -1))
+        self._address = int(self.words.ctypes.data)
 
     @property
     def span(self) -> Span:
@@ -48,7 +50,7 @@ class SealTable:
         return self.count - len(self._free)
 
     def address(self, index: int) -> int:
-        return int(self.words.ctypes.data) + index * SEAL_SIZE_BYTES
+        return self._address + index * SEAL_SIZE_BYTES
 
     def take(self) -> int | None:
         """A free word's index, or None if all are used."""
@@ -72,7 +74,8 @@ def fetch_seal(*, local_address: int, remote_address: int) -> Descriptors:
     return Descriptors(
         local=np.array([local_address], dtype=np.uint64),
         remote=np.array([remote_address], dtype=np.uint64),
-        sizes=np.array([SEAL_SIZE_BYTES], dtype=np.uint64),
+        sizes=_SEAL_SIZES,
+        size_bytes=SEAL_SIZE_BYTES,
         local_device=HOST,
         remote_device=HOST,
     )

@@ -47,6 +47,7 @@ class Ends:
             local=np.array([self.reader.address(offset) for offset in local], dtype=np.uint64),
             remote=np.array([self.writer.address(offset) for offset in remote], dtype=np.uint64),
             sizes=np.array(sizes, dtype=np.uint64),
+            size_bytes=sum(sizes),
             local_device=CPU,
             remote_device=CPU,
         )
