@@ -5,6 +5,8 @@ Nothing here is read from the environment; what a process may set outside is wha
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
@@ -14,18 +16,37 @@ _KIB = 1 << 10
 _MIB = 1 << 20
 
 PORT_MAX = 65535
+ENGINE_ID_CHARS_MAX = 256
+SEALS_MAX = 1 << 24
+SEAL_HOLD_S_MAX = 60.0
+
+
+# What a ticket may name: hosts as resolvers take them (DNS labels, or an IP address, version 6 in brackets).
+_HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
+_HOST_CHARS_MAX = 253
+_PORT = re.compile(r"[0-9]{1,5}")
+_WILDCARDS = ("*", "0.0.0.0", "[::]")
+
+
+def is_name(text: str, chars_max: int) -> bool:
+    """Whether `text` can name something in messages, logs and tickets: printable, without spaces."""
+    return 0 < len(text) <= chars_max and text.isprintable() and " " not in text
+
+
+def is_host(text: str) -> bool:
+    """Whether `text` can be resolved or connected to; wildcards cannot."""
+    return len(text) <= _HOST_CHARS_MAX and text not in _WILDCARDS and _HOST.fullmatch(text) is not None
 
 
 def split_address(address: str, *, what: str = "listen") -> tuple[str, int]:
     """Split `tcp://host:port` into its parts; raises ConfigError for anything else. IPv6 hosts keep brackets."""
     scheme, separator, rest = address.partition("://")
-    host, colon, port_text = rest.rpartition(":")
-    if scheme != "tcp" or not separator or not host or not colon or not port_text.isdecimal():
-        raise ConfigError(f"{what}: expected 'tcp://host:port', got {address!r}")
-    port = int(port_text)
-    if port > PORT_MAX:
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not separator or not (is_host(host) or host in _WILDCARDS) or not _PORT.fullmatch(port):
+        raise ConfigError(f"{what}: expected 'tcp://host:port', got {address[:300]!r}")
+    if int(port) > PORT_MAX:
         raise ConfigError(f"{what}: port {port} is above {PORT_MAX}")
-    return host, port
+    return host, int(port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +108,11 @@ class Config:
     def __post_init__(self) -> None:
         _check_names(self)
         _check_ranks(self)
-        _check_positive(self)
+        _check_limits(self)
         host, port = split_address(self.listen)
         if port and port + self.listen_port_offset > PORT_MAX:
             raise ConfigError(f"listen: port {port} + rank offset {self.listen_port_offset} is above {PORT_MAX}")
-        if self.advertise_host is None and host in ("*", "0.0.0.0", "[::]"):
+        if self.advertise_host is None and host in _WILDCARDS:
             raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
 
     @property
@@ -111,10 +132,15 @@ class Config:
 
 
 def _check_names(config: Config) -> None:
-    if not config.engine_id or len(config.engine_id) > 256:
-        raise ConfigError(f"engine_id: expected 1 to 256 characters, got {len(config.engine_id)}")
+    if not is_name(config.engine_id, ENGINE_ID_CHARS_MAX):
+        raise ConfigError(
+            f"engine_id: expected 1 to {ENGINE_ID_CHARS_MAX} printable characters without spaces, "
+            f"got {len(config.engine_id)}: {config.engine_id[:40]!r}"
+        )
     if len(config.model) > 1024:
         raise ConfigError(f"model: expected at most 1024 characters, got {len(config.model)}")
+    if config.advertise_host is not None and not is_host(config.advertise_host):
+        raise ConfigError(f"advertise_host: {config.advertise_host[:300]!r} is no host that peers can connect to")
 
 
 def _check_ranks(config: Config) -> None:
@@ -126,9 +152,12 @@ def _check_ranks(config: Config) -> None:
         raise ConfigError(f"dp_rank: expected 0 or more, got {config.dp_rank}")
 
 
-def _check_positive(config: Config) -> None:
+def _check_limits(config: Config) -> None:
     for entry in fields(config):
         if entry.name.endswith(("_s", "_max")):
             value = getattr(config, entry.name)
-            if not value > 0:
-                raise ConfigError(f"{entry.name}: expected more than 0, got {value!r}")
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{entry.name}: expected more than 0 and a finite number, got {value!r}")
+    for name, most in (("leases_max", SEALS_MAX), ("seal_hold_s", SEAL_HOLD_S_MAX)):
+        if getattr(config, name) > most:
+            raise ConfigError(f"{name}: expected at most {most}, got {getattr(config, name)!r}")

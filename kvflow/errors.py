@@ -21,7 +21,6 @@ written carries a `quarantine` that can be awaited.
     |  |- LeaseExpired         the blocks may have been reused: prefill again
     |  |- TransferFailed       the transport reported a failure; retry with the same ticket is allowed
     |  `- DeadlineExceeded     names the phase that ate the deadline; retry with more time
-    |- LeaseAbandoned          the runtime closed before the lease ended: says when its blocks are safe
     `- RuntimeBroken           kvflow's own service died; every waiter gets it with the cause; restart
        `- TransportBroken      ... because the transport died
 """

@@ -71,6 +71,7 @@ _OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
 }
 _INNER_AXES: dict[str, tuple[str, ...]] = {"NHD": ("token", "head", "dim"), "HND": ("head", "token", "dim")}
 _MLA_INNER_AXES = ("token", "dim")
+_AXIS_LETTERS = {"token": "N", "head": "H", "dim": "D"}
 
 # The parts of a layer, in the order of the regions.
 _PARTS: dict[KVStyle, tuple[str, ...]] = {
@@ -137,11 +138,11 @@ class CacheLayout:
         if order not in _INNER_AXES:
             raise LayoutError(f"order: expected one of {sorted(_INNER_AXES)}, got {order!r}")
         name, first = next(iter(kv_caches.items()))
-        chosen = _infer_style(name, first) if style is None else KVStyle(style)
+        chosen = _infer_style(name, first) if style is None else _style_of(style)
         layout = _layout_of_layer(name, first, chosen, order, tuple(kv_caches))
         if layout.block_size != block_size:
             raise LayoutError(
-                f"layer {name!r}: block_size is {block_size}, but axis 'token' of shape {_shape_text(first)} "
+                f"layer {name!r}: block_size is {block_size}, but axis 'token' of shape {_shape_text(name, first)} "
                 f"read as {order} has {layout.block_size}"
             )
         layout.check(kv_caches)
@@ -200,9 +201,11 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
     bases: list[int] = []
     strides: list[int] = []
     for name, layer in kv_caches.items():
-        for tensor, offset_bytes in _part_tensors(layout.style, layer):
+        for tensor, offset_bytes in _part_tensors(name, layout.style, layer):
             bases.append(tensor.data_ptr() + offset_bytes)
             strides.append(_block_stride_bytes(name, layout, tensor))
+        if len(layout.parts) == 2:
+            _check_parts_apart(name, layout, bases[-2:], strides[-2:])
     return Regions(
         bases=np.array(bases, dtype=np.uint64),
         strides=np.array(strides, dtype=np.uint64),
@@ -217,7 +220,7 @@ def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
 
     Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
     """
-    pieces = sorted({_extent(tensor) for layer in kv_caches.values() for tensor in _tensors(layer)})
+    pieces = sorted({_extent(tensor) for name, layer in kv_caches.items() for tensor in _tensors(name, layer)})
     joined: list[tuple[int, int]] = []
     for start, end in pieces:
         if joined and start < joined[-1][1]:
@@ -232,7 +235,7 @@ def device_of(kv_caches: KVCaches) -> Device:
     found = {
         Device(tensor.device.type, tensor.device.index or 0): name
         for name, layer in kv_caches.items()
-        for tensor in _tensors(layer)
+        for tensor in _tensors(name, layer)
     }
     if len(found) != 1:
         where = ", ".join(sorted(f"{device.kind}:{device.index} (layer {name!r})" for device, name in found.items()))
@@ -240,16 +243,16 @@ def device_of(kv_caches: KVCaches) -> Device:
     return next(iter(found))
 
 
-def _tensors(layer: LayerCache) -> tuple[TensorLike, ...]:
+def _tensors(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
     tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
-    for tensor in tensors:
-        if not hasattr(tensor, "data_ptr"):
-            raise LayoutError(f"kv_caches: expected tensors or pairs of tensors, got {type(tensor).__name__}")
+    if not tensors or not all(hasattr(tensor, "data_ptr") for tensor in tensors):
+        found = ", ".join(type(tensor).__name__ for tensor in tensors) or "nothing"
+        raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {found}")
     return tensors
 
 
 def _infer_style(name: str, layer: LayerCache) -> KVStyle:
-    tensors = _tensors(layer)
+    tensors = _tensors(name, layer)
     if len(tensors) > 1:
         return KVStyle.APART
     shape = tuple(tensors[0].shape)
@@ -269,6 +272,13 @@ def _infer_style(name: str, layer: LayerCache) -> KVStyle:
     )
 
 
+def _style_of(style: KVStyle | str) -> KVStyle:
+    try:
+        return KVStyle(style)
+    except ValueError:
+        raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {style!r}") from None
+
+
 def _axes(style: KVStyle, order: str) -> tuple[str, ...]:
     inner = _MLA_INNER_AXES if style is KVStyle.MLA else _INNER_AXES[order]
     return _OUTER_AXES[style] + inner
@@ -277,7 +287,7 @@ def _axes(style: KVStyle, order: str) -> tuple[str, ...]:
 def _layout_of_layer(
     name: str, layer: LayerCache, style: KVStyle, order: str, layer_names: tuple[str, ...]
 ) -> CacheLayout:
-    tensors = _tensors(layer)
+    tensors = _tensors(name, layer)
     if (len(tensors) == 2) != (style is KVStyle.APART):
         raise LayoutError(f"layer {name!r}: style {style} wants {'a pair' if style is KVStyle.APART else 'one tensor'}")
     first, last = tensors[0], tensors[-1]
@@ -288,10 +298,9 @@ def _layout_of_layer(
                 f"layer {name!r}: style {style} has {len(axes)} axes ({', '.join(axes)}), "
                 f"got shape {tuple(tensor.shape)}"
             )
-    if tuple(first.shape) != tuple(last.shape) or str(first.dtype) != str(last.dtype):
-        raise LayoutError(
-            f"layer {name!r}: K is {tuple(first.shape)} {first.dtype}, V is {tuple(last.shape)} {last.dtype}"
-        )
+    facts = [(tuple(t.shape), str(t.dtype), _memory_order(style, order, t)) for t in (first, last)]
+    if facts[0] != facts[1]:
+        raise LayoutError(f"layer {name!r}: K is {facts[0]}, V is {facts[1]}")
     size = dict(zip(axes, first.shape, strict=True))
     if size.get("kv", 2) != 2:
         raise LayoutError(f"layer {name!r}: axis 'kv' of shape {tuple(first.shape)} is {size['kv']}, expected 2")
@@ -312,20 +321,21 @@ def _layout_of_layer(
 
 
 def _memory_order(style: KVStyle, order: str, tensor: TensorLike) -> str:
-    """The order of tokens and heads that strides give. With one head or one token both are the same bytes."""
-    if style is KVStyle.MLA:
-        return "NHD"
+    """The order of a block's axes that strides give, such as "NHD"; axes of one entry do not matter."""
     axes = _axes(style, order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
-    if size["head"] == 1 or size["token"] == 1:
-        return "NHD"
-    return "NHD" if stride["token"] > stride["head"] else "HND"
+    inner = [axis for axis in axes if axis not in ("kv", "block")]
+    found = sorted((axis for axis in inner if size[axis] > 1), key=lambda axis: -stride[axis])
+    for usual, usual_axes in _INNER_AXES.items():
+        if [axis for axis in usual_axes if axis in found] == found:
+            return usual
+    return "".join(_AXIS_LETTERS[axis] for axis in found)
 
 
-def _part_tensors(style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
+def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
     """(tensor, offset of the part in bytes) for each part of a layer."""
-    tensors = _tensors(layer)
+    tensors = _tensors(name, layer)
     if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
         return [(tensor, 0) for tensor in tensors]
     tensor = tensors[0]
@@ -356,6 +366,19 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
     return block_stride * tensor.element_size()
 
 
+def _check_parts_apart(name: str, layout: CacheLayout, bases: list[int], strides: list[int]) -> None:
+    """K and V must not share bytes: V's blocks lie behind all of K's, or between them, or the other way round."""
+    size = layout.region_block_size_bytes
+    reach = max((layout.num_blocks - 1) * stride + size for stride in strides)
+    offset = abs(bases[1] - bases[0])
+    between = strides[0] == strides[1] and size <= offset % strides[0] <= strides[0] - size
+    if offset < reach and not between:
+        raise LayoutError(
+            f"layer {name!r}: K and V overlap: they start {offset} bytes apart, block strides are {strides} bytes, "
+            f"a block has {size}"
+        )
+
+
 def _extent(tensor: TensorLike) -> tuple[int, int]:
     """(first byte, one past the last byte) of a tensor."""
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -363,8 +386,8 @@ def _extent(tensor: TensorLike) -> tuple[int, int]:
     return (start, start + (reach + 1) * tensor.element_size())
 
 
-def _shape_text(layer: LayerCache) -> str:
-    return " and ".join(str(tuple(tensor.shape)) for tensor in _tensors(layer))
+def _shape_text(name: str, layer: LayerCache) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in _tensors(name, layer))
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -93,10 +93,10 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
 def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     try:
         raw = np.asarray(block_ids)
-        ids = raw.astype(np.int64, casting="safe") if raw.size else np.empty(0, dtype=np.int64)
+        ids = raw.astype(np.int64, casting="safe") if raw.size else np.empty(raw.shape, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise RequestError(f"{what}: expected a list of integers, got {_preview(block_ids)}") from error
-    if ids.ndim != 1 or raw.dtype == np.bool_:
+    if ids.ndim != 1 or raw.dtype == np.bool_ or bool in map(type, block_ids):
         raise RequestError(f"{what}: expected a flat list of integers, got {_preview(block_ids)}")
     outside = (ids < 0) | (ids >= num_blocks)
     if outside.any():
@@ -218,7 +218,8 @@ def plan_slices(
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
     """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
     if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
-        yield descriptors
+        if len(descriptors):
+            yield descriptors
         return
     pieces = _split_large(descriptors, bytes_max)
     ends = np.cumsum(pieces.sizes)

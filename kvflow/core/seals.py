@@ -26,6 +26,7 @@ from kvflow.core.plan import Descriptors
 
 SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
+_WIPED = bytes(SEAL_SIZE_BYTES)
 _SEAL_SIZES = np.array([SEAL_SIZE_BYTES], dtype=np.uint64)
 
 
@@ -66,7 +67,9 @@ class SealTable:
         self.words[index] = np.frombuffer(bytes.fromhex(lease_id), dtype=np.uint8)
 
     def holds(self, index: int, lease_id: str) -> bool:
-        return bool(self.words[index].tobytes() == bytes.fromhex(lease_id))
+        """Whether the word is this lease's id; an empty word is nobody's."""
+        word: bytes = self.words[index].tobytes()
+        return word != _WIPED and word == bytes.fromhex(lease_id)
 
 
 def fetch_seal(*, local_address: int, remote_address: int) -> Descriptors:

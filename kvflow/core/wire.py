@@ -10,6 +10,7 @@ The fingerprint is a digest of `Compatibility`: what must be equal on both sides
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import zlib
 from collections.abc import Mapping
@@ -18,17 +19,17 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
+from kvflow.config import PORT_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, is_host, is_name
 from kvflow.core.layout import CacheLayout, Device, Regions
 from kvflow.errors import RequestError
 
 PROTOCOL_VERSION = 1
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
-SEALS_MAX = 1 << 24
-SEAL_HOLD_S_MAX = 60.0
 LEASE_ID_CHARS = 32
+NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
-_UINT64_MAX = (1 << 64) - 1
+_ADDRESS_MAX = (1 << 63) - 1
 _NAME_CHARS_MAX = 1024
 
 StructT = TypeVar("StructT")
@@ -212,7 +213,7 @@ def regions_from_wire(table: RegionTable) -> Regions:
     if not 0 <= table.device_index < 1 << 16:
         raise WireError(f"region table: device index {table.device_index}")
     for base, stride in zip(table.bases, table.strides, strict=True):
-        fits = base > 0 and stride >= table.block_size_bytes and base + stride * table.num_blocks <= _UINT64_MAX
+        fits = base > 0 and stride >= table.block_size_bytes and base + stride * table.num_blocks <= _ADDRESS_MAX
         if not fits:
             raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
     return Regions(
@@ -226,9 +227,9 @@ def regions_from_wire(table: RegionTable) -> Regions:
 
 def check_seals(location: SealLocation) -> None:
     """WireError unless a seal table of this size can lie there."""
-    if not 0 < location.hold_s < SEAL_HOLD_S_MAX:
+    if not 0 < location.hold_s <= SEAL_HOLD_S_MAX:
         raise WireError(f"seal table: hold_s {location.hold_s}")
-    if not 0 < location.count <= SEALS_MAX or not 0 < location.address < _UINT64_MAX - location.count * 16:
+    if not 0 < location.count <= SEALS_MAX or not 0 < location.address < _ADDRESS_MAX - location.count * 16:
         raise WireError(f"seal table: {location.count} seals at {location.address}")
 
 
@@ -323,8 +324,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         extra = raw.kvflow
         if extra.version != PROTOCOL_VERSION:
             raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
-        _check_ticket(raw)
-        return cls(
+        if not raw.do_remote_prefill:
+            raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
+        ticket = cls(
             engine_id=raw.remote_engine_id,
             request_id=raw.remote_request_id,
             block_ids=tuple(raw.remote_block_ids),
@@ -337,22 +339,34 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             seal_index=extra.seal_index,
             ttl_s=extra.ttl_s,
         )
+        ticket.check()
+        return ticket
+
+    def check(self) -> None:
+        """RequestError names the field whose value no producer would have given."""
+        if not 0 < self.port <= PORT_MAX:
+            raise RequestError(f"ticket: remote_port {self.port} is not in 1..{PORT_MAX}")
+        if not is_host(self.host):
+            raise RequestError(f"ticket: remote_host {self.host[:80]!a} is no host to connect to")
+        if self.tp_size < 1:
+            raise RequestError(f"ticket: tp_size {self.tp_size} is not above 0")
+        for name, text in (("remote_engine_id", self.engine_id), ("incarnation", self.incarnation)):
+            if not is_name(text, _NAME_CHARS_MAX):
+                raise RequestError(f"ticket: {name} {text[:80]!a} is no name")
+        if not 0 < len(self.request_id) <= _NAME_CHARS_MAX or not _encodes(self.request_id):
+            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
+        if not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID:
+            raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
+        if self.num_tokens < 0 or self.seal_index < 0 or not 0 < self.ttl_s < math.inf:
+            raise RequestError(
+                f"ticket: num_tokens {self.num_tokens}, seal_index {self.seal_index}, ttl_s {self.ttl_s}"
+            )
 
 
-def _check_ticket(raw: _TicketParams) -> None:
-    extra = raw.kvflow
-    if not raw.do_remote_prefill:
-        raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
-    if not 0 < raw.remote_port <= 65535:
-        raise RequestError(f"ticket: remote_port {raw.remote_port} is not in 1..65535")
-    for name, text in (
-        ("remote_engine_id", raw.remote_engine_id),
-        ("remote_host", raw.remote_host),
-        ("incarnation", extra.incarnation),
-    ):
-        if not 0 < len(text) <= _NAME_CHARS_MAX or len(text.split()) != 1 or text != text.strip():
-            raise RequestError(f"ticket: {name} of {len(text)} characters is no name")
-    if not _LEASE_ID.fullmatch(extra.lease_id):
-        raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
-    if extra.num_tokens < 0 or extra.seal_index < 0 or not 0 < extra.ttl_s < float("inf"):
-        raise RequestError(f"ticket: num_tokens {extra.num_tokens}, seal_index {extra.seal_index}, ttl_s {extra.ttl_s}")
+def _encodes(text: str) -> bool:
+    """Whether UTF-8, hence any message of ours, can carry the text: JSON may hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -222,7 +222,7 @@ class Loader:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
         check_request_id(request.request_id, self._config.request_id_chars_max)
-        ticket = request.ticket if isinstance(request.ticket, wire.Ticket) else wire.Ticket.from_params(request.ticket)
+        ticket = _ticket_of(request)
         most = max(len(request.block_ids), len(ticket.block_ids))
         if most > self._config.block_ids_max:
             raise RequestError(f"{what}: {most} block ids, at most {self._config.block_ids_max}")
@@ -359,3 +359,11 @@ class Loader:
     def _note_quiet(self) -> None:
         if not self._loads and not self._unsafe:
             self._quiet.set()
+
+
+def _ticket_of(request: LoadRequest) -> wire.Ticket:
+    """The request's ticket, checked; RequestError names what is wrong with it."""
+    if isinstance(request.ticket, wire.Ticket):
+        request.ticket.check()
+        return request.ticket
+    return wire.Ticket.from_params(request.ticket)

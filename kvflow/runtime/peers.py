@@ -67,7 +67,7 @@ class Connection:
 
     def seal_address(self, index: int) -> int | None:
         """Where the peer keeps seal `index`, or None if it has no such seal."""
-        return self._seals.address + index * SEAL_SIZE_BYTES if index < self._seals.count else None
+        return self._seals.address + index * SEAL_SIZE_BYTES if 0 <= index < self._seals.count else None
 
     def hold(self) -> None:
         """Keep the transport's side of the connection alive until `release`."""

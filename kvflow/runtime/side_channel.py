@@ -139,7 +139,7 @@ async def _probe(address: str) -> None:
     try:
         host, port = split_address(address, what="peer")
         _, writer = await asyncio.open_connection(host.strip("[]"), port)
-    except (OSError, ConfigError) as error:
+    except (OSError, ValueError, ConfigError) as error:  # ValueError: a host that the resolver chokes on
         raise PeerUnreachable(f"{address}: {error}", peer=address) from error
     writer.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ def in_memory_order(cache: Cache, layout: CacheLayout, block: torch.Tensor) -> b
     return block.contiguous().numpy().tobytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(recipe=recipes(), seed=st.integers(0, 2**32))
 def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> None:
     cache = Cache(recipe)
@@ -47,7 +48,7 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
         assert memory_at(regions, region, block) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(recipe=recipes())
 def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -60,7 +61,7 @@ def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -
         cache.block(layer, part, block).fill_(0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(recipe=recipes())
 def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -77,7 +78,7 @@ def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
     layout.check(cache.tensors)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(recipe=recipes())
 def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -> None:
     """Registering a byte too few breaks reads; a byte too many may belong to somebody else."""
@@ -86,14 +87,12 @@ def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -
     allocations = [(storage.data_ptr(), storage.data_ptr() + storage.numel()) for storage in cache.storages]
     for span in spans:
         assert any(start <= span.address and span.address + span.size_bytes <= end for start, end in allocations)
-    for before, after in zip(spans, spans[1:], strict=False):
+    for before, after in itertools.pairwise(spans):
         assert before.address + before.size_bytes <= after.address
     size_bytes = cache.infer().region_block_size_bytes
     for *_, address in cache.addresses():
         homes = [
-            span
-            for span in spans
-            if span.address <= address and address + size_bytes <= span.address + span.size_bytes
+            span for span in spans if span.address <= address and address + size_bytes <= span.address + span.size_bytes
         ]
         assert len(homes) == 1
 
@@ -158,6 +157,12 @@ def test_tensors_that_only_touch_stay_apart() -> None:
     spans = map_spans(caches)
     assert [span.size_bytes for span in spans] == [whole[0].nbytes] * 3
     assert [span.address for span in spans] == [whole[index].data_ptr() for index in range(3)]
+
+
+def test_a_span_inside_another_is_part_of_it() -> None:
+    whole = torch.zeros(8, N, D)
+    (span,) = map_spans({"all": whole, "some": whole[1:3], "last": whole[7:]})
+    assert (span.address, span.size_bytes) == (whole.data_ptr(), whole.nbytes)
 
 
 def test_a_layer_shared_by_two_names_is_registered_once() -> None:

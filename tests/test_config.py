@@ -1,0 +1,277 @@
+"""Config refuses what cannot work when it is made, not when it hurts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.config import PORT_MAX, Config, split_address
+from kvflow.core.wire import SealLocation, Ticket, check_seals
+from kvflow.errors import ConfigError
+
+RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
+DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(Config)
+    if isinstance(field.default, int | float) and not isinstance(field.default, bool)
+}
+LIMITS = [name for name in DEFAULTS if name not in RANKS]
+TIMES = [name for name in LIMITS if isinstance(DEFAULTS[name], float)]
+
+
+def config(**changes: Any) -> Config:
+    return Config(**{"engine_id": "engine-0", **changes})
+
+
+# --- limits
+
+
+def test_limits_say_their_unit_or_that_they_are_bounds() -> None:
+    """Found by their type, so that a new limit cannot slip past the tests below by its name."""
+    assert len(LIMITS) > 15
+    assert [name for name in LIMITS if not name.endswith(("_s", "_max"))] == []
+    assert all(name.endswith("_s") for name in TIMES)
+
+
+@pytest.mark.parametrize("value", [0, -1, -0.001, float("nan")])
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_is_above_zero(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: .*{value!r}"):
+        config(**{name: value})
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_a_time_that_never_ends_is_no_bound(name: str) -> None:
+    """Every wait has a bound (invariant I7), and a ticket cannot carry an infinite ttl_s."""
+    with pytest.raises(ConfigError, match=rf"^{name}: .*inf"):
+        config(**{name: float("inf")})
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_smallest_limits_are_legal(name: str) -> None:
+    value = 1e-9 if name in TIMES else 1
+    assert getattr(config(**{name: value}), name) == value
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().lease_ttl_s = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257])
+def test_a_bad_engine_id_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^engine_id: .*{len(name)}"):
+        config(engine_id=name)
+
+
+def test_a_long_model_name_is_refused() -> None:
+    assert config(model="m" * 1024).model == "m" * 1024
+    with pytest.raises(ConfigError, match=r"^model: .*1025"):
+        config(model="m" * 1025)
+
+
+# --- ranks
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tp_rank": 1}, "tp_rank"),
+        ({"tp_rank": 4, "tp_size": 4}, "tp_rank"),
+        ({"tp_rank": -1, "tp_size": 4}, "tp_rank"),
+        ({"tp_size": 0}, "tp_rank"),
+        ({"tp_size": -1}, "tp_rank"),
+        ({"pp_rank": 1}, "pp_rank"),
+        ({"pp_rank": 2, "pp_size": 2}, "pp_rank"),
+        ({"pp_rank": -1}, "pp_rank"),
+        ({"pp_size": 0}, "pp_rank"),
+        ({"dp_rank": -1}, "dp_rank"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(changes: dict[str, int], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{named}: ") as caught:
+        config(**changes)
+    for value in changes.values():
+        assert str(value) in str(caught.value)
+
+
+# --- ports
+
+
+@settings(deadline=None)
+@given(
+    base=st.integers(1, 60000),
+    tp=st.integers(1, 8).flatmap(lambda size: st.tuples(st.integers(0, size - 1), st.just(size))),
+    dp_rank=st.integers(0, 8),
+)
+def test_a_rank_listens_at_its_offset(base: int, tp: tuple[int, int], dp_rank: int) -> None:
+    tp_rank, tp_size = tp
+    found = config(listen=f"tcp://127.0.0.1:{base}", tp_rank=tp_rank, tp_size=tp_size, dp_rank=dp_rank)
+    assert found.listen_port == base + dp_rank * tp_size + tp_rank
+    assert found.listen_host == "127.0.0.1"
+
+
+@settings(deadline=None)
+@given(tp_size=st.integers(1, 4), pp_size=st.integers(1, 4), dp_size=st.integers(1, 4))
+def test_no_two_ranks_of_an_engine_share_a_port(tp_size: int, pp_size: int, dp_size: int) -> None:
+    ports = {
+        config(tp_rank=tp, tp_size=tp_size, pp_rank=pp, pp_size=pp_size, dp_rank=dp).listen_port
+        for tp in range(tp_size)
+        for pp in range(pp_size)
+        for dp in range(dp_size)
+    }
+    assert ports == set(range(5600, 5600 + tp_size * pp_size * dp_size))
+
+
+def test_port_0_stays_0_for_every_rank() -> None:
+    assert config(listen="tcp://127.0.0.1:0", tp_rank=3, tp_size=4, dp_rank=70_000).listen_port == 0
+
+
+def test_a_rank_above_the_last_port_is_refused() -> None:
+    address = f"tcp://127.0.0.1:{PORT_MAX - 3}"
+    assert config(listen=address, tp_rank=3, tp_size=4).listen_port == PORT_MAX
+    with pytest.raises(ConfigError, match=rf"^listen: .*{PORT_MAX - 3}.*4.*{PORT_MAX}"):
+        config(listen=address, dp_rank=1, tp_size=4)
+
+
+# --- addresses
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+def test_a_wildcard_needs_a_host_to_tell_others(host: str) -> None:
+    listen = f"tcp://{host}:5600"
+    with pytest.raises(ConfigError, match="advertise_host"):
+        config(listen=listen)
+    assert config(listen=listen, advertise_host="10.0.0.7").listen_host == host
+
+
+@pytest.mark.parametrize("advertised", ["", "0.0.0.0", "*", "[::]"])
+def test_a_host_to_tell_others_is_one_that_others_can_reach(advertised: str) -> None:
+    with pytest.raises(ConfigError, match="advertise_host"):
+        config(listen="tcp://0.0.0.0:5600", advertise_host=advertised)
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("tcp://127.0.0.1:5600", ("127.0.0.1", 5600)),
+        ("tcp://node-7.cluster.local:1", ("node-7.cluster.local", 1)),
+        ("tcp://[::1]:65535", ("[::1]", 65535)),
+        ("tcp://*:0", ("*", 0)),
+    ],
+)
+def test_addresses(address: str, expected: tuple[str, int]) -> None:
+    assert split_address(address) == expected
+
+
+BAD_ADDRESSES = [
+    "",
+    "127.0.0.1:5600",
+    "udp://127.0.0.1:5600",
+    "tcp:/127.0.0.1:5600",
+    "tcp//127.0.0.1:5600",
+    "TCP://127.0.0.1:5600",
+    "ipc:///tmp/socket",
+    "tcp://127.0.0.1",
+    "tcp://127.0.0.1:",
+    "tcp://:5600",
+    "tcp://127.0.0.1:http",
+    "tcp://127.0.0.1:-1",
+    "tcp://127.0.0.1:+1",
+    "tcp://127.0.0.1: 1",
+    "tcp://127.0.0.1:1_0",
+    "tcp://127.0.0.1:1.5",
+    "tcp://127.0.0.1:5600/path",
+    "tcp://127.0.0.1:65536",
+    "tcp://127.0.0.1:99999999999999999999",
+    "tcp://127.0.0.1:" + "9" * 5000,
+    "tcp://two words:5600",
+    "tcp://::1:5600",
+    "tcp://tcp://127.0.0.1:5600",
+]
+
+
+@pytest.mark.parametrize("address", BAD_ADDRESSES, ids=lambda address: address[:24] or "empty")
+def test_a_bad_address_is_refused_and_shown(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"^listen: "):
+        config(listen=address)
+    with pytest.raises(ConfigError, match=r"^peer: "):
+        split_address(address, what="peer")
+
+
+@settings(deadline=None)
+@given(st.text(max_size=20) | st.builds("tcp://{}:{}".format, st.text(max_size=8), st.text(max_size=6)))
+def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
+    try:
+        host, port = split_address(text)
+    except ConfigError:
+        return
+    assert host
+    assert 0 <= port <= PORT_MAX
+
+
+# --- what Config accepts, peers accept
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine_id": "prefill 0"},
+        {"engine_id": "\t"},
+        {"engine_id": "\ud800"},
+        {"engine_id": "a\x00b"},
+        {"advertise_host": "10.0.0.7 "},
+        {"advertise_host": "x" * 1025},
+        {"advertise_host": "\ud800"},
+    ],
+    ids=lambda changes: ascii(changes)[:40],
+)
+def test_a_name_that_no_reader_takes_is_refused_early(changes: dict[str, str]) -> None:
+    """Otherwise the engine starts, and every ticket that it makes is refused by every reader."""
+    name = next(iter(changes))
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        config(**changes)
+
+
+@settings(deadline=None)
+@given(
+    engine_id=st.text(min_size=1, max_size=8),
+    advertise_host=st.none() | st.text(max_size=8),
+    lease_ttl_s=st.floats(min_value=0),
+)
+def test_the_tickets_of_every_legal_config_are_legal(
+    engine_id: str, advertise_host: str | None, lease_ttl_s: float
+) -> None:
+    try:
+        legal = config(engine_id=engine_id, advertise_host=advertise_host, lease_ttl_s=lease_ttl_s)
+    except ConfigError:
+        return
+    ticket = Ticket(
+        engine_id=legal.engine_id,
+        request_id="req-1",
+        block_ids=(1,),
+        host=legal.advertise_host or legal.listen_host,
+        port=legal.listen_port,
+        tp_size=legal.tp_size,
+        lease_id="ab" * 16,
+        seal_index=0,
+        incarnation="8f14e45fceea167a",
+        num_tokens=16,
+        ttl_s=legal.lease_ttl_s,
+    )
+    assert Ticket.from_params(ticket.to_params()) == ticket
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("seal_hold_s", 60.0), ("seal_hold_s", 3600.0), ("leases_max", (1 << 24) + 1)]
+)
+def test_seals_that_no_reader_takes_are_refused_early(name: str, value: float) -> None:
+    try:
+        legal = config(**{name: value})
+    except ConfigError:
+        return
+    check_seals(SealLocation(address=4096, count=legal.leases_max, hold_s=legal.seal_hold_s))

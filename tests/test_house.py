@@ -1,0 +1,292 @@
+"""The rules of the house (docs/architecture.md): who may import whom, what stays out, what is public."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvflow
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "kvflow"
+SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
+TESTS = {
+    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in (ROOT / "tests").rglob("*.py")
+}
+
+# Imports point down this list; parts of one line do not import each other.
+LEVELS = [["errors"], ["config"], ["core"], ["transport"], ["runtime"], ["integrations", "testing", "cli"]]
+LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
+IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
+
+# The bench measures kvflow against bare NIXL.
+COMPARED_WITH_KVFLOW = {"kvflow/cli/bench/raw.py"}
+
+# Tests whose subject is time itself, each with the reason.
+SLEEPING_TESTS = {
+    "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
+    "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
+}
+
+
+def part_of(name: str) -> str:
+    """The part of kvflow that a file or a dotted name belongs to; "" for kvflow itself."""
+    pieces = name.removesuffix(".py").replace("/", ".").split(".")[1:]
+    return pieces[0] if pieces and pieces[0] != "__init__" else ""
+
+
+def imports(path: str, tree: ast.Module) -> Iterator[str]:
+    """The dotted name of everything imported anywhere in a file, names from a package in full."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                here = path.removesuffix(".py").split("/")[:-level] if level else []
+                start = [*here, *([module] if module else [])]
+                yield from (".".join([*start, alias.name]) for alias in names)
+            case ast.Call(func=ast.Attribute(attr="import_module") | ast.Name(id="import_module" | "__import__")):
+                match node.args:
+                    case [ast.Constant(value=str(name)), *_]:
+                        yield name
+                    case _:
+                        yield "<computed>"
+
+
+def importers(package: str) -> set[str]:
+    return {path for path, tree in SOURCES.items() for name in imports(path, tree) if name.split(".")[0] == package}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """The dotted text of what is called, and the call."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# --- imports
+
+
+def test_the_checks_see_the_house() -> None:
+    """Guards the tests below against looking at nothing."""
+    assert {part_of(path) for path in SOURCES} >= {"errors", "config", "core", "transport", "runtime", ""}
+    assert "kvflow.errors.ConfigError" in set(imports("kvflow/config.py", SOURCES["kvflow/config.py"]))
+    relative = ast.parse(
+        "from ..core import wire\nfrom . import mailbox\nimport importlib\nimportlib.import_module('x.y')"
+    )
+    found = set(imports("kvflow/transport/nixl.py", relative))
+    assert found == {"kvflow.core.wire", "kvflow.transport.mailbox", "importlib", "x.y"}
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_imports_point_one_way(path: str) -> None:
+    part = part_of(path)
+    if part == "":
+        return  # the public names come from everywhere
+    for name in imports(path, SOURCES[path]):
+        if name == "kvflow" or name.startswith("kvflow."):
+            target = part_of(name)
+            assert target in LEVEL_OF or part_is_public(part), f"{path} imports {name}"
+            if target in LEVEL_OF:
+                below = LEVEL_OF[target] < LEVEL_OF[part]
+                assert below or target == part, f"{path} ({part}) imports {name} ({target})"
+
+
+def part_is_public(part: str) -> bool:
+    """Parts that may use kvflow as its users do: `from kvflow import Config`."""
+    return LEVEL_OF[part] == len(LEVELS) - 1
+
+
+def test_every_part_has_its_level() -> None:
+    assert {part_of(path) for path in SOURCES} - {""} <= set(LEVEL_OF)
+
+
+def test_core_is_pure() -> None:
+    for path, tree in SOURCES.items():
+        if part_of(path) == "core":
+            found = {name.split(".")[0] for name in imports(path, tree)}
+            assert not found & IMPURE, path
+            assert "<computed>" not in found, path
+            assert not {name for name, _ in calls(tree)} & {"open", "print", "input", "exec", "eval"}, path
+
+
+def test_core_loads_without_torch_zmq_nixl_and_asyncio() -> None:
+    """Also what core imports indirectly is pure."""
+    code = """
+import sys, types
+package = types.ModuleType("kvflow")
+package.__path__ = ["kvflow"]
+sys.modules["kvflow"] = package
+import kvflow.core.layout, kvflow.core.plan, kvflow.core.wire, kvflow.core.states, kvflow.core.ledger, kvflow.core.seals
+print(*sorted(name for name in ("torch", "zmq", "nixl", "asyncio", "kvflow.transport") if name in sys.modules))
+"""
+    assert run_python(code) == ""
+
+
+def test_nixl_and_zmq_have_one_home_each() -> None:
+    assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl_agents.py"}
+    assert importers("zmq") == {"kvflow/runtime/side_channel.py"}
+
+
+def test_nothing_can_run_code_from_a_message() -> None:
+    for package in ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"):
+        assert importers(package) == set()
+    for path, tree in SOURCES.items():
+        names = {name for name, _ in calls(tree)}
+        assert not names & {"eval", "exec", "torch.load"}, path
+        assert not {name for name in names if name.endswith(("send_pyobj", "recv_pyobj"))}, path
+
+
+def test_importing_kvflow_loads_neither_nixl_nor_torch() -> None:
+    """Engines import kvflow long before they know whether they transfer; nixl starts threads when it loads."""
+    code = "import sys, kvflow; print(*sorted({n.split('.')[0] for n in sys.modules} & {'nixl', 'nixl_cu12', 'torch'}))"
+    assert run_python(code) == ""
+
+
+WITHOUT_NIXL = """
+import asyncio, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0].startswith("nixl"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Blocker())
+import kvflow
+
+async def main():
+    config = kvflow.Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="nixl")
+    runtime = kvflow.Runtime(config)
+    try:
+        async with runtime:
+            print("opened")
+    except kvflow.errors.ConfigError as error:
+        print(error)
+    await runtime.aclose()
+    async with kvflow.Runtime(kvflow.Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc")):
+        print("inproc works")
+
+asyncio.run(main())
+"""
+
+
+def test_without_nixl_kvflow_imports_and_says_what_to_install() -> None:
+    message, inproc = run_python(WITHOUT_NIXL).splitlines()
+    assert "'nixl'" in message
+    assert "pip install nixl" in message
+    assert inproc == "inproc works"
+
+
+# --- public names
+
+
+def test_all_is_what_exists() -> None:
+    """Submodules become attributes by being imported; only `errors` is meant to be public."""
+    public = {
+        name
+        for name, value in vars(kvflow).items()
+        if not name.startswith("_") and (not isinstance(value, types.ModuleType) or name == "errors")
+    }
+    assert public == set(kvflow.__all__)
+    assert len(kvflow.__all__) == len(set(kvflow.__all__))
+    assert kvflow.__all__ == sorted(kvflow.__all__)
+
+
+def test_the_contract_is_public() -> None:
+    assert {"Runtime", "Config", "CacheLayout", "ServeRequest", "LoadRequest"} <= set(kvflow.__all__)
+    assert {"register_kv_caches", "serve_blocks", "load_blocks"} <= set(dir(kvflow.Runtime))
+
+
+def test_errors_are_one_tree_and_drawn() -> None:
+    errors = {
+        name: value
+        for name, value in vars(kvflow.errors).items()
+        if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    drawing = kvflow.errors.__doc__ or ""
+    for name, error in errors.items():
+        assert issubclass(error, kvflow.errors.KVFlowError)
+        assert name in drawing, f"{name} is not in the docstring's tree"
+    drawn = {line.split("- ")[1].split()[0] for line in drawing.splitlines() if "|- " in line or "`- " in line}
+    assert drawn == set(errors) - {"KVFlowError"}
+
+
+# --- shape of the code
+
+
+@pytest.mark.parametrize("path", SOURCES)
+def test_every_module_says_what_it_is(path: str) -> None:
+    docstring = ast.get_docstring(SOURCES[path]) or ""
+    first = docstring.splitlines()[0] if docstring else ""
+    assert len(first) > 20, f"{path}: {first!r}"
+    assert first.endswith((".", ":")), f"{path}: {first!r}"
+
+
+def test_no_drawer_for_everything() -> None:
+    for path in [*SOURCES, *TESTS]:
+        for piece in path.removesuffix(".py").split("/"):
+            assert piece not in {"utils", "util", "helpers", "misc", "common"}, path
+
+
+def sleeps(tree: ast.AST) -> list[str]:
+    """Calls that wait for time to pass; giving way to other tasks with asyncio.sleep(0) is none."""
+    found = []
+    for name, call in calls(tree):
+        gives_way = [ast.unparse(argument) for argument in call.args[:1]] == ["0"]
+        if name.split(".")[-1] in ("sleep", "usleep", "nanosleep") and not (name == "asyncio.sleep" and gives_way):
+            found.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+def test_the_check_for_sleeps_sees_them() -> None:
+    awake = ast.parse("asyncio.sleep(0)\nsleeper()\nsleep")
+    asleep = ast.parse("time.sleep(0)\nsleep(1)\nasyncio.sleep(0.1)\nasyncio.sleep(x)\nanyio.sleep(0)\nasyncio.sleep()")
+    assert sleeps(awake) == []
+    assert len(sleeps(asleep)) == 6
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) not in ("cli", "")])
+def test_the_library_waits_for_events_not_for_time(path: str) -> None:
+    assert sleeps(SOURCES[path]) == []
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) == "cli"])
+def test_commands_sleep_only_where_no_loop_runs(path: str) -> None:
+    for node in ast.walk(SOURCES[path]):
+        if isinstance(node, ast.AsyncFunctionDef):
+            assert "time.sleep" not in {name for name, _ in calls(node)}
+
+
+@pytest.mark.parametrize("path", [path for path in TESTS if path not in SLEEPING_TESTS])
+def test_tests_do_not_wait_by_sleeping(path: str) -> None:
+    assert sleeps(TESTS[path]) == []
+
+
+def test_exceptions_from_the_rule_are_still_needed() -> None:
+    for path in SLEEPING_TESTS:
+        assert path in TESTS
+        assert sleeps(TESTS[path])
+
+
+def test_tests_are_never_skipped_silently() -> None:
+    """A skip needs a reason that a reader of the summary can judge."""
+    for path, tree in TESTS.items():
+        for name, call in calls(tree):
+            if name in ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"):
+                words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
+                assert any(isinstance(word, ast.Constant | ast.JoinedStr) for word in words), f"{path}:{call.lineno}"
