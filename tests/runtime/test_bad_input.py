@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest
+from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
 from kvflow.errors import InvalidInput, RequestError
 from kvflow.testing import InprocPair, inproc_pair
 
@@ -79,6 +80,34 @@ async def test_a_seal_that_the_peer_does_not_have(pair: InprocPair) -> None:
     with pytest.raises(RequestError, match="seal_index 1099511627776"):
         await pair.consumer.runtime.load_blocks(LoadRequest("r", ticket=ticket, block_ids=[0]))
     lease.revoke()
+
+
+@pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "Ticket"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("host", "a..b"),
+        ("host", "\ud800"),
+        ("host", "a\x00b"),
+        ("engine_id", "\ud800"),
+        ("engine_id", "two words"),
+        ("lease_id", "0" * 32),
+        ("seal_index", -1),
+        ("port", 70_000),
+    ],
+)
+async def test_a_bad_ticket_costs_its_load_and_nothing_else(
+    pair: InprocPair, field: str, value: object, as_dict: bool
+) -> None:
+    lease = pair.offer([3])
+    bad = msgspec.structs.replace(lease.ticket, **{field: value})
+    with pytest.raises(RequestError, match=r"^ticket: "):
+        await pair.consumer.runtime.load_blocks(
+            LoadRequest("r", ticket=bad.to_params() if as_dict else bad, block_ids=[0])
+        )
+    assert pair.consumer.runtime.state is RuntimeState.OPEN
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+    assert await lease is LeaseOutcome.READ
 
 
 async def test_a_deadline_must_be_positive(pair: InprocPair) -> None:
