@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - runs before pip could refuse an older one
         print(f"kvflow needs Python 3.11 or newer, this is {sys.version.split()[0]}")
         return 2
     return commands[arguments[0]](arguments[1:])
