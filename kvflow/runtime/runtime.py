@@ -53,6 +53,8 @@ class RuntimeStatistics:
     peers: tuple[PeerState, ...]
     listener: ListenerStatistics | None
     transport: TransportStatistics
+    early_notifications: int
+    """Notifications that came before a cache was registered, when no lease could exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +88,9 @@ class Runtime:
         self._cause: BaseException | None = None
         self._registering = False
         self._cache: _Cache | None = None
-        self._stray_notifications = 0
+        self._early_notifications = 0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"<kvflow.Runtime {self._config.engine_id} {self._state}>"
@@ -115,6 +118,7 @@ class Runtime:
         """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had."""
         if self._state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; this one is {self._state}")
+        self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         await self._transport.open()
         try:
             self._listener = Listener(
@@ -197,16 +201,17 @@ class Runtime:
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
         cache = self._cache
-        opened = self._state is not RuntimeState.NEW
+        supervising = self._supervisor is not None and not self._supervisor.done()
         return RuntimeStatistics(
             state=self._state,
-            tasks=len(self._tasks) + (opened and not self._supervisor.done()),
+            tasks=len(self._tasks) + supervising,
             blocks=cache.ledger.counts() if cache else None,
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
             peers=cache.peers.states if cache else (),
-            listener=self._listener.statistics if opened else None,
+            listener=self._listener.statistics if self._supervisor is not None else None,
             transport=self._transport.statistics,
+            early_notifications=self._early_notifications,
         )
 
     async def _register(self, kv_caches: KVCaches, layout: CacheLayout, regions: Regions) -> _Cache:
@@ -280,7 +285,8 @@ class Runtime:
         try:
             await self._drain()
             self._stop.set()
-            await self._supervisor
+            if self._supervisor is not None:
+                await self._supervisor
             if self._cache:
                 await self._cache.peers.aclose()
             try:
@@ -309,7 +315,7 @@ class Runtime:
         cache = self._cache
         if cache is None:
             return _refusal(f"engine {self._config.engine_id!r} has no KV cache registered yet")
-        if self._state is not RuntimeState.OPEN:
+        if self._state not in (RuntimeState.OPEN, RuntimeState.CLOSING):  # closing waits for readers of open leases
             return _refusal(f"engine {self._config.engine_id!r} is {self._state}")
         rank = (self._config.pp_rank, self._config.tp_rank)
         if request.engine_id != self._config.engine_id:
@@ -333,7 +339,7 @@ class Runtime:
 
     def _on_notification(self, payload: bytes) -> None:
         if self._cache is None:
-            self._stray_notifications += 1
+            self._early_notifications += 1
         else:
             self._cache.serving.on_notification(payload)
 

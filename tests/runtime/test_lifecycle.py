@@ -9,7 +9,7 @@ from tests_support import small_cache
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, UsageError
-from kvflow.testing import InprocPair, assert_closed, inproc_pair
+from kvflow.testing import InprocNetwork, InprocPair, InprocTransport, assert_closed, inproc_pair
 
 QUICK = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05)
 
@@ -43,6 +43,20 @@ async def test_use_before_opening_before_registering_and_after_closing() -> None
         await runtime.__aenter__()
 
 
+async def test_an_early_notification_is_counted() -> None:
+    transports: list[InprocTransport] = []
+
+    def make(name: str) -> InprocTransport:
+        transports.append(InprocTransport(name, InprocNetwork()))
+        return transports[0]
+
+    async with Runtime(config(), transport=make) as runtime:
+        transports[0].deliver(b"too early")
+        async with asyncio.timeout(5):
+            while not runtime.statistics().early_notifications:
+                await asyncio.sleep(0)
+
+
 async def test_closing_before_opening_is_fine() -> None:
     runtime = Runtime(config())
     await runtime.aclose()
@@ -65,7 +79,9 @@ async def test_a_taken_port_is_a_config_error_and_leaves_nothing() -> None:
         taken = Runtime(Config(engine_id="b", listen=first.address, transport="inproc"))
         with pytest.raises(ConfigError, match="cannot bind"):
             await taken.__aenter__()
-        assert taken.statistics().transport.open_threads == 0
+        assert taken.state is RuntimeState.CLOSED
+        assert_closed(taken.statistics())
+        await taken.aclose()
 
 
 async def test_ranks_listen_at_their_offset() -> None:
@@ -83,6 +99,18 @@ async def test_closing_waits_for_leases_then_revokes_them() -> None:
         closing = asyncio.create_task(pair.producer.runtime.aclose())
         assert await lease is LeaseOutcome.REVOKED
         await closing
+
+
+async def test_a_reader_that_comes_while_the_producer_closes_still_gets_its_blocks() -> None:
+    async with inproc_pair() as pair:
+        lease = pair.offer([3])
+        closing = asyncio.create_task(pair.producer.runtime.aclose())
+        await asyncio.sleep(0)
+        assert pair.producer.runtime.state is RuntimeState.CLOSING
+        await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+        assert await lease is LeaseOutcome.READ
+        await closing
+        pair.assert_loaded([0], [3])
 
 
 async def test_closing_lets_a_load_finish() -> None:
