@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 
 from kvflow.errors import ConfigError
 
@@ -28,11 +29,13 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
+@lru_cache(maxsize=1024)
 def is_name(text: str, chars_max: int) -> bool:
     """Whether `text` can name something in messages, logs and tickets: printable, without spaces."""
     return 0 < len(text) <= chars_max and text.isprintable() and " " not in text
 
 
+@lru_cache(maxsize=1024)
 def is_host(text: str) -> bool:
     """Whether `text` can be resolved or connected to; wildcards cannot."""
     return len(text) <= _HOST_CHARS_MAX and text not in _WILDCARDS and _HOST.fullmatch(text) is not None
@@ -89,7 +92,7 @@ class Config:
     """How long closing waits for loads and leases that are still open."""
     transport_close_timeout_s: float = 10.0
 
-    seal_hold_s: float = 0.02
+    seal_hold_s: float = 0.05
     """How long blocks are kept after their lease has ended: loads that take less than half of it save a round trip."""
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""

@@ -46,37 +46,66 @@ class RegionPairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptors:
-    """Reads to make: `sizes[i]` bytes from `remote[i]` on the peer to `local[i]` here; `size_bytes` in all."""
+    """Reads to make: `sizes[i]` bytes from `remote[i]` on the peer to `local[i]` here; `size_bytes` in all.
 
-    local: UInt64Array
-    remote: UInt64Array
-    sizes: UInt64Array
+    `table` has the shape (2, n, 3): for the local and the remote side a row (address, size, device index) per read.
+    That is what NIXL takes, so nothing is copied on the way. Each side is one kind of memory.
+    """
+
+    table: UInt64Array
     size_bytes: int
     local_device: Device
     remote_device: Device
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        local: npt.ArrayLike,
+        remote: npt.ArrayLike,
+        sizes: npt.ArrayLike,
+        local_device: Device,
+        remote_device: Device,
+    ) -> Descriptors:
+        """From columns."""
+        length = np.asarray(sizes, dtype=np.uint64)
+        table = np.empty((2, len(length), 3), dtype=np.uint64)
+        table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
+        table[0, :, 2], table[1, :, 2] = local_device.index, remote_device.index
+        return cls(table=table, size_bytes=int(length.sum()), local_device=local_device, remote_device=remote_device)
+
     def __len__(self) -> int:
-        return len(self.sizes)
+        return int(self.table.shape[1])
+
+    @property
+    def local(self) -> UInt64Array:
+        """Local addresses."""
+        return self.table[0, :, 0]
+
+    @property
+    def remote(self) -> UInt64Array:
+        """Remote addresses."""
+        return self.table[1, :, 0]
+
+    @property
+    def sizes(self) -> UInt64Array:
+        """Lengths in bytes."""
+        return self.table[0, :, 1]
 
     def joins(self, other: Descriptors) -> bool:
         """Whether one read can carry both: the same kinds of memory on both sides."""
         return self.local_device == other.local_device and self.remote_device == other.remote_device
 
     def join(self, other: Descriptors) -> Descriptors:
-        return Descriptors(
-            local=np.concatenate((self.local, other.local)),
-            remote=np.concatenate((self.remote, other.remote)),
-            sizes=np.concatenate((self.sizes, other.sizes)),
+        return replace(
+            self,
+            table=np.concatenate((self.table, other.table), axis=1),
             size_bytes=self.size_bytes + other.size_bytes,
-            local_device=self.local_device,
-            remote_device=self.remote_device,
         )
 
     def part(self, start: int, stop: int) -> Descriptors:
-        sizes = self.sizes[start:stop]
-        return replace(
-            self, local=self.local[start:stop], remote=self.remote[start:stop], sizes=sizes, size_bytes=int(sizes.sum())
-        )
+        table = self.table[:, start:stop]
+        return replace(self, table=table, size_bytes=int(table[0, :, 1].sum()))
 
 
 def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
@@ -179,14 +208,18 @@ def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Des
             starts = np.flatnonzero(np.concatenate(([True], ~follows)))
             sizes = sizes * np.diff(starts, append=len(local_ids))
             local_ids, remote_ids = local_ids[starts], remote_ids[starts]
-    local = pairs.local_strides[:, None] * local_ids
-    local += pairs.local_bases[:, None]
-    remote = pairs.remote_strides[:, None] * remote_ids
-    remote += pairs.remote_bases[:, None]
+    grid = np.empty((2, len(pairs), len(local_ids), 3), dtype=np.int64)
+    for side, bases, strides, ids in (
+        (grid[0], pairs.local_bases, pairs.local_strides, local_ids),
+        (grid[1], pairs.remote_bases, pairs.remote_strides, remote_ids),
+    ):
+        np.multiply(strides[:, None], ids, out=side[..., 0])
+        side[..., 0] += bases[:, None]
+    grid[..., 1] = sizes
+    grid[0, ..., 2] = pairs.local_device.index
+    grid[1, ..., 2] = pairs.remote_device.index
     return Descriptors(
-        local=local.reshape(-1).view(np.uint64),
-        remote=remote.reshape(-1).view(np.uint64),
-        sizes=np.broadcast_to(sizes, local.shape).reshape(-1).view(np.uint64),
+        table=grid.reshape(2, -1, 3).view(np.uint64),
         size_bytes=size_bytes,
         local_device=pairs.local_device,
         remote_device=pairs.remote_device,
@@ -240,13 +273,10 @@ def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
     counts = -(-descriptors.sizes.astype(np.int64) // bytes_max)
     index = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     offsets = index.astype(np.uint64) * limit
-    sizes = np.minimum(np.repeat(descriptors.sizes, counts) - offsets, limit)
-    return replace(
-        descriptors,
-        local=np.repeat(descriptors.local, counts) + offsets,
-        remote=np.repeat(descriptors.remote, counts) + offsets,
-        sizes=sizes,
-    )
+    table = np.repeat(descriptors.table, counts, axis=1)
+    table[:, :, 0] += offsets
+    table[:, :, 1] = np.minimum(table[:, :, 1] - offsets, limit)
+    return replace(descriptors, table=table)
 
 
 def _preview(value: object) -> str:

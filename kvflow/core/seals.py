@@ -27,7 +27,6 @@ from kvflow.core.plan import Descriptors
 SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
-_SEAL_SIZES = np.array([SEAL_SIZE_BYTES], dtype=np.uint64)
 
 
 class SealTable:
@@ -74,14 +73,11 @@ class SealTable:
 
 def fetch_seal(*, local_address: int, remote_address: int) -> Descriptors:
     """The read that fetches one seal."""
-    return Descriptors(
-        local=np.array([local_address], dtype=np.uint64),
-        remote=np.array([remote_address], dtype=np.uint64),
-        sizes=_SEAL_SIZES,
-        size_bytes=SEAL_SIZE_BYTES,
-        local_device=HOST,
-        remote_device=HOST,
+    table = np.array(
+        [[[local_address, SEAL_SIZE_BYTES, HOST.index]], [[remote_address, SEAL_SIZE_BYTES, HOST.index]]],
+        dtype=np.uint64,
     )
+    return Descriptors(table=table, size_bytes=SEAL_SIZE_BYTES, local_device=HOST, remote_device=HOST)
 
 
 def trust_s(hold_s: float) -> float:

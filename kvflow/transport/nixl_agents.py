@@ -23,8 +23,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from kvflow.core.layout import Device, Span, UInt64Array
 from kvflow.core.plan import Descriptors
 from kvflow.errors import ConfigError
@@ -146,8 +144,8 @@ class NixlAgents:
         native = self._reading.native
         started_s = time.monotonic()
         try:
-            local = self._descriptor_list(descriptors.local, descriptors.sizes, descriptors.local_device)
-            remote = self._descriptor_list(descriptors.remote, descriptors.sizes, descriptors.remote_device)
+            local = self._descriptor_list(descriptors.table[0], descriptors.local_device)
+            remote = self._descriptor_list(descriptors.table[1], descriptors.remote_device)
             read.handle = native.createXferReq(
                 self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
             )
@@ -236,15 +234,7 @@ class NixlAgents:
                 self._put(Notified(bytes(payload)))
         self._reading.native.getNotifs({}, [])  # nobody notifies the reading agent: this is its idle progress
 
-    def _descriptor_list(self, addresses: UInt64Array, sizes: UInt64Array, device: Device) -> Any:
-        rows: Any
-        if len(addresses) == 1:  # a seal: a list is quicker than an array
-            rows = [(int(addresses[0]), int(sizes[0]), device.index)]
-        else:
-            rows = np.empty((len(addresses), 3), dtype=np.uint64)
-            rows[:, 0] = addresses
-            rows[:, 1] = sizes
-            rows[:, 2] = device.index
+    def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:
         return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
 
 

@@ -384,11 +384,10 @@ def plans(draw: st.DrawFn) -> Descriptors:
     sizes = draw(st.lists(st.integers(1, 60), max_size=25))
     starts = np.cumsum([0, *sizes])[:-1]
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
-    return Descriptors(
+    return Descriptors.of(
         local=np.array(starts + 1000, dtype=np.uint64),
         remote=np.array(starts + np.cumsum(gaps) + 9000, dtype=np.uint64),
         sizes=np.array(sizes, dtype=np.uint64),
-        size_bytes=sum(sizes),
         local_device=CPU,
         remote_device=Device("cuda", 1),
     )
@@ -470,11 +469,10 @@ def test_a_slice_is_planned_when_it_is_asked_for() -> None:
     ],
 )
 def test_a_descriptor_above_the_limit_is_cut(size: int, bytes_max: int, expected: list[list[int]]) -> None:
-    plan = Descriptors(
+    plan = Descriptors.of(
         local=np.array([(1 << 63) + 1], dtype=np.uint64),
         remote=np.array([7], dtype=np.uint64),
         sizes=np.array([size], dtype=np.uint64),
-        size_bytes=size,
         local_device=CPU,
         remote_device=CPU,
     )

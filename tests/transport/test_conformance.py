@@ -43,11 +43,10 @@ class Ends:
     def descriptors(self, *ranges: tuple[int, int, int]) -> Descriptors:
         """(local offset, remote offset, size) triples."""
         local, remote, sizes = zip(*ranges, strict=True)
-        return Descriptors(
+        return Descriptors.of(
             local=np.array([self.reader.address(offset) for offset in local], dtype=np.uint64),
             remote=np.array([self.writer.address(offset) for offset in remote], dtype=np.uint64),
             sizes=np.array(sizes, dtype=np.uint64),
-            size_bytes=sum(sizes),
             local_device=CPU,
             remote_device=CPU,
         )
