@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -162,12 +162,11 @@ class CacheLayout:
                     raise LayoutError(f"layer {name!r}: {field} is {theirs}, the layout says {ours}")
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Where memory is: a kind such as "cpu" or "cuda", and the index among its kind (0 for the CPU)."""
+class Device(NamedTuple):
+    """Where memory is: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
 
     kind: str
-    index: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,7 +237,7 @@ def device_of(kv_caches: KVCaches) -> Device:
         for tensor in _tensors(name, layer)
     }
     if len(found) != 1:
-        where = ", ".join(sorted(f"{device.kind}:{device.index} (layer {name!r})" for device, name in found.items()))
+        where = ", ".join(sorted(f"{device.kind}:{device.number} (layer {name!r})" for device, name in found.items()))
         raise LayoutError(f"device: expected one for all layers, got {where}")
     return next(iter(found))
 

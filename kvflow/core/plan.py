@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -71,7 +71,7 @@ class Descriptors:
         length = np.asarray(sizes, dtype=np.uint64)
         table = np.empty((2, len(length), 3), dtype=np.uint64)
         table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
-        table[0, :, 2], table[1, :, 2] = local_device.index, remote_device.index
+        table[0, :, 2], table[1, :, 2] = local_device.number, remote_device.number
         return cls(table=table, size_bytes=int(length.sum()), local_device=local_device, remote_device=remote_device)
 
     def __len__(self) -> int:
@@ -92,10 +92,6 @@ class Descriptors:
         """Lengths in bytes."""
         return self.table[0, :, 1]
 
-    def joins(self, other: Descriptors) -> bool:
-        """Whether one read can carry both: the same kinds of memory on both sides."""
-        return self.local_device == other.local_device and self.remote_device == other.remote_device
-
     def join(self, other: Descriptors) -> Descriptors:
         return replace(
             self,
@@ -106,6 +102,14 @@ class Descriptors:
     def part(self, start: int, stop: int) -> Descriptors:
         table = self.table[:, start:stop]
         return replace(self, table=table, size_bytes=int(table[0, :, 1].sum()))
+
+
+class Piece(NamedTuple):
+    """One piece to read: addresses and bytes."""
+
+    local: int
+    remote: int
+    size_bytes: int
 
 
 def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
@@ -186,20 +190,21 @@ def _continues(row: list[int], after: list[int]) -> bool:
     )
 
 
-def plan_read(groups: Sequence[RegionPairs], local_ids: BlockIds, remote_ids: BlockIds) -> Descriptors:
-    """Descriptors that fill block `local_ids[i]` from `remote_ids[i]` in every region pair.
+def plan_read(
+    groups: Sequence[RegionPairs], local_ids: BlockIds, remote_ids: BlockIds, head: Piece | None = None
+) -> Descriptors:
+    """Descriptors that fill block `local_ids[i]` from `remote_ids[i]` in every region pair, `head` in front.
 
     Consecutive blocks become one descriptor in dense pairs; ids that are sorted on one side make the most of it.
     """
-    pieces = [_cross(pairs, local_ids, remote_ids) for pairs in groups]
-    plan = pieces[0]
-    for piece in pieces[1:]:
-        plan = plan.join(piece)
+    plan = _cross(groups[0], local_ids, remote_ids, head)
+    for pairs in groups[1:]:
+        plan = plan.join(_cross(pairs, local_ids, remote_ids, None))
     return plan
 
 
-def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Descriptors:
-    """Every region pair times every run of blocks, region by region."""
+def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds, head: Piece | None) -> Descriptors:
+    """Every region pair times every run of blocks, region by region, behind the row of `head`."""
     size_bytes = pairs.block_size_bytes * len(local_ids)
     sizes = pairs.sizes[:, None]
     if pairs.dense and len(local_ids) > 1:
@@ -208,7 +213,9 @@ def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Des
             starts = np.flatnonzero(np.concatenate(([True], ~follows)))
             sizes = sizes * np.diff(starts, append=len(local_ids))
             local_ids, remote_ids = local_ids[starts], remote_ids[starts]
-    grid = np.empty((2, len(pairs), len(local_ids), 3), dtype=np.int64)
+    first = 0 if head is None else 1
+    table = np.empty((2, first + len(pairs) * len(local_ids), 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, len(pairs), len(local_ids), 3)  # a view: only an axis is split
     for side, bases, strides, ids in (
         (grid[0], pairs.local_bases, pairs.local_strides, local_ids),
         (grid[1], pairs.remote_bases, pairs.remote_strides, remote_ids),
@@ -216,10 +223,14 @@ def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds) -> Des
         np.multiply(strides[:, None], ids, out=side[..., 0])
         side[..., 0] += bases[:, None]
     grid[..., 1] = sizes
-    grid[0, ..., 2] = pairs.local_device.index
-    grid[1, ..., 2] = pairs.remote_device.index
+    table[0, :, 2] = pairs.local_device.number
+    table[1, :, 2] = pairs.remote_device.number
+    if head is not None:
+        table[0, 0, :2] = head.local, head.size_bytes
+        table[1, 0, :2] = head.remote, head.size_bytes
+        size_bytes += head.size_bytes
     return Descriptors(
-        table=grid.reshape(2, -1, 3).view(np.uint64),
+        table=table.view(np.uint64),
         size_bytes=size_bytes,
         local_device=pairs.local_device,
         remote_device=pairs.remote_device,
@@ -233,9 +244,11 @@ def plan_slices(
     *,
     bytes_max: int,
     descriptors_max: int,
+    head: Piece | None = None,
 ) -> Iterator[Descriptors]:
     """Plan a read in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
 
+    `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
     Blocks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
     writing our own in order (shared memory).
     """
@@ -244,8 +257,10 @@ def plan_slices(
         local_ids, remote_ids = local_ids[order], remote_ids[order]
     step = max(bytes_max // sum(pairs.block_size_bytes for pairs in groups), 1)
     for start in range(0, len(local_ids), step):
-        plan = plan_read(groups, local_ids[start : start + step], remote_ids[start : start + step])
-        yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
+        plan = plan_read(groups, local_ids[start : start + step], remote_ids[start : start + step], head)
+        extra = 0 if head is None else head.size_bytes
+        yield from cut_slices(plan, bytes_max=bytes_max + extra, descriptors_max=descriptors_max + bool(extra))
+        head = None
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.layout import Device, Span
-from kvflow.core.plan import Descriptors
+from kvflow.core.plan import Descriptors, Piece
 
 SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
@@ -71,13 +71,11 @@ class SealTable:
         return word != _WIPED and word == bytes.fromhex(lease_id)
 
 
-def fetch_seal(*, local_address: int, remote_address: int) -> Descriptors:
-    """The read that fetches one seal."""
-    table = np.array(
-        [[[local_address, SEAL_SIZE_BYTES, HOST.index]], [[remote_address, SEAL_SIZE_BYTES, HOST.index]]],
-        dtype=np.uint64,
+def fetch_seal(seal: Piece) -> Descriptors:
+    """The read that fetches one seal and nothing else."""
+    return Descriptors.of(
+        local=[seal.local], remote=[seal.remote], sizes=[seal.size_bytes], local_device=HOST, remote_device=HOST
     )
-    return Descriptors(table=table, size_bytes=SEAL_SIZE_BYTES, local_device=HOST, remote_device=HOST)
 
 
 def trust_s(hold_s: float) -> float:

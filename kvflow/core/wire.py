@@ -199,7 +199,7 @@ def regions_to_wire(regions: Regions) -> RegionTable:
         block_size_bytes=regions.block_size_bytes,
         num_blocks=regions.num_blocks,
         device_kind=regions.device.kind,
-        device_index=regions.device.index,
+        device_index=regions.device.number,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,8 @@ from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.layout import CacheLayout
 from kvflow.core.ledger import BlockLedger
-from kvflow.core.plan import BlockIds, Descriptors, check_block_ids, plan_slices
-from kvflow.core.seals import SealTable, fetch_seal
+from kvflow.core.plan import BlockIds, Piece, check_block_ids, plan_slices
+from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -282,15 +282,24 @@ class Loader:
 
     async def _read(self, load: _Load, peer: Peer, connection: Connection) -> LoadReport:
         load.watch.enter("plan")
-        slices = self._plan(load, connection)
+        remote_ids = self._remote_ids(load, connection)
         seal_address = connection.seal_address(load.ticket.seal_index)
         if seal_address is None:
             raise RequestError(f"ticket: seal_index {load.ticket.seal_index} is not one of the peer's")
         transfer, landing_index = self._start(load, connection)
         seal = Seal(
-            fetch=fetch_seal(local_address=self._landing.address(landing_index), remote_address=seal_address),
+            piece=Piece(self._landing.address(landing_index), seal_address, SEAL_SIZE_BYTES),
+            carried=connection.carries_seals,
             intact=lambda: self._landing.holds(landing_index, load.ticket.lease_id),
             trust_s=connection.seal_trust_s,
+        )
+        slices = plan_slices(
+            connection.pairs,
+            load.local_ids,
+            remote_ids,
+            bytes_max=self._config.slice_bytes_max,
+            descriptors_max=self._config.slice_descriptors_max,
+            head=seal.piece if seal.carried else None,
         )
         load.watch.enter("wire")
         try:
@@ -310,16 +319,11 @@ class Loader:
         size_bytes = len(load.local_ids) * self._block_size_bytes
         return load.report(size_bytes=size_bytes, blocks=len(load.local_ids), notified=True)
 
-    def _plan(self, load: _Load, connection: Connection) -> Iterator[Descriptors]:
+    def _remote_ids(self, load: _Load, connection: Connection) -> BlockIds:
+        """The offered blocks that belong to the local ones: the tail."""
         what = f"request {load.request.request_id!r}: remote_block_ids of {load.ticket.engine_id!r}"
         remote_ids = check_block_ids(load.ticket.block_ids, num_blocks=connection.num_blocks, what=what)
-        return plan_slices(
-            connection.pairs,
-            load.local_ids,
-            remote_ids[-len(load.local_ids) :],
-            bytes_max=self._config.slice_bytes_max,
-            descriptors_max=self._config.slice_descriptors_max,
-        )
+        return remote_ids[-len(load.local_ids) :]
 
     def _start(self, load: _Load, connection: Connection) -> tuple[Transfer, int]:
         """Claim what a transfer needs; all of it is given back when its blocks are safe."""

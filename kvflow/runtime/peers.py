@@ -17,7 +17,7 @@ from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.layout import Regions
 from kvflow.core.plan import RegionPairs, pair_regions
-from kvflow.core.seals import SEAL_SIZE_BYTES, trust_s
+from kvflow.core.seals import HOST, SEAL_SIZE_BYTES, trust_s
 from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
 from kvflow.errors import (
     KVFlowError,
@@ -60,6 +60,8 @@ class Connection:
         self.num_blocks = regions.num_blocks
         self.pairs = pairs
         self.seal_trust_s = trust_s(metadata.seals.hold_s)
+        # Seals lie in host memory on both sides; a read is of one kind of memory on each.
+        self.carries_seals = all(pair.local_device == pair.remote_device == HOST for pair in pairs)
         self._seals = metadata.seals
         self._users = 0
         self._idle = asyncio.Event()

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvflow.core.ledger import BlockLedger
-from kvflow.core.plan import BlockIds, Descriptors
+from kvflow.core.plan import BlockIds, Descriptors, Piece
+from kvflow.core.seals import fetch_seal
 from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.poller import Poller
@@ -26,7 +27,9 @@ _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 class Seal:
     """How one load asks for its lease's seal."""
 
-    fetch: Descriptors
+    piece: Piece
+    carried: bool
+    """Whether the first slice fetches it too; else it takes a read of its own."""
     intact: Callable[[], bool]
     """Whether what was fetched last is the id of the load's lease."""
     trust_s: float
@@ -83,8 +86,10 @@ class Transfer:
         self._fire(TransferEvent.POST)
         begun_s = _clock_s()
         first = next(slices)
-        self.descriptor_count += len(first)
-        sealed = self._post_with_seal(poller, peer, first, seal.fetch)
+        self.descriptor_count += len(first) - seal.carried
+        sealed = self._post(poller, peer, first)
+        if not seal.carried:
+            sealed = self._post(poller, peer, fetch_seal(seal.piece))
         for descriptors in slices:
             await self._wait_until_below(in_flight_max)
             if sealed not in self._reads and not seal.intact():
@@ -93,7 +98,7 @@ class Transfer:
             self._post(poller, peer, descriptors)
         await self._wait_until_below(1)
         if seal.intact() and _clock_s() - begun_s >= seal.trust_s:
-            self._post(poller, peer, seal.fetch)
+            self._post(poller, peer, fetch_seal(seal.piece))
             await self._wait_until_below(1)
         self._fire(TransferEvent.LAND)
         return seal.intact()
@@ -155,15 +160,6 @@ class Transfer:
         read = poller.read(self, peer, descriptors)
         self._reads.add(read)
         return read
-
-    def _post_with_seal(
-        self, poller: Poller, peer: AgentName, descriptors: Descriptors, seal: Descriptors
-    ) -> PostedRead:
-        """Post a slice and the seal, as one read if one can carry both; the read that carries the seal."""
-        if descriptors.joins(seal):
-            return self._post(poller, peer, descriptors.join(seal))
-        self._post(poller, peer, descriptors)
-        return self._post(poller, peer, seal)
 
     async def _wait_until_below(self, count: int) -> None:
         """Wait until fewer than `count` reads are under way; raises what has gone wrong once all have stopped."""

@@ -118,7 +118,7 @@ class NixlAgents:
         if self._settings.prefault and device.kind == "cpu":
             for span in spans:
                 _prefault(span)
-        rows = [(span.address, span.size_bytes, device.index, "") for span in spans]
+        rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
         self._keepalive.append(keepalive)
         try:
             for agent in (self._serving, self._reading):

@@ -21,6 +21,7 @@ from kvflow.core.layout import CacheLayout, Device, KVStyle, Regions, Span, map_
 from kvflow.core.plan import (
     BlockIds,
     Descriptors,
+    Piece,
     RegionPairs,
     check_block_ids,
     cut_slices,
@@ -586,3 +587,31 @@ def test_only_ids_of_the_cache_pass(block_ids: list[int]) -> None:
     else:
         with pytest.raises(RequestError):
             check(block_ids)
+
+
+@settings(max_examples=100)
+@given(count=st.integers(1, 9), bytes_max=st.integers(1, 400), descriptors_max=st.integers(1, 6))
+def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
+    count: int, bytes_max: int, descriptors_max: int
+) -> None:
+    regions = Regions(
+        bases=np.array([1000, 9000], dtype=np.uint64),
+        strides=np.array([64, 64], dtype=np.uint64),
+        block_size_bytes=32,
+        num_blocks=16,
+        device=CPU,
+    )
+    ids = np.arange(count, dtype=np.int64)
+    arguments = (pair_regions(regions, regions), ids, ids + 3)
+    head = Piece(local=5, remote=7, size_bytes=16)
+    plain, headed = (
+        list(plan_slices(*arguments, bytes_max=bytes_max, descriptors_max=descriptors_max, head=which))
+        for which in (None, head)
+    )
+    first = headed[0]
+    assert (int(first.local[0]), int(first.remote[0]), int(first.sizes[0])) == head
+    rows = [np.concatenate([piece.table for piece in slices], axis=1) for slices in (plain, headed)]
+    assert sum(piece.size_bytes for piece in headed) == sum(piece.size_bytes for piece in plain) + 16
+    assert rows[1][:, 1:, 1].sum() == rows[0][:, :, 1].sum()
+    if bytes_max >= 32:
+        np.testing.assert_array_equal(rows[1][:, 1:], rows[0])

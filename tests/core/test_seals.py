@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.layout import Device
+from kvflow.core.plan import Piece
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable, fetch_seal, trust_s
 from kvflow.core.wire import LEASE_ID_CHARS, Ticket
 from kvflow.errors import RequestError
@@ -100,7 +101,7 @@ def test_a_word_does_not_move() -> None:
 def test_a_fetched_seal_holds_what_the_producer_sealed(lease_id: str) -> None:
     producer, reader = SealTable(COUNT), SealTable(COUNT)
     producer.seal(2, lease_id)
-    fetch = fetch_seal(local_address=reader.address(1), remote_address=producer.address(2))
+    fetch = fetch_seal(Piece(reader.address(1), producer.address(2), SEAL_SIZE_BYTES))
     assert fetch.sizes.tolist() == [SEAL_SIZE_BYTES]
     assert fetch.local_device == fetch.remote_device == Device("cpu", 0)
     assert not reader.holds(1, lease_id)
