@@ -44,9 +44,7 @@ class Poller:
     async def run(self) -> None:
         """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
         try:
-            while True:
-                for event in await self._transport.events():
-                    self._dispatch(event)
+            await self._transport.run(self._dispatch)
         except BaseException as error:
             self._cause = error
             raise

@@ -1,13 +1,13 @@
 """The protocol between the runtime and whatever moves the bytes, and the facts all transports share.
 
 A transport owns one agent (or a set that acts as one). The runtime registers memory once, hands its metadata to
-readers, adds peers by the metadata they sent, posts reads without waiting, and waits for `events`. What is posted
+readers, adds peers by the metadata they sent, posts reads without waiting, and takes events from `run`. What is posted
 cannot be taken back: each posted read ends in exactly one event, or in the transport's own death.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol, TypeAlias
 
@@ -113,7 +113,7 @@ class Transport(Protocol):
         """Forget a peer. Only legal when none of its reads is under way."""
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        """Start to read; returns at once, and `events` tells the end, a failure to start included.
+        """Start to read; returns at once, and an event tells the end, a failure to start included.
 
         Reads, and the descriptors of one read, may be performed in any order.
         """
@@ -121,8 +121,11 @@ class Transport(Protocol):
     def notify(self, peer: AgentName, payload: bytes) -> None:
         """Send `payload` to a peer; returns at once. Failures are counted, not raised: delivery is best effort."""
 
-    async def events(self) -> Sequence[Event]:
-        """Wait for events, at least one. Raises TransportBroken when there will be no more. One waiter only."""
+    async def run(self, deliver: Callable[[Event], None]) -> None:
+        """Call `deliver` on the loop for every event, until cancelled; one caller only.
+
+        Raises TransportBroken when there will be no more events. Events that come while nobody runs this are kept.
+        """
 
     async def aclose(self, timeout_s: float) -> None:
         """Deregister and shut down. Closing twice is fine.

@@ -156,9 +156,8 @@ class InprocTransport:
         """Let a notification arrive here, as if a peer had sent it."""
         self._mailbox.put(Notified(payload))
 
-    async def events(self) -> Sequence[Event]:
-        events = await self._mailbox.take()
-        for event in events:
+    async def run(self, deliver: Callable[[Event], None]) -> None:
+        def count_and_deliver(event: Event) -> None:
             match event:
                 case ReadEnded(read=InprocRead() as read, error=error):
                     self._reads.discard(read)
@@ -166,7 +165,9 @@ class InprocTransport:
                     self._counts["bytes"] += read.size_bytes if error is None else 0
                 case Notified():
                     self._counts["received"] += 1
-        return events
+            deliver(event)
+
+        await self._mailbox.deliver_to(count_and_deliver)
 
     def die(self, cause: BaseException) -> None:
         """Fault: the transport itself breaks; nothing more is performed or reported."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvflow.core.layout import Device, Span
 from kvflow.core.plan import Descriptors
@@ -83,9 +83,8 @@ class NixlTransport:
         thread, agents = self._alive()
         thread.submit(lambda: agents.notify(peer, payload))
 
-    async def events(self) -> Sequence[Event]:
-        events = await self._mailbox.take()
-        for event in events:
+    async def run(self, deliver: Callable[[Event], None]) -> None:
+        def count_and_deliver(event: Event) -> None:
             match event:
                 case ReadEnded(read=read, error=error):
                     self._reads.discard(read)
@@ -93,7 +92,9 @@ class NixlTransport:
                     self._bytes_read += read.size_bytes if error is None else 0
                 case Notified():
                     self._notifications_received += 1
-        return events
+            deliver(event)
+
+        await self._mailbox.deliver_to(count_and_deliver)
 
     async def aclose(self, timeout_s: float) -> None:
         self._closing = True
