@@ -118,14 +118,17 @@ class _Load:
     def report(self, *, size_bytes: int = 0, blocks: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
         seconds = self.watch.seconds
-        posted_s = min(sum(transfer.post_s for transfer in self.transfers), seconds["wire"])
-        seconds["post"] += posted_s
-        seconds["wire"] -= posted_s
+        descriptors = 0
+        for transfer in self.transfers:
+            posted_s = min(transfer.post_s, seconds["wire"])
+            seconds["post"] += posted_s
+            seconds["wire"] -= posted_s
+            descriptors += transfer.descriptor_count
         return LoadReport(
             request_id=self.request.request_id,
             bytes=size_bytes,
             blocks=blocks,
-            descriptors=sum(transfer.descriptor_count for transfer in self.transfers),
+            descriptors=descriptors,
             sources=(f"{self.ticket.engine_id} at {self.ticket.address}",),
             notified=notified,
             seconds=seconds,

@@ -345,14 +345,14 @@ class Runtime:
 
     def _require_open(self) -> None:
         match self._state:
+            case RuntimeState.OPEN:
+                return
             case RuntimeState.NEW:
                 raise UsageError("the runtime is not open yet: use it as `async with Runtime(config) as rt`")
             case RuntimeState.BROKEN:
                 raise RuntimeBroken(f"the runtime broke: {self._cause}") from self._cause
             case RuntimeState.CLOSING | RuntimeState.CLOSED:
                 raise RuntimeClosed(f"the runtime is {self._state}")
-            case RuntimeState.OPEN:
-                pass
 
     def _require_cache(self) -> _Cache:
         self._require_open()

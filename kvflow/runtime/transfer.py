@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Descriptors, Piece
@@ -23,8 +23,7 @@ from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportErr
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seal:
+class Seal(NamedTuple):
     """How one load asks for its lease's seal."""
 
     piece: Piece

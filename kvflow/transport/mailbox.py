@@ -13,8 +13,8 @@ from kvflow.transport.base import Event
 class Mailbox:
     """Many threads put, one task takes.
 
-    The loop is woken once for all that came meanwhile and delivers them then and there: waking the task first would cost
-    every read a turn of the loop.
+    The loop is woken once for all that came meanwhile and delivers them then and there: waking the task first would
+    cost every read a turn of the loop.
     """
 
     def __init__(self, run_on_loop: Callable[[Callable[[], None]], None]) -> None:
