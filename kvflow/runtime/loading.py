@@ -215,7 +215,8 @@ class Loader:
         self._closed = True
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
-            load.timeout.reschedule(now_s)
+            if not load.timeout.expired():  # else it is ending already
+                load.timeout.reschedule(now_s)
 
     async def drained(self) -> None:
         """Wait until no load is under way and no block is quarantined."""

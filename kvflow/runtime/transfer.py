@@ -180,12 +180,6 @@ class Transfer:
             self._fire(TransferEvent.LAST_STOPPED)
             self._settle()
 
-    def _lose_track(self, problem: BaseException) -> None:
-        """The poller died: nobody will ever tell when these bytes have stopped."""
-        if not self._end.done():
-            self._end.set_exception(problem)
-            self._end.exception()  # seen: there may be nobody who waits
-
     def _settle(self) -> None:
         if not self._end.done():
             self._ledger.end_load(self._ids)

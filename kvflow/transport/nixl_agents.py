@@ -138,7 +138,8 @@ class NixlAgents:
             name = self._reading.native.loadRemoteMD(metadata)
         except self._errors as error:
             raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
-        return AgentName(name.decode() if isinstance(name, bytes) else str(name))
+        # A name that is no UTF-8 is not the one that was expected; the caller compares.
+        return AgentName(name.decode(errors="replace"))
 
     def remove_peer(self, name: AgentName) -> None:
         self._reading.native.invalidateRemoteMD(name)

@@ -146,6 +146,29 @@ async def test_closing_ends_a_load_that_does_not_finish() -> None:
                     await load
 
 
+async def test_closing_while_a_load_is_past_its_deadline_and_waits_for_its_bytes() -> None:
+    config = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=5.0)
+    async with inproc_pair(config=config) as pair:
+        pair.consumer.transport.faults.hold = True
+        lease = pair.offer([3])
+        wanted = pair.wanted(lease, [0], deadline_s=0.01)
+        load = asyncio.create_task(pair.consumer.runtime.load_blocks(wanted))
+        await until_held(pair)
+        cache = pair.consumer.runtime._cache
+        assert cache is not None
+        (under_way,) = cache.loader._loads
+        while not under_way.timeout.expired():
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(pair.consumer.runtime.aclose())
+        while not cache.loader._closed and not closing.done():
+            await asyncio.sleep(0)
+        pair.consumer.transport.perform()
+        with pytest.raises(RuntimeClosed):
+            await load
+        await closing
+        lease.revoke()
+
+
 async def test_cancelling_aclose_does_not_stop_the_closing() -> None:
     async with inproc_pair(config=QUICK) as pair:
         lease = pair.offer([3])

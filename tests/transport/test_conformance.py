@@ -186,6 +186,23 @@ async def test_a_peer_can_be_removed_and_added_again(ends: Ends) -> None:
     assert event.error is None
 
 
+async def test_an_addition_that_was_given_up_does_not_bar_the_next_one(ends: Ends) -> None:
+    transport = ends.reader.transport
+    await transport.remove_peer(ends.peer)
+    metadata = await ends.writer.transport.metadata()
+    adding = asyncio.create_task(transport.add_peer(metadata))
+    await asyncio.sleep(0)
+    adding.cancel()
+    await asyncio.wait([adding])
+    if adding.cancelled():
+        assert transport.statistics.open_peers == 0
+        assert await transport.add_peer(metadata) == ends.peer
+    transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+    (event,) = await end_of(transport)
+    assert isinstance(event, ReadEnded)
+    assert event.error is None
+
+
 async def test_notifications_arrive_in_order_and_whole(ends: Ends) -> None:
     payloads = [b"\x00binary\xff" + bytes([index]) * index for index in range(1, 50)]
     for payload in payloads:
