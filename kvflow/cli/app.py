@@ -40,7 +40,10 @@ def transfer(
         bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
     ] = False,
 ) -> None:
-    """Compare (a) raw NIXL as in its examples, (b) raw NIXL tuned, (c) kvflow, on the same bytes and descriptors."""
+    """Compare (a) raw NIXL as in its examples, (b) raw NIXL tuned, (c) kvflow, (d) b behind one thread, on equal loads.
+
+    (d) is the floor for any program that keeps NIXL off its event loop.
+    """
     notes = Console(stderr=True, highlight=False)
     try:
         settings = make_settings(

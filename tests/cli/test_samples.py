@@ -65,6 +65,7 @@ def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
             Contender.EXAMPLE: [_turn(8.0, 8.0), _turn(8.0, 80.0)],
             Contender.TUNED: [_turn(4.0, 4.0), _turn(4.0, 4.0)],
             Contender.KVFLOW: [_turn(4.0, 5.0), _turn(5.0, 5.0)],
+            Contender.HOP: [_turn(4.0, 4.0), _turn(8.0, 5.0)],
         },
     )
     ours = result.contenders[Contender.KVFLOW]
@@ -78,6 +79,7 @@ def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
     assert ours.ratio_to_a == pytest.approx(8 / 5)
     assert ours.ratio_to_b == pytest.approx(4 / 5)
     assert (example.ratio_to_a, example.p99_s) == (1.0, 80.0)
+    assert result.contenders[Contender.HOP].ratio_to_b == pytest.approx(4 / 4.5)
     assert ours.checked_blocks == 14
     assert result.lag.samples == 4
     assert result.phases_median_s == {"wire": 2.0, "plan": 1.0}

@@ -42,7 +42,12 @@ def size(megabytes: int, ours: ContenderResult, *, blocks: int = 100, lag: LagSu
         blocks=blocks,
         descriptors=1,
         kvflow_descriptors=1,
-        contenders={Contender.EXAMPLE: speed(), Contender.TUNED: speed(), Contender.KVFLOW: ours},
+        contenders={
+            Contender.EXAMPLE: speed(),
+            Contender.TUNED: speed(),
+            Contender.KVFLOW: ours,
+            Contender.HOP: speed(),
+        },
         lag=lag,
         phases_median_s={},
     )

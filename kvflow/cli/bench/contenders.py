@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 from kvflow.cli.bench.children import Body, Child, Pair
+from kvflow.cli.bench.hop import HopReader
 from kvflow.cli.bench.messages import Connect, Done, PeerAddress
 from kvflow.cli.bench.raw_child import RawProducer, RawReader
 from kvflow.cli.bench.samples import Contender
@@ -49,5 +50,7 @@ def _bodies(contender: Contender, shape: CacheShape) -> tuple[Body, Body]:
         from kvflow.cli.bench.engine import EngineProducer, EngineReader
 
         return EngineProducer(shape=shape), EngineReader(shape=shape)
+    if contender is Contender.HOP:
+        return RawProducer(shape=shape, tuned=True), HopReader(shape=shape)
     tuned = contender is Contender.TUNED
     return RawProducer(shape=shape, tuned=tuned), RawReader(shape=shape, tuned=tuned)

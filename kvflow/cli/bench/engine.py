@@ -9,22 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
-import uvloop
 
 import kvflow
 from kvflow.cli.bench.cache import BenchCache
 from kvflow.cli.bench.clocks import loop_ticker, process_cpu_s
+from kvflow.cli.bench.loops import receive, run_on_uvloop
 from kvflow.cli.bench.messages import (
     Connect,
     Done,
     Load,
-    Message,
     Offer,
     Offered,
     OpenLease,
@@ -50,7 +48,7 @@ class EngineProducer:
     shape: CacheShape
 
     def __call__(self, pipe: Connection) -> None:
-        _run_on_uvloop(_produce(pipe, self.shape))
+        run_on_uvloop(_produce(pipe, self.shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,17 +58,7 @@ class EngineReader:
     shape: CacheShape
 
     def __call__(self, pipe: Connection) -> None:
-        _run_on_uvloop(_read(pipe, self.shape))
-
-
-def _run_on_uvloop(main: Coroutine[None, None, None]) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main)
-
-
-async def _receive(pipe: Connection) -> Message:
-    message: Message = await asyncio.to_thread(pipe.recv)
-    return message
+        run_on_uvloop(_read(pipe, self.shape))
 
 
 async def _open(runtime: kvflow.Runtime, cache: BenchCache) -> None:
@@ -95,7 +83,7 @@ async def _produce(pipe: Connection, shape: CacheShape) -> None:
         await _open(runtime, BenchCache(shape, filled=True))
         pipe.send(PeerAddress())
         leases: list[kvflow.Lease] = []
-        while not isinstance(message := await _receive(pipe), Quit):
+        while not isinstance(message := await receive(pipe), Quit):
             match message:
                 case Offer():
                     leases = [_serve(runtime, load, shape.block_size) for load in message.loads]
@@ -131,7 +119,7 @@ async def _read(pipe: Connection, shape: CacheShape) -> None:
     pids = [os.getpid()]
     async with kvflow.Runtime(config) as runtime:
         await _open(runtime, cache)
-        while not isinstance(message := await _receive(pipe), Quit):
+        while not isinstance(message := await receive(pipe), Quit):
             match message:
                 case Connect():
                     pids.append(message.producer_pid)

@@ -16,9 +16,15 @@ from kvflow.cli.bench.samples import Contender, LagSummary, SizeResult, Transpor
 from kvflow.cli.bench.targets import TargetRow, Verdict
 
 SCHEMA_VERSION = 1
-_TITLES = {Contender.EXAMPLE: "(a) example", Contender.TUNED: "(b) tuned", Contender.KVFLOW: "(c) kvflow"}
+_TITLES = {
+    Contender.EXAMPLE: "(a) example",
+    Contender.TUNED: "(b) tuned",
+    Contender.KVFLOW: "(c) kvflow",
+    Contender.HOP: "(d) bare hop",
+}
 _LEGEND = (
-    "(a) raw NIXL as its examples use it, (b) raw NIXL at its best, n loads each; ratios above 1 are faster. "
+    "(a) raw NIXL as its examples use it, (b) raw NIXL at its best, "
+    "(d) b awaited from a loop through one thread and nothing else; n loads each; ratios above 1 are faster. "
     "With n < 100 the p99 is the slowest load. s/GB: CPU of reader and producer. "
     "All blocks were compared once, then samples."
 )

@@ -21,6 +21,7 @@ class Contender(enum.StrEnum):
     EXAMPLE = "raw_example"
     TUNED = "raw_tuned"
     KVFLOW = "kvflow"
+    HOP = "bare_hop"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
