@@ -143,6 +143,7 @@ class NixlTransport:
             return None if self._closing else _OPENING_S
         idle_s = agents.crank()
         if self._closing and not agents.busy:
+            agents.send_notifications()
             agents.close()
             return None
         return idle_s

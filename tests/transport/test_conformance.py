@@ -212,6 +212,24 @@ async def test_notifications_arrive_in_order_and_whole(ends: Ends) -> None:
     assert ends.writer.transport.statistics.notifications_received == len(payloads)
 
 
+async def test_a_notification_between_reads_arrives_although_reads_go_on(ends: Ends) -> None:
+    arrival = asyncio.create_task(end_of(ends.writer.transport))
+    ends.reader.transport.notify(ends.peer, b"hello")
+    while not arrival.done():
+        ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+        await end_of(ends.reader.transport)
+    assert await arrival == [Notified(b"hello")]
+
+
+@pytest.mark.parametrize("end", ["remove_peer", "aclose"])
+async def test_a_notification_is_sent_before_its_peer_is_forgotten(ends: Ends, end: str) -> None:
+    ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
+    await end_of(ends.reader.transport)
+    ends.reader.transport.notify(ends.peer, b"hello")
+    await (ends.reader.transport.remove_peer(ends.peer) if end == "remove_peer" else ends.reader.transport.aclose(5.0))
+    assert await end_of(ends.writer.transport) == [Notified(b"hello")]
+
+
 async def test_a_notification_to_nobody_is_counted(ends: Ends) -> None:
     ends.reader.transport.notify(AgentName("nobody"), b"hello")
     ends.reader.transport.notify(ends.peer, b"hello")
