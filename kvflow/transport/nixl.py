@@ -32,6 +32,7 @@ class NixlTransport:
         self._thread: OwnerThread | None = None
         self._agents: NixlAgents | None = None
         self._closing = False
+        self._ending = False
         self._reads: set[PostedRead] = set()
         self._peers: set[AgentName] = set()
         self._open_spans = 0
@@ -47,7 +48,7 @@ class NixlTransport:
             self._agents = await thread.call(lambda: NixlAgents(self._settings, self._mailbox.put))
         except BaseException:
             self._closing = True
-            thread.submit(_wake)
+            thread.submit(self._end)
             raise
         self._thread = thread
 
@@ -102,7 +103,7 @@ class NixlTransport:
         if thread is None:
             return
         if thread.alive:
-            thread.submit(_wake)
+            thread.submit(self._end)
         try:
             async with asyncio.timeout(timeout_s):
                 await thread.ended()
@@ -140,17 +141,17 @@ class NixlTransport:
         """On the owner thread. Once closing, it ends the thread as soon as no read is under way."""
         agents = self._agents
         if agents is None:
-            return None if self._closing else _OPENING_S
+            return None if self._ending else _OPENING_S
         idle_s = agents.crank()
-        if self._closing and not agents.busy:
+        if self._ending and not agents.busy:
             agents.send_notifications()
             agents.close()
             return None
         return idle_s
 
+    def _end(self) -> None:
+        """On the owner thread, as a job: all jobs that were given before it have been done."""
+        self._ending = True
+
     def _on_death(self, cause: BaseException) -> None:
         self._mailbox.close(cause)
-
-
-def _wake() -> None:
-    """A job that does nothing: it ends the owner thread's sleep."""
