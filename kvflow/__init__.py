@@ -6,7 +6,7 @@ The public names; everything else may change. Errors live in `kvflow.errors`.
 from kvflow import errors
 from kvflow.config import Config
 from kvflow.core.layout import CacheLayout, KVStyle
-from kvflow.core.wire import Ticket
+from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.runtime.loading import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime, RuntimeState, RuntimeStatistics
 from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
@@ -27,4 +27,5 @@ __all__ = [
     "ServeRequest",
     "Ticket",
     "errors",
+    "merge_tickets",
 ]

@@ -19,6 +19,7 @@ _MIB = 1 << 20
 PORT_MAX = 65535
 ENGINE_ID_CHARS_MAX = 256
 SEALS_MAX = 1 << 24
+RANKS_MAX = 1 << 10
 SEAL_HOLD_S_MAX = 60.0
 
 
@@ -52,6 +53,11 @@ def split_address(address: str, *, what: str = "listen") -> tuple[str, int]:
     return host, int(port)
 
 
+def rank_offset(dp_rank: int, pp_rank: int, tp_rank: int, *, tp_size: int, pp_size: int) -> int:
+    """How far a rank's port is above its engine's base port; every pipeline stage counts as a row of tp_size ranks."""
+    return (dp_rank * pp_size + pp_rank) * tp_size + tp_rank
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """How one rank of an engine takes part.
@@ -74,6 +80,8 @@ class Config:
     dp_rank: int = 0
     pp_rank: int = 0
     pp_size: int = 1
+    num_kv_heads: int | None = None
+    """KV heads of the whole model. None works it out with the peer's; give it where tp_size may exceed it."""
 
     transport: str = "nixl"
     nixl_backend: str = "UCX"
@@ -86,6 +94,8 @@ class Config:
     lease_ttl_s: float = 30.0
     load_deadline_s: float = 30.0
     handshake_timeout_s: float = 5.0
+    lease_wait_s: float = 1.0
+    """How long a reader waits for the lease of a rank that its ticket does not name: ranks open theirs one by one."""
     cancel_grace_s: float = 1.0
     """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
     drain_timeout_s: float = 10.0
@@ -121,8 +131,8 @@ class Config:
 
     @property
     def listen_port_offset(self) -> int:
-        """dp_rank * tp_size + tp_rank; with pipeline stages every stage counts as a row of tp_size ranks."""
-        return (self.dp_rank * self.pp_size + self.pp_rank) * self.tp_size + self.tp_rank
+        """dp_rank * tp_size + tp_rank; see `rank_offset` for pipeline stages."""
+        return rank_offset(self.dp_rank, self.pp_rank, self.tp_rank, tp_size=self.tp_size, pp_size=self.pp_size)
 
     @property
     def listen_host(self) -> str:
@@ -150,10 +160,14 @@ def _check_names(config: Config) -> None:
 def _check_ranks(config: Config) -> None:
     for rank_name, size_name in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
         rank, size = getattr(config, rank_name), getattr(config, size_name)
+        if size > RANKS_MAX:
+            raise ConfigError(f"{size_name}: expected at most {RANKS_MAX}, got {size}")
         if size < 1 or not 0 <= rank < size:
             raise ConfigError(f"{rank_name}: expected 0 <= {rank_name} < {size_name}, got {rank} and {size}")
     if config.dp_rank < 0:
         raise ConfigError(f"dp_rank: expected 0 or more, got {config.dp_rank}")
+    if config.num_kv_heads is not None and config.num_kv_heads < 1:
+        raise ConfigError(f"num_kv_heads: expected 1 or more, got {config.num_kv_heads}")
 
 
 def _check_limits(config: Config) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import msgspec
 import torch
 
-from kvflow import CacheLayout, Runtime, RuntimeState
+from kvflow import CacheLayout, Runtime, RuntimeState, Ticket
+from kvflow.core.ticket import RankLease
 
 
 def small_cache(
@@ -23,3 +26,10 @@ async def leases_ended(runtime: Runtime) -> None:
     if runtime._cache is not None and runtime.state is not RuntimeState.CLOSED:
         async with asyncio.timeout(1.0):
             await runtime._cache.serving.drained()
+
+
+def altered(ticket: Ticket, **changes: Any) -> Ticket:
+    """A ticket with other values, those of its first rank included."""
+    of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}
+    first = msgspec.structs.replace(ticket.first, **of_rank)
+    return msgspec.structs.replace(ticket, ranks=(first, *ticket.ranks[1:]), **changes)

@@ -3,11 +3,12 @@
 A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four ways to hold K and V are known
 (`KVStyle`); the last axes are tokens, heads and head elements in either order (NHD or HND). Strides are
 read from the tensors, so permuted views, padded blocks and layers that share one storage all work, as long
-as the bytes of one block of one region are dense.
+as the bytes of one block of one region are dense and the elements of a head lie together.
 
 The canonical form is a list of regions: one for each layer and part (K, V, or the one latent or fused part),
-each a base address, a block stride and a block size. A tensor that stacks K and V next to each other in a
-block is two regions too; `plan` fuses neighbours again where both sides allow it.
+each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any block. A
+tensor that stacks K and V next to each other in a block is two regions too; `pairing` fuses neighbours again where
+both sides allow it.
 
 Tensors are read through `TensorLike`, so this module needs no torch.
 """
@@ -15,8 +16,9 @@ Tensors are read through `TensorLike`, so this module needs no torch.
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +27,9 @@ import numpy.typing as npt
 from kvflow.errors import LayoutError
 
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+
+LAYERS_MAX = 1 << 15
+PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
 
 
 class KVStyle(enum.StrEnum):
@@ -71,7 +76,9 @@ _OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
 }
 _INNER_AXES: dict[str, tuple[str, ...]] = {"NHD": ("token", "head", "dim"), "HND": ("head", "token", "dim")}
 _MLA_INNER_AXES = ("token", "dim")
-_AXIS_LETTERS = {"token": "N", "head": "H", "dim": "D"}
+
+# The index of a layer in its model is the one number among the words of its name, as in "model.layers.12.self_attn".
+_LAYER_INDEX = re.compile(r"(?:^|[._/])(\d+)(?=[._/]|$)")
 
 # The parts of a layer, in the order of the regions.
 _PARTS: dict[KVStyle, tuple[str, ...]] = {
@@ -89,10 +96,14 @@ class CacheLayout:
 
     `order` is the order of the axes in the tensors' shape; `memory_order` is the one their strides give. `dtype` is
     the name without a package ("float16"). For MLA `num_kv_heads` is 1 and `head_size` the latent's size; for
-    FUSED `head_size` is the last axis, that is K and V of a head together.
+    FUSED `head_size` is the last axis, that is K and V of a head together. `layer_indices` says which layers of the
+    model these are: a rank of a pipeline holds some. `kv_format` names what the bytes mean where they are more than
+    values of `dtype`, such as scales inside a block; both sides must have the same.
     """
 
     layer_names: tuple[str, ...]
+    layer_indices: tuple[int, ...]
+    kv_format: str
     style: KVStyle
     order: str
     memory_order: str
@@ -107,6 +118,24 @@ class CacheLayout:
     def parts(self) -> tuple[str, ...]:
         """Names of a layer's regions."""
         return _PARTS[self.style]
+
+    @property
+    def latent(self) -> bool:
+        """Whether there is one latent part in place of K and V."""
+        return self.style is KVStyle.MLA
+
+    @property
+    def kv_head_size(self) -> int:
+        """Elements of K, or of V, or of the latent, of one head of one token."""
+        return self.head_size // 2 if self.style is KVStyle.FUSED else self.head_size
+
+    @property
+    def block_shape(self) -> BlockShape:
+        """Where the tokens and heads of one block of one region lie."""
+        run = self.head_size * self.itemsize
+        tokens, heads = self.block_size, self.num_kv_heads
+        token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
+        return BlockShape(tokens, heads, run, token_stride, head_stride)
 
     @property
     def slot_size_bytes(self) -> int:
@@ -125,13 +154,21 @@ class CacheLayout:
 
     @classmethod
     def infer(
-        cls, kv_caches: KVCaches, *, order: str, block_size: int, style: KVStyle | str | None = None
+        cls,
+        kv_caches: KVCaches,
+        *,
+        order: str,
+        block_size: int,
+        style: KVStyle | str | None = None,
+        layer_indices: Sequence[int] | None = None,
+        kv_format: str = PLAIN,
     ) -> CacheLayout:
         """Read the layout off the tensors.
 
         `order` names the axes of the tensors' shape, "NHD" or "HND"; `block_size` is in tokens and is checked
         against the shape. `style` is needed only where shapes do not tell: a 5-axis tensor whose first two axes
-        are both 2. Raises LayoutError with the layer's name and both values.
+        are both 2. `layer_indices` defaults to the numbers in the layers' names ("model.layers.12.self_attn"), or to
+        their positions if some name has none or several. Raises LayoutError with the layer's name and both values.
         """
         if not kv_caches:
             raise LayoutError("kv_caches: expected at least one layer, got none")
@@ -139,7 +176,11 @@ class CacheLayout:
             raise LayoutError(f"order: expected one of {sorted(_INNER_AXES)}, got {order!r}")
         name, first = next(iter(kv_caches.items()))
         chosen = _infer_style(name, first) if style is None else _style_of(style)
-        layout = _layout_of_layer(name, first, chosen, order, tuple(kv_caches))
+        layout = replace(
+            _layout_of_layer(name, first, chosen, order, tuple(kv_caches)),
+            layer_indices=_layer_indices(tuple(kv_caches), layer_indices),
+            kv_format=kv_format,
+        )
         if layout.block_size != block_size:
             raise LayoutError(
                 f"layer {name!r}: block_size is {block_size}, but axis 'token' of shape {_shape_text(name, first)} "
@@ -169,21 +210,45 @@ class Device(NamedTuple):
     number: int
 
 
+class BlockShape(NamedTuple):
+    """One block of one region: how many tokens and KV heads, and where they lie in it. All in bytes.
+
+    Token t of head h begins at `t * token_stride + h * head_stride` and has `run` bytes.
+    """
+
+    tokens: int
+    heads: int
+    run: int
+    token_stride: int
+    head_stride: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens * self.heads * self.run
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regions:
     """Where a cache lies: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
 
-    Regions are ordered by layer, then by part; `num_blocks` and `block_size_bytes` are the same for all.
+    Regions are ordered by layer, then by part; `num_blocks` and the shape of a block are the same for all.
     """
 
     bases: UInt64Array
     strides: UInt64Array
-    block_size_bytes: int
+    block: BlockShape
+    parts: tuple[str, ...]
+    """The regions of each layer: K and V, KV (fused), or latent."""
     num_blocks: int
     device: Device
 
     def __len__(self) -> int:
         return len(self.bases)
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block of one region; the bytes are dense."""
+        return self.block.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +273,8 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
     return Regions(
         bases=np.array(bases, dtype=np.uint64),
         strides=np.array(strides, dtype=np.uint64),
-        block_size_bytes=layout.region_block_size_bytes,
+        block=layout.block_shape,
+        parts=layout.parts,
         num_blocks=layout.num_blocks,
         device=device_of(kv_caches),
     )
@@ -297,7 +363,7 @@ def _layout_of_layer(
                 f"layer {name!r}: style {style} has {len(axes)} axes ({', '.join(axes)}), "
                 f"got shape {tuple(tensor.shape)}"
             )
-    facts = [(tuple(t.shape), str(t.dtype), _memory_order(style, order, t)) for t in (first, last)]
+    facts = [(tuple(t.shape), str(t.dtype), _memory_order(name, style, order, t)) for t in (first, last)]
     if facts[0] != facts[1]:
         raise LayoutError(f"layer {name!r}: K is {facts[0]}, V is {facts[1]}")
     size = dict(zip(axes, first.shape, strict=True))
@@ -305,11 +371,15 @@ def _layout_of_layer(
         raise LayoutError(f"layer {name!r}: axis 'kv' of shape {tuple(first.shape)} is {size['kv']}, expected 2")
     if min(size.values()) < 1:
         raise LayoutError(f"layer {name!r}: empty axis in shape {tuple(first.shape)}")
+    if style is KVStyle.FUSED and size["dim"] % 2:
+        raise LayoutError(f"layer {name!r}: axis 'dim' holds K and V of a head, so it is even; got {size['dim']}")
     return CacheLayout(
         layer_names=layer_names,
+        layer_indices=(),
+        kv_format="",
         style=style,
         order=order,
-        memory_order=_memory_order(style, order, first),
+        memory_order=_memory_order(name, style, order, first),
         dtype=str(first.dtype).rpartition(".")[2],
         itemsize=first.element_size(),
         num_blocks=size["block"],
@@ -319,8 +389,8 @@ def _layout_of_layer(
     )
 
 
-def _memory_order(style: KVStyle, order: str, tensor: TensorLike) -> str:
-    """The order of a block's axes that strides give, such as "NHD"; axes of one entry do not matter."""
+def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
+    """The order of a block's axes that strides give, NHD or HND; axes of one entry do not matter."""
     axes = _axes(style, order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
@@ -329,7 +399,24 @@ def _memory_order(style: KVStyle, order: str, tensor: TensorLike) -> str:
     for usual, usual_axes in _INNER_AXES.items():
         if [axis for axis in usual_axes if axis in found] == found:
             return usual
-    return "".join(_AXIS_LETTERS[axis] for axis in found)
+    inside = found[-1]  # anything else would be one of the usual orders
+    raise LayoutError(
+        f"layer {name!r}: the elements of a head are not next to each other in memory: axis {inside!r} has "
+        f"stride {stride[inside]}, axis 'dim' has {stride['dim']} (shape {tuple(tensor.shape)})"
+    )
+
+
+def _layer_indices(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
+    """Which layers of the model these are: as given, else by their names, else by position."""
+    if given is None:
+        found = [_LAYER_INDEX.findall(name) for name in names]
+        indices = tuple(int(numbers[0]) for numbers in found if len(numbers) == 1)
+        if len(set(indices)) == len(names) and max(indices) < LAYERS_MAX:
+            return indices
+        return tuple(range(len(names)))
+    if len(given) != len(names) or len(set(given)) != len(names) or not all(0 <= i < LAYERS_MAX for i in given):
+        raise LayoutError(f"layer_indices: expected {len(names)} different numbers from 0, got {list(given)[:8]}")
+    return tuple(given)
 
 
 def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:

@@ -1,9 +1,9 @@
-"""From block ids to descriptors: which bytes to read from where to where, as numpy arrays.
+"""Once per load: from block ids to descriptors, which bytes to read from where to where, as numpy arrays.
 
-Two steps. `pair_regions` runs once per peer: it matches our regions with theirs and fuses neighbours that lie next
-to each other inside a block on both sides, so its cost and memory grow with regions and never with blocks.
-`plan_read` runs once per load: it joins consecutive blocks into runs and multiplies runs with region pairs. A block
-id is checked before it becomes an address (invariant I8).
+`match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
+and however far the last block is filled. `plan_slices` multiplies the chunks with the region pairs that `pairing`
+found for the peer, slice by slice, and joins what is contiguous on both sides. A block id is checked before it becomes
+an address (invariant I8).
 """
 
 from __future__ import annotations
@@ -15,33 +15,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.layout import Device, Regions, UInt64Array
+from kvflow.core.layout import Device, UInt64Array
+from kvflow.core.pairing import Int64Array, Pairing, RegionPairs
 from kvflow.errors import RequestError
 
-Int64Array: TypeAlias = npt.NDArray[np.int64]
 BlockIds: TypeAlias = Int64Array
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegionPairs:
-    """Local regions and the remote ones they are read from, fused; one entry per pair, all in bytes.
-
-    In `dense` pairs blocks follow each other without a gap on both sides, so consecutive blocks are one read.
-    """
-
-    local_bases: Int64Array
-    local_strides: Int64Array
-    remote_bases: Int64Array
-    remote_strides: Int64Array
-    sizes: Int64Array
-    block_size_bytes: int
-    """Bytes of one block in all these pairs."""
-    dense: bool
-    local_device: Device
-    remote_device: Device
-
-    def __len__(self) -> int:
-        return len(self.sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,87 +119,101 @@ def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> Bl
     return ids
 
 
-def pair_regions(local: Regions, remote: Regions) -> tuple[RegionPairs, ...]:
-    """Match region i with region i and fuse pairs that are neighbours in every block of both sides.
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunk i goes from part `remote_parts[i]` of block `remote_ids[i]` to part `local_parts[i]` of `local_ids[i]`.
 
-    Returns the dense pairs and the others, as far as there are any. Fusing keeps to one registered span: a fused block
-    is no longer than the stride, so the extents of its regions overlap, and overlapping extents are registered as one
-    (see `layout.map_spans`).
+    A part counts chunks inside a block; None stands for parts that are all 0, as with equal block sizes. As
+    `match_chunks` makes them, `remote_ids` are positions among the offered blocks, the same for all ranks of an
+    engine; `locate` puts one rank's blocks in.
     """
-    order = np.argsort(local.bases, kind="stable")
-    columns = (local.bases[order], local.strides[order], remote.bases[order], remote.strides[order])
-    size = local.block_size_bytes
-    rows: list[list[int]] = []
-    for pair in zip(*(column.tolist() for column in columns), strict=True):
-        row = [*pair, size]
-        if rows and _continues(rows[-1], row):
-            rows[-1][4] += size
-        else:
-            rows.append(row)
-    groups = []
-    for dense in (True, False):
-        chosen = [row for row in rows if (row[1] == row[4] == row[3]) is dense]
-        if chosen:
-            table = np.array(chosen, dtype=np.int64).T
-            groups.append(
-                RegionPairs(
-                    local_bases=table[0].copy(),
-                    local_strides=table[1].copy(),
-                    remote_bases=table[2].copy(),
-                    remote_strides=table[3].copy(),
-                    sizes=table[4].copy(),
-                    block_size_bytes=int(table[4].sum()),
-                    dense=dense,
-                    local_device=local.device,
-                    remote_device=remote.device,
-                )
-            )
-    return tuple(groups)
+
+    local_ids: BlockIds
+    local_parts: Int64Array | None
+    remote_ids: BlockIds
+    remote_parts: Int64Array | None
+    tokens: int
+    """How many tokens of each chunk to read."""
+
+    def __len__(self) -> int:
+        return len(self.local_ids)
+
+    def select(self, index: slice | Int64Array) -> Chunks:
+        """Some of the chunks."""
+        local_parts, remote_parts = (
+            None if parts is None else parts[index] for parts in (self.local_parts, self.remote_parts)
+        )
+        return Chunks(self.local_ids[index], local_parts, self.remote_ids[index], remote_parts, self.tokens)
+
+    def locate(self, block_ids: BlockIds) -> Chunks:
+        """With the ids of a rank's blocks in place of positions."""
+        return replace(self, remote_ids=block_ids[self.remote_ids])
 
 
-def _continues(row: list[int], after: list[int]) -> bool:
-    """Whether the pair `after` lies right behind `row` in each block of both sides."""
-    local_base, local_stride, remote_base, remote_stride, length = row
-    return (
-        after[0] == local_base + length
-        and after[2] == remote_base + length
-        and (after[1], after[3]) == (local_stride, remote_stride)
-        and length + after[4] <= min(local_stride, remote_stride)
-    )
+def match_chunks(
+    local_ids: BlockIds, offered: int, *, local_block_size: int, remote_block_size: int, num_tokens: int
+) -> tuple[Chunks, ...]:
+    """Which chunks fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
 
-
-def plan_read(
-    groups: Sequence[RegionPairs], local_ids: BlockIds, remote_ids: BlockIds, head: Piece | None = None
-) -> Descriptors:
-    """Descriptors that fill block `local_ids[i]` from `remote_ids[i]` in every region pair, `head` in front.
-
-    Consecutive blocks become one descriptor in dense pairs; ids that are sorted on one side make the most of it.
+    `offered` blocks hold the prompt from its first token on, `num_tokens` says how far. One block size divides the
+    other. Gives the full chunks and, if the last one is filled partly, that one, as far as there are any. Raises
+    RequestError if there are more local blocks than the tokens take.
     """
-    plan = _cross(groups[0], local_ids, remote_ids, head)
+    if not len(local_ids):
+        return ()
+    tokens = min(num_tokens, offered * remote_block_size)
+    first_block = -(-tokens // local_block_size) - len(local_ids)
+    if first_block < 0:
+        offer = f"{tokens} tokens in {offered} blocks of {remote_block_size}"
+        raise RequestError(f"{len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered")
+    size = min(local_block_size, remote_block_size)
+    first, full, tail = first_block * local_block_size // size, tokens // size, tokens % size
+    found = []
+    for start, stop, length in ((first, full, size), (full, full + 1, tail)):
+        if stop > start and length:
+            chunk = np.arange(start, stop, dtype=np.int64)
+            local_at, local_parts = _locate(chunk, local_block_size // size)
+            remote_at, remote_parts = _locate(chunk, remote_block_size // size)
+            found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length))
+    return tuple(found)
+
+
+def _locate(chunk: Int64Array, chunks_per_block: int) -> tuple[Int64Array, Int64Array | None]:
+    """(block, part of it) of each chunk."""
+    if chunks_per_block == 1:
+        return chunk, None
+    return chunk // chunks_per_block, chunk % chunks_per_block
+
+
+def plan_read(groups: Sequence[RegionPairs], chunks: Chunks, head: Piece | None = None) -> Descriptors:
+    """Descriptors that fill `chunks` in every region pair, `head` in front."""
+    plan = _cross(groups[0], chunks, head)
     for pairs in groups[1:]:
-        plan = plan.join(_cross(pairs, local_ids, remote_ids, None))
+        plan = plan.join(_cross(pairs, chunks, None))
     return plan
 
 
-def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds, head: Piece | None) -> Descriptors:
-    """Every region pair times every run of blocks, region by region, behind the row of `head`."""
-    size_bytes = pairs.block_size_bytes * len(local_ids)
-    sizes = pairs.sizes[:, None]
-    if pairs.dense and len(local_ids) > 1:
-        follows = (local_ids[1:] - local_ids[:-1] == 1) & (remote_ids[1:] - remote_ids[:-1] == 1)
+def _cross(pairs: RegionPairs, chunks: Chunks, head: Piece | None) -> Descriptors:
+    """Every region pair times every run of chunks times every piece, region by region, behind the row of `head`."""
+    local = _offsets(chunks.local_ids, chunks.local_parts, pairs.local_stride, pairs.local_step)
+    remote = _offsets(chunks.remote_ids, chunks.remote_parts, pairs.remote_stride, pairs.remote_step)
+    size, pieces = pairs.piece_size, len(pairs.local_offsets)
+    size_bytes = len(pairs) * len(local) * pieces * size
+    sizes: int | Int64Array = size
+    if pieces == 1 and len(local) > 1:
+        follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
         if follows.any():
             starts = np.flatnonzero(np.concatenate(([True], ~follows)))
-            sizes = sizes * np.diff(starts, append=len(local_ids))
-            local_ids, remote_ids = local_ids[starts], remote_ids[starts]
+            sizes = (size * np.diff(starts, append=len(local)))[:, None]
+            local, remote = local[starts], remote[starts]
     first = 0 if head is None else 1
-    table = np.empty((2, first + len(pairs) * len(local_ids), 3), dtype=np.int64)
-    grid = table[:, first:].reshape(2, len(pairs), len(local_ids), 3)  # a view: only an axis is split
-    for side, bases, strides, ids in (
-        (grid[0], pairs.local_bases, pairs.local_strides, local_ids),
-        (grid[1], pairs.remote_bases, pairs.remote_strides, remote_ids),
+    table = np.empty((2, first + len(pairs) * len(local) * pieces, 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, len(pairs), len(local), pieces, 3)  # a view: only an axis is split
+    for side, bases, offsets, inside in (
+        (grid[0], pairs.local_bases, local, pairs.local_offsets),
+        (grid[1], pairs.remote_bases, remote, pairs.remote_offsets),
     ):
-        np.multiply(strides[:, None], ids, out=side[..., 0])
-        side[..., 0] += bases[:, None]
+        np.add(bases[:, None, None], offsets[:, None] + inside, out=side[..., 0])
     grid[..., 1] = sizes
     table[0, :, 2] = pairs.local_device.number
     table[1, :, 2] = pairs.remote_device.number
@@ -237,10 +229,14 @@ def _cross(pairs: RegionPairs, local_ids: BlockIds, remote_ids: BlockIds, head: 
     )
 
 
+def _offsets(ids: BlockIds, parts: Int64Array | None, stride: int, step: int) -> Int64Array:
+    """Where each chunk begins in its region."""
+    return ids * stride if parts is None else ids * stride + parts * step
+
+
 def plan_slices(
-    groups: Sequence[RegionPairs],
-    local_ids: BlockIds,
-    remote_ids: BlockIds,
+    pairing: Pairing,
+    chunks: Sequence[Chunks],
     *,
     bytes_max: int,
     descriptors_max: int,
@@ -249,18 +245,33 @@ def plan_slices(
     """Plan a read in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
 
     `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
-    Blocks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
+    Chunks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
     writing our own in order (shared memory).
     """
-    if len(remote_ids) > 1:
-        order = remote_ids.argsort(kind="stable")
-        local_ids, remote_ids = local_ids[order], remote_ids[order]
-    step = max(bytes_max // sum(pairs.block_size_bytes for pairs in groups), 1)
-    for start in range(0, len(local_ids), step):
-        plan = plan_read(groups, local_ids[start : start + step], remote_ids[start : start + step], head)
-        extra = 0 if head is None else head.size_bytes
-        yield from cut_slices(plan, bytes_max=bytes_max + extra, descriptors_max=descriptors_max + bool(extra))
-        head = None
+    for some in chunks:
+        groups = pairing.groups(some.tokens)
+        if len(some) > 1:
+            some = some.select(_reading_order(some))
+        chunk_bytes, pieces = sum(pairs.chunk_size_bytes for pairs in groups), sum(pairs.pieces for pairs in groups)
+        step = max(min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
+        for start in range(0, len(some), step):
+            plan = plan_read(groups, some.select(slice(start, start + step)), head)
+            if head is None:
+                yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
+            elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:
+                yield plan
+            else:
+                slices = cut_slices(plan.part(1, len(plan)), bytes_max=bytes_max, descriptors_max=descriptors_max)
+                yield plan.part(0, 1).join(next(slices))
+                yield from slices
+            head = None
+
+
+def _reading_order(chunks: Chunks) -> Int64Array:
+    """Chunks by their place in the peer's memory."""
+    keys = chunks.remote_ids if chunks.remote_parts is None else chunks.remote_ids * (1 << 32) + chunks.remote_parts
+    order: Int64Array = keys.argsort(kind="stable")
+    return order
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

@@ -1,36 +1,33 @@
-"""Messages of the side channel, notifications, and the ticket that travels through routers.
+"""Messages of the side channel, and notifications.
 
 A side-channel message is two msgpack frames: a `Header` (magic, protocol version, fingerprint) and a body. The header
 is decoded and judged first, so that a peer of another version is answered without reading what it meant. Decoding is
 strict (wrong types raise `WireError`), sizes are checked before decoding, and nothing here can run code.
 
-The fingerprint is a digest of `Compatibility`: what must be equal on both sides for whole blocks to mean the same.
+The fingerprint is a digest of `Compatibility`: what must be equal on both sides for any byte to mean the same. What may
+differ and is planned for is a rank's `topology.Holding`; both are named together when a peer is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-import re
 import zlib
-from collections.abc import Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
-from kvflow.config import PORT_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, is_host, is_name
-from kvflow.core.layout import CacheLayout, Device, Regions
-from kvflow.errors import RequestError
+from kvflow.config import RANKS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX
+from kvflow.core.layout import LAYERS_MAX, BlockShape, CacheLayout, Device, Regions
+from kvflow.core.topology import Holding, Rank
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
-_LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _ADDRESS_MAX = (1 << 63) - 1
-_NAME_CHARS_MAX = 1024
+_PARTS = (("K", "V"), ("KV",), ("latent",))
 
 StructT = TypeVar("StructT")
 
@@ -52,14 +49,9 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     dtype: str
-    layers: int
-    parts: tuple[str, ...]
-    memory_order: str
-    block_size: int
-    num_kv_heads: int
+    kv_format: str
+    attention: str
     head_size: int
-    tp_size: int
-    pp_size: int
 
     def fingerprint(self) -> bytes:
         """A 16-byte digest, equal exactly for equal facts."""
@@ -71,30 +63,42 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
 
-def compatibility_of(layout: CacheLayout, *, model: str, tp_size: int, pp_size: int) -> Compatibility:
+def compatibility_of(layout: CacheLayout, *, model: str) -> Compatibility:
     """The facts of one rank's cache."""
     return Compatibility(
         model=model,
         dtype=layout.dtype,
-        layers=len(layout.layer_names),
-        parts=layout.parts,
-        memory_order=layout.memory_order,
-        block_size=layout.block_size,
-        num_kv_heads=layout.num_kv_heads,
-        head_size=layout.head_size,
-        tp_size=tp_size,
-        pp_size=pp_size,
+        kv_format=layout.kv_format,
+        attention="latent" if layout.latent else "K and V",
+        head_size=layout.kv_head_size,
     )
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """The engine and rank that a reader believes to be listening."""
+
+    engine_id: str
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
 
 
 class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metadata"):
     """Who are you, and where is your cache?"""
 
     reader: str
-    engine_id: str
-    """The engine that the reader believes to be listening."""
-    tp_rank: int
-    pp_rank: int
+    target: Target
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
+    """Which lease of yours holds these blocks of a request? For ranks that the reader's ticket does not name."""
+
+    reader: str
+    target: Target
+    request_id: str
+    num_tokens: int
+    blocks_digest: bytes
+    """`digest_of` the engine's block ids, which are the same on all its ranks."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +106,8 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
     bases: list[int]
     strides: list[int]
-    block_size_bytes: int
+    block: BlockShape
+    parts: tuple[str, ...]
     num_blocks: int
     device_kind: str
     device_index: int
@@ -122,32 +127,54 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
 
     engine_id: str
     incarnation: str
-    tp_rank: int
-    pp_rank: int
+    holding: Holding
     agent_metadata: bytes
     agent_metadata_crc32: int
     """NIXL crashes on flipped bits in its metadata, so a reader compares this first."""
     regions: RegionTable
     seals: SealLocation
+    staged: bool
+    """Whether blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
+
+
+class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    """The rank's open lease for a request; `block_ids` are set if they differ from the engine's (host buffers)."""
+
+    incarnation: str
+    lease_id: str
+    seal_index: int
+    block_ids: tuple[int, ...] | None
+
+
+class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
+    """There is no such open lease. `ended` if there was one: else the rank may be about to open it."""
+
+    ended: bool
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """No, and why. `compatibility` is set when the fingerprints differ."""
+    """No, and why. The facts are set when the fingerprints differ."""
 
     reason: str
     version: int
     compatibility: Compatibility | None = None
+    holding: Holding | None = None
 
 
-Request: TypeAlias = MetadataRequest
-Reply: TypeAlias = Metadata | Refusal
+Request: TypeAlias = MetadataRequest | LeaseRequest
+Reply: TypeAlias = Metadata | LeaseFound | NoLease | Refusal
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
-    """Notification from a reader: it needs the lease's blocks no more. A lease id is a secret of its ticket."""
+    """Notification from a reader: it needs the lease's blocks no more. A lease id is a secret of its ticket.
+
+    Readers of one engine share a lease: when their shares add up to `whole` the engine is done (`topology.share_of`).
+    """
 
     lease_id: str
     reader: str
+    share: int
+    whole: int
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -196,7 +223,8 @@ def regions_to_wire(regions: Regions) -> RegionTable:
     return RegionTable(
         bases=regions.bases.tolist(),
         strides=regions.strides.tolist(),
-        block_size_bytes=regions.block_size_bytes,
+        block=regions.block,
+        parts=regions.parts,
         num_blocks=regions.num_blocks,
         device_kind=regions.device.kind,
         device_index=regions.device.number,
@@ -208,21 +236,56 @@ def regions_from_wire(table: RegionTable) -> Regions:
     count = len(table.bases)
     if not 0 < count <= REGIONS_MAX or len(table.strides) != count:
         raise WireError(f"region table: {count} bases and {len(table.strides)} strides")
-    if table.num_blocks < 1 or table.block_size_bytes < 1:
-        raise WireError(f"region table: {table.num_blocks} blocks of {table.block_size_bytes} bytes")
+    if table.parts not in _PARTS or count % len(table.parts):
+        raise WireError(f"region table: {count} regions, parts of a layer {str(table.parts)[:80]}")
+    if table.num_blocks < 1 or not _is_dense(table.block):
+        raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
     if not 0 <= table.device_index < 1 << 16:
         raise WireError(f"region table: device index {table.device_index}")
+    size = table.block.size_bytes
     for base, stride in zip(table.bases, table.strides, strict=True):
-        fits = base > 0 and stride >= table.block_size_bytes and base + stride * table.num_blocks <= _ADDRESS_MAX
+        fits = base > 0 and stride >= size and base + stride * table.num_blocks <= _ADDRESS_MAX
         if not fits:
             raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
     return Regions(
         bases=np.array(table.bases, dtype=np.uint64),
         strides=np.array(table.strides, dtype=np.uint64),
-        block_size_bytes=table.block_size_bytes,
+        block=table.block,
+        parts=table.parts,
         num_blocks=table.num_blocks,
         device=Device(table.device_kind, table.device_index),
     )
+
+
+def _is_dense(block: BlockShape) -> bool:
+    """Whether tokens and heads fill a block without gaps, in either order."""
+    tokens, heads, run = block[:3]
+    if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
+        return False
+    return block[3:] in ((heads * run, run), (run, tokens * run))
+
+
+def check_holding(holding: Holding, regions: Regions) -> None:
+    """WireError unless a rank with these regions can hold that."""
+    tp_fits = 0 <= holding.tp_rank < holding.tp_size <= RANKS_MAX
+    pp_fits = 0 <= holding.pp_rank < holding.pp_size <= RANKS_MAX
+    if not tp_fits or not pp_fits:
+        sizes = (holding.tp_rank, holding.tp_size, holding.pp_rank, holding.pp_size)
+        raise WireError(f"holding: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
+    layers = set(holding.layers)
+    fits = len(layers) == len(holding.layers) and all(0 <= layer < LAYERS_MAX for layer in layers)
+    if not fits or len(layers) * len(regions.parts) != len(regions):
+        raise WireError(f"holding: {len(holding.layers)} layers, {len(regions)} regions {regions.parts}")
+    block = regions.block
+    if (holding.block_size, holding.kv_heads) != (block.tokens, block.heads) or holding.model_kv_heads < 0:
+        raise WireError(
+            f"holding: block_size {holding.block_size}, kv_heads {holding.kv_heads}, "
+            f"model_kv_heads {holding.model_kv_heads}, blocks of shape {tuple(block)}"
+        )
+    if holding.latent != (regions.parts == ("latent",)) or (holding.latent and block.heads != 1):
+        raise WireError(
+            f"holding: latent is {holding.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
+        )
 
 
 def check_seals(location: SealLocation) -> None:
@@ -233,140 +296,15 @@ def check_seals(location: SealLocation) -> None:
         raise WireError(f"seal table: {location.count} seals at {location.address}")
 
 
-def agent_name(engine_id: str, pp_rank: int, tp_rank: int, incarnation: str) -> str:
+def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     """The transport agent's name: unique per life of a rank, so a restarted producer is somebody else."""
-    return f"{engine_id}/{pp_rank}.{tp_rank}#{incarnation}"
+    return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
 def checksum(data: bytes) -> int:
     return zlib.crc32(data)
 
 
-class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
-    """kvflow's own part of a ticket, under the key "kvflow"."""
-
-    version: int
-    lease_id: str
-    seal_index: int
-    incarnation: str
-    num_tokens: int
-    ttl_s: float
-
-
-class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
-    """The dict as routers see it; its other field names are the ones that routers of this field forward."""
-
-    do_remote_prefill: bool
-    do_remote_decode: bool
-    remote_engine_id: str
-    remote_request_id: str
-    remote_block_ids: list[int]
-    remote_host: str
-    remote_port: int
-    tp_size: int
-    kvflow: _TicketExtension
-
-
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What a consumer needs to read one request's blocks from one rank.
-
-    `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
-    that the lease had left when the ticket was made; it is a hint for routers, readers trust the seal (`core.seals`).
-    """
-
-    engine_id: str
-    request_id: str
-    block_ids: tuple[int, ...]
-    host: str
-    port: int
-    tp_size: int
-    lease_id: str
-    seal_index: int
-    incarnation: str
-    num_tokens: int
-    ttl_s: float
-
-    @property
-    def address(self) -> str:
-        return f"tcp://{self.host}:{self.port}"
-
-    def to_params(self) -> dict[str, Any]:
-        """A dict of JSON types that survives any HTTP router."""
-        params: dict[str, Any] = msgspec.to_builtins(
-            _TicketParams(
-                do_remote_prefill=True,
-                do_remote_decode=False,
-                remote_engine_id=self.engine_id,
-                remote_request_id=self.request_id,
-                remote_block_ids=list(self.block_ids),
-                remote_host=self.host,
-                remote_port=self.port,
-                tp_size=self.tp_size,
-                kvflow=_TicketExtension(
-                    version=PROTOCOL_VERSION,
-                    lease_id=self.lease_id,
-                    incarnation=self.incarnation,
-                    seal_index=self.seal_index,
-                    num_tokens=self.num_tokens,
-                    ttl_s=self.ttl_s,
-                ),
-            )
-        )
-        return params
-
-    @classmethod
-    def from_params(cls, params: Mapping[str, Any]) -> Ticket:
-        """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
-        try:
-            raw = msgspec.convert(params, _TicketParams, strict=True)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"ticket: {error}") from error
-        extra = raw.kvflow
-        if extra.version != PROTOCOL_VERSION:
-            raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
-        if not raw.do_remote_prefill:
-            raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
-        ticket = cls(
-            engine_id=raw.remote_engine_id,
-            request_id=raw.remote_request_id,
-            block_ids=tuple(raw.remote_block_ids),
-            host=raw.remote_host,
-            port=raw.remote_port,
-            tp_size=raw.tp_size,
-            lease_id=extra.lease_id,
-            incarnation=extra.incarnation,
-            num_tokens=extra.num_tokens,
-            seal_index=extra.seal_index,
-            ttl_s=extra.ttl_s,
-        )
-        ticket.check()
-        return ticket
-
-    def check(self) -> None:
-        """RequestError names the field whose value no producer would have given."""
-        if not 0 < self.port <= PORT_MAX:
-            raise RequestError(f"ticket: remote_port {self.port} is not in 1..{PORT_MAX}")
-        if not is_host(self.host):
-            raise RequestError(f"ticket: remote_host {self.host[:80]!a} is no host to connect to")
-        if self.tp_size < 1:
-            raise RequestError(f"ticket: tp_size {self.tp_size} is not above 0")
-        for name, text in (("remote_engine_id", self.engine_id), ("incarnation", self.incarnation)):
-            if not is_name(text, _NAME_CHARS_MAX):
-                raise RequestError(f"ticket: {name} {text[:80]!a} is no name")
-        if not 0 < len(self.request_id) <= _NAME_CHARS_MAX or not _encodes(self.request_id):
-            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
-        if not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID:
-            raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
-        if self.num_tokens < 0 or self.seal_index < 0 or not 0 < self.ttl_s < math.inf:
-            raise RequestError(
-                f"ticket: num_tokens {self.num_tokens}, seal_index {self.seal_index}, ttl_s {self.ttl_s}"
-            )
-
-
-def _encodes(text: str) -> bool:
-    """Whether UTF-8, hence any message of ours, can carry the text: JSON may hold half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def digest_of(block_ids: tuple[int, ...]) -> bytes:
+    """A short digest of block ids, to compare those of two ranks."""
+    return hashlib.sha256(msgspec.msgpack.encode(block_ids)).digest()[:16]

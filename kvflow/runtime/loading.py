@@ -2,7 +2,7 @@
 
 A load passes through phases (`PHASES`), all under one deadline. What it may raise is typed; whatever happens, its
 local blocks are either safe when it returns or carried by the error as a quarantine (invariant I1), and success is
-reported only if the producer's seal was found intact after the last byte (invariant I2).
+reported only if the seal of every rank that was read was found intact after the last byte (invariant I2).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow.config import Config
 from kvflow.core import wire
-from kvflow.core.layout import CacheLayout
 from kvflow.core.ledger import BlockLedger
-from kvflow.core.plan import BlockIds, Piece, check_block_ids, plan_slices
+from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks, plan_slices
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
+from kvflow.core.ticket import Ticket
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -30,10 +30,12 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.peers import Connection, Peer, Peers
+from kvflow.runtime.copier import Copier
+from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import check_request_id
-from kvflow.runtime.transfer import Seal, Transfer
+from kvflow.runtime.sources import Source, Sources
+from kvflow.runtime.transfer import CopyFailed, Read, Seal, Stream, Transfer, straight
 from kvflow.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,7 @@ class LoadRequest:
     """
 
     request_id: str
-    ticket: wire.Ticket | Mapping[str, Any]
+    ticket: Ticket | Mapping[str, Any]
     block_ids: Sequence[int]
     deadline_s: float | None = None
 
@@ -63,10 +65,13 @@ class LoadReport:
     request_id: str
     bytes: int
     blocks: int
+    tokens: int
+    """Tokens that were read into the local blocks; the last of those may be partly filled."""
     descriptors: int
     sources: tuple[str, ...]
+    """The ranks of the producer that were read from."""
     notified: bool
-    """Whether the producer was told that it may free its blocks."""
+    """Whether every rank of the producer that holds a lease for us was told that it may free its blocks."""
     seconds: Mapping[str, float]
 
     @property
@@ -105,7 +110,7 @@ class _Load:
     """A load under way: what was asked, how far it is, and what it has started."""
 
     request: LoadRequest
-    ticket: wire.Ticket
+    ticket: Ticket
     local_ids: BlockIds
     timeout: asyncio.Timeout
     watch: _Stopwatch
@@ -115,21 +120,20 @@ class _Load:
     def quarantine(self) -> Quarantine | None:
         return next((transfer for transfer in self.transfers if not transfer.safe), None)
 
-    def report(self, *, size_bytes: int = 0, blocks: int = 0, notified: bool = False) -> LoadReport:
+    def report(self, *, sources: tuple[str, ...] = (), tokens: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
         seconds = self.watch.seconds
-        descriptors = 0
         for transfer in self.transfers:
             posted_s = min(transfer.post_s, seconds["wire"])
             seconds["post"] += posted_s
             seconds["wire"] -= posted_s
-            descriptors += transfer.descriptor_count
         return LoadReport(
             request_id=self.request.request_id,
-            bytes=size_bytes,
-            blocks=blocks,
-            descriptors=descriptors,
-            sources=(f"{self.ticket.engine_id} at {self.ticket.address}",),
+            bytes=sum(transfer.size_bytes for transfer in self.transfers),
+            blocks=len(self.local_ids) if self.transfers else 0,
+            tokens=tokens,
+            descriptors=sum(transfer.descriptor_count for transfer in self.transfers),
+            sources=sources,
             notified=notified,
             seconds=seconds,
         )
@@ -142,23 +146,24 @@ class Loader:
         self,
         config: Config,
         *,
-        layout: CacheLayout,
+        local: LocalRank,
+        num_blocks: int,
         ledger: BlockLedger,
         landing: SealTable,
-        peers: Peers,
+        sources: Sources,
         poller: Poller,
+        copier: Copier,
         transport: Transport,
-        reader: str,
     ) -> None:
         self._config = config
-        self._num_blocks = layout.num_blocks
-        self._block_size_bytes = layout.block_size_bytes
+        self._local = local
+        self._num_blocks = num_blocks
         self._ledger = ledger
         self._landing = landing
-        self._peers = peers
+        self._sources = sources
         self._poller = poller
+        self._copier = copier
         self._transport = transport
-        self._reader = reader
         self._loads: set[_Load] = set()
         self._unsafe: set[Transfer] = set()
         self._quiet = asyncio.Event()
@@ -222,7 +227,7 @@ class Loader:
         """Wait until no load is under way and no block is quarantined."""
         await self._quiet.wait()
 
-    def _check(self, request: LoadRequest) -> tuple[wire.Ticket, BlockIds]:
+    def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds]:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
         check_request_id(request.request_id, self._config.request_id_chars_max)
@@ -233,8 +238,6 @@ class Loader:
         if request.deadline_s is not None and not request.deadline_s > 0:
             raise RequestError(f"{what}: deadline_s {request.deadline_s} is not above 0")
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
-        if ticket.block_ids and len(local_ids) > len(ticket.block_ids):
-            raise RequestError(f"{what}: {len(local_ids)} local blocks, but only {len(ticket.block_ids)} are offered")
         return ticket, local_ids
 
     async def _run(self, load: _Load) -> LoadReport:
@@ -245,8 +248,10 @@ class Loader:
                     return load.report()
                 if len(load.local_ids) == 0:
                     return await self._release_only(load)
-                peer, connection = await self._connect(load)
-                return await self._read(load, peer, connection)
+                chunks = self._match(load)
+                load.watch.enter("handshake")
+                sources = await self._sources.find(ticket)
+                return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:
                 raise RuntimeClosed(f"request {request.request_id!r}: the runtime was closed") from None
@@ -259,57 +264,49 @@ class Loader:
                 quarantine=load.quarantine,
             ) from None
 
-    async def _connect(self, load: _Load) -> tuple[Peer, Connection]:
+    def _match(self, load: _Load) -> tuple[Chunks, ...]:
+        """Which chunks of which offered block go where, by position instead of the remote ids; for all ranks alike."""
         ticket = load.ticket
-        load.watch.enter("handshake")
-        peer = self._peers.get(ticket.engine_id, ticket.address)
-        connection = await self._peers.connect(peer, ticket.incarnation)
-        if connection.incarnation != ticket.incarnation:
-            raise LeaseExpired(
-                f"request {load.request.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
-                f"incarnation {ticket.incarnation}, the engine is {connection.incarnation}",
-                request_id=load.request.request_id,
-                peer=ticket.address,
+        try:
+            return match_chunks(
+                load.local_ids,
+                len(ticket.block_ids),
+                local_block_size=self._local.holding.block_size,
+                remote_block_size=ticket.block_size,
+                num_tokens=ticket.num_tokens,
             )
-        return peer, connection
+        except RequestError as error:
+            raise RequestError(f"request {load.request.request_id!r}: {error}") from None
 
     async def _release_only(self, load: _Load) -> LoadReport:
         """A full hit: tell the producer. If it cannot be told its lease runs out, which costs the load nothing."""
+        load.watch.enter("handshake")
         try:
-            _, connection = await self._connect(load)
+            sources = await self._sources.find(load.ticket)
         except (PeerError, LeaseExpired) as error:
             logger.warning("request %s: could not tell the producer: %s", load.request.request_id, error)
             return load.report(notified=False)
         load.watch.enter("notify")
-        self._notify(load.ticket, connection)
+        self._notify(sources)
         return load.report(notified=True)
 
-    async def _read(self, load: _Load, peer: Peer, connection: Connection) -> LoadReport:
+    async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
         load.watch.enter("plan")
-        remote_ids = self._remote_ids(load, connection)
-        seal_address = connection.seal_address(load.ticket.seal_index)
-        if seal_address is None:
-            raise RequestError(f"ticket: seal_index {load.ticket.seal_index} is not one of the peer's")
-        transfer, landing_index = self._start(load, connection)
-        seal = Seal(
-            piece=Piece(self._landing.address(landing_index), seal_address, SEAL_SIZE_BYTES),
-            carried=connection.carries_seals,
-            intact=lambda: self._landing.holds(landing_index, load.ticket.lease_id),
-            trust_s=connection.seal_trust_s,
-        )
-        slices = plan_slices(
-            connection.pairs,
-            load.local_ids,
-            remote_ids,
-            bytes_max=self._config.slice_bytes_max,
-            descriptors_max=self._config.slice_descriptors_max,
-            head=seal.piece if seal.carried else None,
-        )
+        read_from = [source for source in sources if source.connection.pairing is not None]
+        remote_ids = [source.block_ids(load.ticket) for source in read_from]
+        transfer, landing = self._start(load, read_from)
+        streams = [self._stream(source, index) for source, index in zip(read_from, landing, strict=True)]
+        reads = [
+            self._slices(stream, source, [some.locate(ids) for some in chunks])
+            for stream, source, ids in zip(streams, read_from, remote_ids, strict=True)
+        ]
         load.watch.enter("wire")
         try:
-            fresh = await transfer.read(self._poller, connection.agent, slices, seal, self._config.slices_in_flight_max)
-        except TransportError as error:
-            peer.retire(connection, str(error))
+            fresh = await transfer.read(streams, straight(_in_turn(reads)), self._config.slices_in_flight_max)
+        except (TransportError, CopyFailed) as error:
+            for source, stream in zip(read_from, streams, strict=True):
+                if stream is transfer.failed:
+                    source.peer.retire(source.connection, str(error))
             await transfer.stop(self._config.cancel_grace_s)
             raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
         except BaseException:
@@ -319,37 +316,67 @@ class Loader:
         if not fresh:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
-        self._notify(load.ticket, connection)
-        size_bytes = len(load.local_ids) * self._block_size_bytes
-        return load.report(size_bytes=size_bytes, blocks=len(load.local_ids), notified=True)
+        self._notify(sources)
+        return load.report(
+            sources=tuple(str(source) for source in read_from),
+            tokens=sum(len(some) * some.tokens for some in chunks),
+            notified=True,
+        )
 
-    def _remote_ids(self, load: _Load, connection: Connection) -> BlockIds:
-        """The offered blocks that belong to the local ones: the tail."""
-        what = f"request {load.request.request_id!r}: remote_block_ids of {load.ticket.engine_id!r}"
-        remote_ids = check_block_ids(load.ticket.block_ids, num_blocks=connection.num_blocks, what=what)
-        return remote_ids[-len(load.local_ids) :]
+    def _slices(self, stream: Stream, source: Source, chunks: Sequence[Chunks]) -> Iterator[Read]:
+        """What is read from one rank."""
+        pairing = source.connection.pairing
+        assert pairing is not None
+        for descriptors in plan_slices(
+            pairing,
+            chunks,
+            bytes_max=self._config.slice_bytes_max,
+            descriptors_max=self._config.slice_descriptors_max,
+            head=stream.seal.piece if stream.seal.carried else None,
+        ):
+            yield Read(stream, descriptors)
 
-    def _start(self, load: _Load, connection: Connection) -> tuple[Transfer, int]:
-        """Claim what a transfer needs; all of it is given back when its blocks are safe."""
-        index = self._landing.take()
-        if index is None:
-            raise RequestError(f"request {load.request.request_id!r}: {self._landing.count} loads are open (loads_max)")
+    def _stream(self, source: Source, landing_index: int) -> Stream:
+        connection, lease = source.connection, source.lease
+        seal_address = connection.seal_address(lease.seal_index)
+        assert seal_address is not None, "checked when the lease was found"
+        seal = Seal(
+            piece=Piece(self._landing.address(landing_index), seal_address, SEAL_SIZE_BYTES),
+            carried=connection.carries_seals,
+            missing=lambda: self._landing.missing(landing_index, lease.lease_id),
+            trust_s=connection.seal_trust_s,
+        )
+        return Stream(connection.agent, seal, staged=connection.staged)
 
-        def give_back(transfer: Transfer) -> None:
-            self._landing.give_back(index)
-            self._unsafe.discard(transfer)
-            connection.release()
-            self._note_quiet()
+    def _start(self, load: _Load, sources: Sequence[Source]) -> tuple[Transfer, list[int]]:
+        """Claim what a transfer needs, a landing place for each rank's seal; given back when its blocks are safe."""
+        taken = [index for _ in sources if (index := self._landing.take()) is not None]
+
+        def give_back(transfer: Transfer | None) -> None:
+            for index in taken:
+                self._landing.give_back(index)
+            if transfer is not None:
+                self._unsafe.discard(transfer)
+                for source in sources:
+                    source.connection.release()
+                self._note_quiet()
 
         try:
-            transfer = Transfer(load.request.request_id, load.local_ids, self._ledger, give_back)
+            if len(taken) < len(sources):
+                raise RequestError(
+                    f"request {load.request.request_id!r}: {self._landing.count} reads are open (loads_max)"
+                )
+            transfer = Transfer(
+                load.request.request_id, load.local_ids, self._ledger, self._poller, self._copier, give_back
+            )
         except KVFlowError:
-            self._landing.give_back(index)
+            give_back(None)
             raise
-        connection.hold()
+        for source in sources:
+            source.connection.hold()
         self._unsafe.add(transfer)
         load.transfers.append(transfer)
-        return transfer, index
+        return transfer, taken
 
     def _failure(self, kind: type[TransferFailed | LeaseExpired], load: _Load, why: str) -> KVFlowError:
         ticket = load.ticket
@@ -360,18 +387,41 @@ class Loader:
             quarantine=load.quarantine,
         )
 
-    def _notify(self, ticket: wire.Ticket, connection: Connection) -> None:
-        message = wire.ReadDone(lease_id=ticket.lease_id, reader=self._reader)
-        self._transport.notify(connection.agent, wire.encode(message))
+    def _notify(self, sources: Sequence[Source]) -> None:
+        """Tell every rank that holds a lease for us, also those that nothing was read from."""
+        for source in sources:
+            connection = source.connection
+            message = wire.ReadDone(
+                lease_id=source.lease.lease_id,
+                reader=self._local.reader,
+                share=connection.share,
+                whole=connection.whole,
+            )
+            self._transport.notify(connection.agent, wire.encode(message))
 
     def _note_quiet(self) -> None:
         if not self._loads and not self._unsafe:
             self._quiet.set()
 
 
-def _ticket_of(request: LoadRequest) -> wire.Ticket:
+def _ticket_of(request: LoadRequest) -> Ticket:
     """The request's ticket, checked; RequestError names what is wrong with it."""
-    if isinstance(request.ticket, wire.Ticket):
+    if isinstance(request.ticket, Ticket):
         request.ticket.check()
         return request.ticket
-    return wire.Ticket.from_params(request.ticket)
+    return Ticket.from_params(request.ticket)
+
+
+def _in_turn(reads: Sequence[Iterator[Read]]) -> Iterator[Read]:
+    """One read of each rank after the other, so that all of them are busy."""
+    if len(reads) == 1:
+        yield from reads[0]
+        return
+    waiting = list(reads)
+    while waiting:
+        for some in list(waiting):
+            read = next(some, None)
+            if read is None:
+                waiting.remove(some)
+            else:
+                yield read

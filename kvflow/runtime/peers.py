@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvflow.config import Config
-from kvflow.core import wire
-from kvflow.core.layout import Regions
-from kvflow.core.plan import RegionPairs, pair_regions
+from kvflow.core import topology, wire
+from kvflow.core.layout import PLAIN, Regions
+from kvflow.core.pairing import HeadSlice, Pairing
 from kvflow.core.seals import HOST, SEAL_SIZE_BYTES, trust_s
 from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
+from kvflow.core.topology import Holding, Rank
 from kvflow.errors import (
     KVFlowError,
     PeerIncompatible,
@@ -46,22 +47,31 @@ class LocalRank:
 
     reader: str
     compatibility: wire.Compatibility
+    holding: Holding
     regions: Regions
 
 
 class Connection:
-    """A peer after its handshake. `users` counts the loads that hold it."""
+    """A peer after its handshake: what we read from it, and what we tell it."""
 
     def __init__(
-        self, agent: AgentName, metadata: wire.Metadata, regions: Regions, pairs: Sequence[RegionPairs]
+        self, agent: AgentName, metadata: wire.Metadata, num_blocks: int, pairing: Pairing | None, told: tuple[int, int]
     ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
-        self.num_blocks = regions.num_blocks
-        self.pairs = pairs
+        self.holding = metadata.holding
+        self.num_blocks = num_blocks
+        self.pairing = pairing
+        """What we read from it; None if it only has to be told."""
+        self.share, self.whole = told
+        """How much of it we answer for (`topology.share_of`); a share of 0 means that it is none of our business."""
+        self.staged = metadata.staged
         self.seal_trust_s = trust_s(metadata.seals.hold_s)
-        # Seals lie in host memory on both sides; a read is of one kind of memory on each.
-        self.carries_seals = all(pair.local_device == pair.remote_device == HOST for pair in pairs)
+        # Seals lie in host memory on both sides; a read is of one kind of memory on each. A staged rank's seal has to
+        # be seen before anything is read.
+        self.carries_seals = (
+            pairing is not None and not self.staged and pairing.local.device == pairing.remote.device == HOST
+        )
         self._seals = metadata.seals
         self._users = 0
         self._idle = asyncio.Event()
@@ -89,8 +99,9 @@ class Connection:
 class Peer:
     """One rank of a remote engine, by the address of its side channel."""
 
-    def __init__(self, engine_id: str, address: str) -> None:
+    def __init__(self, engine_id: str, rank: Rank, address: str) -> None:
         self.engine_id = engine_id
+        self.rank = rank
         self.address = address
         self.state = PeerState.UNKNOWN
         self.current: Connection | None = None
@@ -120,24 +131,28 @@ class Peers:
         self._transport = transport
         self._local = local
         self._spawn = spawn
-        self._peers: dict[tuple[str, str], Peer] = {}
+        self._peers: dict[tuple[str, Rank, str], Peer] = {}
         self._closed = False
 
     @property
     def states(self) -> tuple[PeerState, ...]:
         return tuple(peer.state for peer in self._peers.values())
 
-    def get(self, engine_id: str, address: str) -> Peer:
+    def get(self, engine_id: str, rank: Rank, address: str) -> Peer:
         """The one object for this peer."""
-        return self._peers.setdefault((engine_id, address), Peer(engine_id, address))
+        key = (engine_id, rank, address)
+        peer = self._peers.get(key)
+        if peer is None:
+            peer = self._peers[key] = Peer(engine_id, rank, address)
+        return peer
 
-    async def connect(self, peer: Peer, incarnation: str) -> Connection:
+    async def connect(self, peer: Peer, incarnation: str | None) -> Connection:
         """The peer's connection, made if need be; all who ask meanwhile share one handshake.
 
-        A connection to another incarnation than the ticket's is outdated and replaced once. Raises a PeerError.
-        Cancelling stops the waiting, not the handshake.
+        A connection to another incarnation than the ticket's is outdated and replaced once; None takes any. Raises a
+        PeerError. Cancelling stops the waiting, not the handshake.
         """
-        if peer.current is not None and peer.current.incarnation != incarnation:
+        if peer.current is not None and incarnation is not None and peer.current.incarnation != incarnation:
             peer.retire(peer.current, f"it restarted: {peer.current.incarnation} is not {incarnation}")
         if peer.current is not None:
             return peer.current
@@ -145,6 +160,13 @@ class Peers:
             self._start_handshake(peer)
         assert peer.handshake is not None
         return await asyncio.shield(peer.handshake)
+
+    async def find_lease(self, peer: Peer, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
+        """Ask a rank for its lease of a request. Raises a PeerError."""
+        reply = await self._ask(peer, question)
+        if isinstance(reply, wire.LeaseFound | wire.NoLease):
+            return reply
+        raise ProtocolError(f"{peer.address}: asked for a lease, got {type(reply).__name__}", peer=peer.address)
 
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group ends handshakes."""
@@ -194,12 +216,16 @@ class Peers:
 
     async def _shake_hands(self, peer: Peer) -> Connection:
         await self._drop_retired(peer)
-        request = wire.MetadataRequest(
-            reader=self._local.reader,
-            engine_id=peer.engine_id,
-            tp_rank=self._config.tp_rank,
-            pp_rank=self._config.pp_rank,
-        )
+        reply = await self._ask(peer, wire.MetadataRequest(reader=self._local.reader, target=target_of(peer)))
+        if not isinstance(reply, wire.Metadata):
+            raise ProtocolError(f"{peer.address}: asked for metadata, got {type(reply).__name__}", peer=peer.address)
+        regions = _judge(peer, reply, self._local)
+        agent = await self._add_agent(peer, reply)
+        pairing, told = _relation(peer, reply, self._local, regions)
+        return Connection(agent, reply, regions.num_blocks, pairing, told)
+
+    async def _ask(self, peer: Peer, request: wire.Request) -> wire.Reply:
+        """Put a question to a peer; its refusal is raised."""
         reply = await ask(
             peer.address,
             request,
@@ -208,10 +234,8 @@ class Peers:
             message_bytes_max=self._config.side_channel_message_bytes_max,
         )
         if isinstance(reply, wire.Refusal):
-            raise _refused(peer, reply, self._local.compatibility)
-        regions = _judge(peer, reply, self._local.regions)
-        agent = await self._add_agent(peer, reply)
-        return Connection(agent, reply, regions, pair_regions(self._local.regions, regions))
+            raise _refused(peer, reply, self._local)
+        return reply
 
     async def _drop_retired(self, peer: Peer) -> None:
         """Give outdated connections back to the transport, each once its last user has left."""
@@ -220,7 +244,7 @@ class Peers:
             await self._transport.remove_peer(peer.retired.pop(0).agent)
 
     async def _add_agent(self, peer: Peer, metadata: wire.Metadata) -> AgentName:
-        expected = wire.agent_name(peer.engine_id, metadata.pp_rank, metadata.tp_rank, metadata.incarnation)
+        expected = wire.agent_name(peer.engine_id, peer.rank, metadata.incarnation)
         try:
             agent = await self._transport.add_peer(metadata.agent_metadata)
         except PeerGone as error:
@@ -233,13 +257,18 @@ class Peers:
         return agent
 
 
-def _refused(peer: Peer, refusal: wire.Refusal, ours: wire.Compatibility) -> PeerRefused | PeerIncompatible:
+def target_of(peer: Peer) -> wire.Target:
+    """Whom we believe to listen at the peer's address."""
+    return wire.Target(peer.engine_id, peer.rank.dp, peer.rank.pp, peer.rank.tp)
+
+
+def _refused(peer: Peer, refusal: wire.Refusal, ours: LocalRank) -> PeerRefused | PeerIncompatible:
     """The error for a peer that said no."""
     if refusal.compatibility is not None:
-        differences = ours.differences(refusal.compatibility) or [refusal.reason]
-        return PeerIncompatible(
-            f"{peer.address}: engine {peer.engine_id!r} is not compatible: {'; '.join(differences)}", peer=peer.address
-        )
+        differences = ours.compatibility.differences(refusal.compatibility) or [refusal.reason]
+        if refusal.holding is not None:
+            differences += topology.differences(ours.holding, refusal.holding)
+        return _incompatible(peer, differences)
     if refusal.version != wire.PROTOCOL_VERSION:
         return PeerIncompatible(
             f"{peer.address}: kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {refusal.version}",
@@ -248,7 +277,14 @@ def _refused(peer: Peer, refusal: wire.Refusal, ours: wire.Compatibility) -> Pee
     return PeerRefused(f"{peer.address}: refused: {refusal.reason}", peer=peer.address)
 
 
-def _judge(peer: Peer, metadata: wire.Metadata, local: Regions) -> Regions:
+def _incompatible(peer: Peer, differences: list[str]) -> PeerIncompatible:
+    return PeerIncompatible(
+        f"{peer.address}: engine {peer.engine_id!r} ({peer.rank}) is not compatible: {'; '.join(differences)}",
+        peer=peer.address,
+    )
+
+
+def _judge(peer: Peer, metadata: wire.Metadata, ours: LocalRank) -> Regions:
     """Check everything a peer says of itself before any of it is used."""
     if metadata.engine_id != peer.engine_id:
         raise PeerRefused(
@@ -263,20 +299,61 @@ def _judge(peer: Peer, metadata: wire.Metadata, local: Regions) -> Regions:
         )
     try:
         regions = wire.regions_from_wire(metadata.regions)
+        wire.check_holding(metadata.holding, regions)
         wire.check_seals(metadata.seals)
     except wire.WireError as error:
         raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error
-    reachable = {kind for kinds in BUFFER_DEVICES.values() for kind in kinds}
-    for name, ours, theirs, fits in (
-        ("regions", len(local), len(regions), len(regions) == len(local)),
-        (
-            "block_size_bytes",
-            local.block_size_bytes,
-            regions.block_size_bytes,
-            local.block_size_bytes == regions.block_size_bytes,
-        ),
-        ("device", sorted(reachable), regions.device.kind, regions.device.kind in reachable),
+    found = topology.differences(ours.holding, metadata.holding)
+    for name, mine, theirs in (
+        ("attention", ours.holding.latent, metadata.holding.latent),
+        ("rank (pp, tp)", peer.rank[1:], (metadata.holding.pp_rank, metadata.holding.tp_rank)),
+        ("bytes of a head", _head_bytes(ours.regions), _head_bytes(regions)),
+        ("opaque blocks (kv_format)", *_opaque_shapes(ours, regions)),
     ):
-        if not fits:
-            raise PeerIncompatible(f"{peer.address}: {name}: ours {ours}, theirs {theirs}", peer=peer.address)
+        if mine != theirs:
+            found.append(f"{name}: ours {mine}, theirs {theirs}")
+    reachable = {kind for kinds in BUFFER_DEVICES.values() for kind in kinds}
+    if regions.device.kind not in reachable:
+        found.append(f"device: ours {sorted(reachable)}, theirs {regions.device.kind}")
+    if found:
+        raise _incompatible(peer, found)
     return regions
+
+
+def _head_bytes(regions: Regions) -> int:
+    """Bytes of one head of one token over all parts."""
+    return regions.block.run * len(regions.parts)
+
+
+def _opaque(ours: LocalRank) -> bool:
+    """Whether blocks mean more than values at strides, so that only whole ones of the same shape can be read."""
+    return ours.compatibility.kv_format != PLAIN
+
+
+def _opaque_shapes(ours: LocalRank, regions: Regions) -> tuple[object, object]:
+    """What has to be equal if blocks are opaque."""
+    if not _opaque(ours):
+        return None, None
+    return (ours.regions.block, ours.regions.parts), (regions.block, regions.parts)
+
+
+def _relation(
+    peer: Peer, metadata: wire.Metadata, ours: LocalRank, regions: Regions
+) -> tuple[Pairing | None, tuple[int, int]]:
+    """What we read from a rank, and what share of it we answer for."""
+    theirs = metadata.holding
+    source = next((one for one in topology.sources_of(ours.holding, theirs) if one.tp_rank == theirs.tp_rank), None)
+    if source is None:
+        raise _incompatible(peer, [f"tp_rank: ours {ours.holding.tp_rank} has nothing to do with {theirs.tp_rank}"])
+    told = topology.share_of(ours.holding, theirs, source.tellers)
+    if source.heads == 0 or told[0] == 0:
+        return None, told
+    pairing = Pairing(
+        ours.regions,
+        regions,
+        heads=HeadSlice(source.local_start, source.remote_start, source.heads),
+        local_layers=ours.holding.layers,
+        remote_layers=theirs.layers,
+        opaque=_opaque(ours),
+    )
+    return pairing, told

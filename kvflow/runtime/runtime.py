@@ -21,12 +21,15 @@ from kvflow.core.layout import CacheLayout, KVCaches, Regions, map_regions, map_
 from kvflow.core.ledger import BlockCounts, BlockLedger
 from kvflow.core.seals import HOST, SealTable
 from kvflow.core.states import PeerState
+from kvflow.core.topology import Rank, holding_of
 from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.runtime.copier import Copier
 from kvflow.runtime.loading import Loader, LoadingStatistics, LoadReport, LoadRequest
 from kvflow.runtime.peers import LocalRank, Peers
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
 from kvflow.runtime.side_channel import Listener, ListenerStatistics
+from kvflow.runtime.sources import Sources
 from kvflow.transport.base import Transport, TransportError, TransportStatistics, choose_buffer_device
 from kvflow.transport.factory import make_transport
 
@@ -81,8 +84,9 @@ class Runtime:
 
     def __init__(self, config: Config, *, transport: Callable[[str], Transport] | None = None) -> None:
         self._config = config
+        self._rank = Rank(config.dp_rank, config.pp_rank, config.tp_rank)
         self._incarnation = secrets.token_hex(8)
-        self._agent_name = wire.agent_name(config.engine_id, config.pp_rank, config.tp_rank, self._incarnation)
+        self._agent_name = wire.agent_name(config.engine_id, self._rank, self._incarnation)
         self._transport = transport(self._agent_name) if transport else make_transport(config, self._agent_name)
         self._state = RuntimeState.NEW
         self._cause: BaseException | None = None
@@ -131,6 +135,7 @@ class Runtime:
             await self._transport.aclose(self._config.transport_close_timeout_s)
             raise
         self._poller = Poller(self._transport, self._on_notification)
+        self._copier = Copier(f"kvflow-copy {self._agent_name}")
         self._stop = asyncio.Event()
         self._state = RuntimeState.OPEN
         started = asyncio.Event()
@@ -220,10 +225,20 @@ class Runtime:
         await self._transport.register(map_spans(kv_caches), regions.device, list(kv_caches.values()))
         await self._transport.register([seals.span, landing.span], HOST, (seals, landing))
         agent_metadata = await self._transport.metadata()
-        compatibility = wire.compatibility_of(
-            layout, model=config.model, tp_size=config.tp_size, pp_size=config.pp_size
+        holding = holding_of(
+            layout,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=config.pp_rank,
+            pp_size=config.pp_size,
+            model_kv_heads=config.num_kv_heads,
         )
-        local = LocalRank(reader=self._agent_name, compatibility=compatibility, regions=regions)
+        local = LocalRank(
+            reader=self._agent_name,
+            compatibility=wire.compatibility_of(layout, model=config.model),
+            holding=holding,
+            regions=regions,
+        )
         ledger = BlockLedger(layout.num_blocks)
         peers = Peers(config, self._transport, local, self._spawn)
         return _Cache(
@@ -232,16 +247,25 @@ class Runtime:
             local=local,
             ledger=ledger,
             seals=seals,
-            serving=Serving(config, layout, ledger, seals, incarnation=self._incarnation, port=self._listener.port),
+            serving=Serving(
+                config,
+                holding,
+                ledger,
+                seals,
+                num_blocks=layout.num_blocks,
+                incarnation=self._incarnation,
+                port=self._listener.port,
+            ),
             loader=Loader(
                 config,
-                layout=layout,
+                local=local,
+                num_blocks=layout.num_blocks,
                 ledger=ledger,
                 landing=landing,
-                peers=peers,
+                sources=Sources(config, local, peers),
                 poller=self._poller,
+                copier=self._copier,
                 transport=self._transport,
-                reader=self._agent_name,
             ),
             peers=peers,
             agent_metadata=agent_metadata,
@@ -294,6 +318,7 @@ class Runtime:
             except TransportError as error:
                 raise RuntimeBroken(f"closing {self._config.engine_id!r}: {error}") from error
         finally:
+            self._copier.close()
             self._listener.close()
             self._state = RuntimeState.CLOSED
 
@@ -317,24 +342,27 @@ class Runtime:
             return _refusal(f"engine {self._config.engine_id!r} has no KV cache registered yet")
         if self._state not in (RuntimeState.OPEN, RuntimeState.CLOSING):  # closing waits for readers of open leases
             return _refusal(f"engine {self._config.engine_id!r} is {self._state}")
-        rank = (self._config.pp_rank, self._config.tp_rank)
-        if request.engine_id != self._config.engine_id:
-            return _refusal(f"unknown engine: expected {request.engine_id!r}, this is {self._config.engine_id!r}")
+        if request.target.engine_id != self._config.engine_id:
+            expected = request.target.engine_id
+            return _refusal(f"unknown engine: expected {expected!r}, this is {self._config.engine_id!r}")
         if header.fingerprint != cache.local.compatibility.fingerprint():
-            return _refusal("the caches are not compatible", cache.local.compatibility)
-        if (request.pp_rank, request.tp_rank) != rank:
-            return _refusal(f"(pp_rank, tp_rank): expected {(request.pp_rank, request.tp_rank)}, this is {rank}")
+            return _refusal("the caches are not compatible", cache.local)
+        rank = Rank(request.target.dp_rank, request.target.pp_rank, request.target.tp_rank)
+        if rank != self._rank:
+            return _refusal(f"expected {rank}, this is {self._rank}")
+        if isinstance(request, wire.LeaseRequest):
+            return cache.serving.find(request)
         return wire.Metadata(
             engine_id=self._config.engine_id,
             incarnation=self._incarnation,
-            tp_rank=self._config.tp_rank,
-            pp_rank=self._config.pp_rank,
+            holding=cache.local.holding,
             agent_metadata=cache.agent_metadata,
             agent_metadata_crc32=wire.checksum(cache.agent_metadata),
             regions=wire.regions_to_wire(cache.regions),
             seals=wire.SealLocation(
                 address=cache.seals.address(0), count=cache.seals.count, hold_s=self._config.seal_hold_s
             ),
+            staged=False,
         )
 
     def _on_notification(self, payload: bytes) -> None:
@@ -361,8 +389,14 @@ class Runtime:
         return self._cache
 
 
-def _refusal(reason: str, compatibility: wire.Compatibility | None = None) -> wire.Refusal:
-    return wire.Refusal(reason=reason, version=wire.PROTOCOL_VERSION, compatibility=compatibility)
+def _refusal(reason: str, local: LocalRank | None = None) -> wire.Refusal:
+    """A "no"; with what we are, if that is the reason."""
+    return wire.Refusal(
+        reason=reason,
+        version=wire.PROTOCOL_VERSION,
+        compatibility=local.compatibility if local else None,
+        holding=local.holding if local else None,
+    )
 
 
 async def _bounded(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> None:

@@ -1,5 +1,8 @@
 """The producer's side: leases, their seals, their timers, and the notifications that end them.
 
+An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
+readers that were given another rank's ticket find it by the request (`find`).
+
 A lease is registered, and its seal set, before `serve` returns, so a fast reader can never beat it. It ends exactly
 once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal at once; the blocks
 are given back after a short hold (invariant I3, see `core.seals`). Late, duplicate and malformed notifications are
@@ -12,20 +15,26 @@ import asyncio
 import enum
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from kvflow.config import Config
 from kvflow.core import wire
-from kvflow.core.layout import CacheLayout
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.seals import SealTable
 from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_open
+from kvflow.core.ticket import RankLease, Ticket
+from kvflow.core.topology import Holding
 from kvflow.errors import RequestError
 
 logger = logging.getLogger(__name__)
+
+_WHOLE_MAX = 1 << 32
+_RECENT_MAX = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class ServeRequest:
 
     The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
     need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
-    the lease is over once `reader_count` readers have read.
+    the lease is over once `reader_count` engines have read: how many ranks each of them has, its readers say.
     """
 
     request_id: str
@@ -78,17 +87,17 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(self, request: ServeRequest, ticket: wire.Ticket, end: Callable[[Lease, LeaseEvent], None]) -> None:
+    def __init__(self, request: ServeRequest, ticket: Ticket, end: Callable[[Lease, LeaseEvent], None]) -> None:
         self.request_id = request.request_id
         self.ticket = ticket
         self.state = LeaseState.OFFERED
         self._end = end
         self._reader_count = request.reader_count
-        self._readers: set[str] = set()
+        self._readers: dict[str, Fraction] = {}
         self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
-        return f"<Lease {self.request_id} {self.state}, read by {len(self._readers)} of {self._reader_count}>"
+        return f"<Lease {self.request_id} {self.state}, {len(self._readers)} readers done>"
 
     def __await__(self) -> Generator[Any, None, LeaseOutcome]:
         return asyncio.shield(self._outcome).__await__()
@@ -108,16 +117,16 @@ class Lease:
         """
         self._end(self, LeaseEvent.REVOKE)
 
-    def add_reader(self, reader: str) -> bool:
-        """Note that `reader` has read; False if it said so before."""
+    def add_reader(self, reader: str, share: Fraction) -> bool:
+        """Note that `reader` has read, and its share of an engine's reading; False if it said so before."""
         if reader in self._readers:
             return False
-        self._readers.add(reader)
+        self._readers[reader] = share
         return True
 
     @property
     def all_read(self) -> bool:
-        return len(self._readers) >= self._reader_count
+        return sum(self._readers.values()) >= self._reader_count
 
     def fire(self, event: LeaseEvent) -> None:
         """Only for `Serving`: change the state."""
@@ -146,21 +155,24 @@ class Serving:
     def __init__(
         self,
         config: Config,
-        layout: CacheLayout,
+        holding: Holding,
         ledger: BlockLedger,
         seals: SealTable,
         *,
+        num_blocks: int,
         incarnation: str,
         port: int,
     ) -> None:
         self._config = config
-        self._layout = layout
+        self._holding = holding
+        self._num_blocks = num_blocks
         self._ledger = ledger
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
         self._entries: dict[str, _Entry] = {}
-        self._open_requests: set[str] = set()
+        self._open_requests: dict[str, Lease] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()
         self._ended = dict.fromkeys(LeaseOutcome, 0)
         self._late = 0
         self._duplicate = 0
@@ -212,10 +224,25 @@ class Serving:
         entry = self._entries.get(message.lease_id)
         if entry is None or not lease_open(entry.lease.state):
             self._late += 1
-        elif not entry.lease.add_reader(message.reader):
+        elif not 0 < message.share <= message.whole <= _WHOLE_MAX:
+            self._malformed += 1
+        elif not entry.lease.add_reader(message.reader, Fraction(message.share, message.whole)):
             self._duplicate += 1
         elif entry.lease.all_read:
             self._end(entry.lease, LeaseEvent.ALL_READ)
+
+    def find(self, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
+        """The open lease for a request, if it is of the same blocks and tokens."""
+        lease = self._open_requests.get(question.request_id)
+        if lease is None:
+            return wire.NoLease(ended=question.request_id in self._recent)
+        ticket = lease.ticket
+        if (ticket.num_tokens, wire.digest_of(ticket.block_ids)) != (question.num_tokens, question.blocks_digest):
+            return wire.NoLease(ended=True)
+        own = ticket.first
+        return wire.LeaseFound(
+            incarnation=own.incarnation, lease_id=own.lease_id, seal_index=own.seal_index, block_ids=own.block_ids
+        )
 
     async def drained(self) -> None:
         """Wait until no lease is open."""
@@ -233,8 +260,8 @@ class Serving:
             raise RequestError(f"{what}: it is being served already")
         if len(request.block_ids) > self._config.block_ids_max:
             raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
-        ids = check_block_ids(request.block_ids, num_blocks=self._layout.num_blocks, what=f"{what}: block_ids")
-        size = self._layout.block_size
+        ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
+        size = self._holding.block_size
         if request.num_tokens < 0 or len(ids) > -(-request.num_tokens // size):
             raise RequestError(
                 f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {request.num_tokens} fill"
@@ -243,27 +270,40 @@ class Serving:
             raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
         return ids
 
-    def _make_ticket(self, request: ServeRequest, ids: BlockIds, seal_index: int, ttl_s: float) -> wire.Ticket:
-        return wire.Ticket(
-            engine_id=self._config.engine_id,
-            request_id=request.request_id,
-            block_ids=tuple(ids.tolist()),
-            host=self._config.advertise_host or self._config.listen_host,
-            port=self._port,
-            tp_size=self._config.tp_size,
+    def _make_ticket(self, request: ServeRequest, ids: BlockIds, seal_index: int, ttl_s: float) -> Ticket:
+        config, holding = self._config, self._holding
+        own = RankLease(
+            pp_rank=config.pp_rank,
+            tp_rank=config.tp_rank,
             lease_id=secrets.token_hex(wire.LEASE_ID_CHARS // 2),
             seal_index=seal_index,
             incarnation=self._incarnation,
+            host=config.advertise_host or config.listen_host,
+            port=self._port,
+        )
+        return Ticket(
+            engine_id=config.engine_id,
+            request_id=request.request_id,
+            block_ids=tuple(ids.tolist()),
             num_tokens=request.num_tokens,
             ttl_s=ttl_s,
+            tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            dp_rank=config.dp_rank,
+            block_size=holding.block_size,
+            kv_heads=holding.kv_heads,
+            model_kv_heads=holding.model_kv_heads,
+            fixed_ports=config.listen_port > 0,
+            ranks=(own,),
         )
 
     def _open(self, lease: Lease, ids: BlockIds, ttl_s: float) -> None:
-        ticket = lease.ticket
-        self._seals.seal(ticket.seal_index, ticket.lease_id)
+        own = lease.ticket.first
+        self._seals.seal(own.seal_index, own.lease_id)
         timer = asyncio.get_running_loop().call_later(ttl_s, self._end, lease, LeaseEvent.EXPIRE)
-        self._entries[ticket.lease_id] = _Entry(lease=lease, ids=ids, timer=timer)
-        self._open_requests.add(lease.request_id)
+        self._entries[own.lease_id] = _Entry(lease=lease, ids=ids, timer=timer)
+        self._open_requests[lease.request_id] = lease
+        self._recent.pop(lease.request_id, None)
         self._all_ended.clear()
 
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
@@ -272,13 +312,20 @@ class Serving:
             return
         entry = self._entries[lease.ticket.lease_id]
         entry.timer.cancel()
-        self._seals.give_back(lease.ticket.seal_index)
-        self._open_requests.discard(lease.request_id)
+        self._seals.give_back(lease.ticket.first.seal_index)
+        del self._open_requests[lease.request_id]
+        self._remember(lease.request_id)
         lease.fire(event)
         if len(entry.ids) == 0:
             self._give_back(lease, entry.ids)
         else:
             asyncio.get_running_loop().call_later(self._config.seal_hold_s, self._give_back, lease, entry.ids)
+
+    def _remember(self, request_id: str) -> None:
+        """Keep in mind that there was a lease: a reader that comes late need not wait for one to be opened."""
+        self._recent[request_id] = None
+        if len(self._recent) > _RECENT_MAX:
+            self._recent.popitem(last=False)
 
     def _give_back(self, lease: Lease, ids: BlockIds) -> None:
         """Nobody can take the blocks for good any more: the producer may reuse them (invariant I3)."""

@@ -3,13 +3,18 @@
 Posted reads cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
 here for its posted reads, up to a bound; past it the blocks are quarantined, and this object outlives the load until
 they are safe (invariant I1).
+
+A load's bytes come in batches. Most are one read each, straight into the cache. A batch that cannot land there goes
+through buffers: it has reads from one or several ranks and, when the last of them has landed, a copy to run on the
+copy thread. A copy under way is as little to be taken back as a read, so it counts as one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from typing import NamedTuple
 
 from kvflow.core.ledger import BlockLedger
@@ -17,10 +22,12 @@ from kvflow.core.plan import BlockIds, Descriptors, Piece
 from kvflow.core.seals import fetch_seal
 from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.errors import RuntimeBroken
+from kvflow.runtime.copier import Copier
 from kvflow.runtime.poller import Poller
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+_STAGED_LOOK_FIRST_S, _STAGED_LOOK_MOST_S = 0.0005, 0.01
 
 
 class Seal(NamedTuple):
@@ -28,10 +35,57 @@ class Seal(NamedTuple):
 
     piece: Piece
     carried: bool
-    """Whether the first slice fetches it too; else it takes a read of its own."""
-    intact: Callable[[], bool]
-    """Whether what was fetched last is the id of the load's lease."""
+    """Whether the first read fetches it too; else it takes a read of its own."""
+    missing: Callable[[], int | None]
+    """How many of the lease's blocks cannot be read yet, by what was fetched last; None if it is not the lease's."""
     trust_s: float
+
+
+class Stream:
+    """What one load reads from one rank, and what it knows of that rank's lease."""
+
+    def __init__(self, agent: AgentName, seal: Seal, *, staged: bool) -> None:
+        self.agent = agent
+        self.seal = seal
+        self.staged = staged
+        """Whether the rank fills host buffers before they can be read, so that reads have to wait for it."""
+        self.fetching: PostedRead | None = None
+
+    @property
+    def intact(self) -> bool:
+        """Whether the seal that was fetched last is the lease's."""
+        return self.seal.missing() is not None
+
+
+class Read(NamedTuple):
+    """One read of a batch; from a staged rank only when at most `missing_max` blocks are missing there."""
+
+    stream: Stream
+    descriptors: Descriptors
+    missing_max: int = 0
+
+
+class Batch(NamedTuple):
+    """Reads that belong together, and what happens when all have landed."""
+
+    reads: Sequence[Read]
+    copy: Callable[[], None] | None = None
+    """Runs on the copy thread once all reads have landed."""
+    release: Callable[[], None] | None = None
+    """Runs on the loop once nothing can touch the batch's buffers any more."""
+
+
+class CopyFailed(Exception):
+    """A copy between buffers and the cache raised; `__cause__` says what."""
+
+
+class _Running:
+    """A batch that was begun: how many of its reads are under way, and whether it is worth copying."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self.pending = 1  # the beginning counts as one
+        self.intact = True
 
 
 class Transfer:
@@ -42,23 +96,35 @@ class Transfer:
     """
 
     def __init__(
-        self, request_id: str, ids: BlockIds, ledger: BlockLedger, on_safe: Callable[[Transfer], None]
+        self,
+        request_id: str,
+        ids: BlockIds,
+        ledger: BlockLedger,
+        poller: Poller,
+        copier: Copier,
+        on_safe: Callable[[Transfer], None],
     ) -> None:
         ledger.begin_load(ids)
         self.request_id = request_id
         self.state = TransferState.PENDING
         self.post_s = 0.0
         self.descriptor_count = 0
+        self.size_bytes = 0
+        self.failed: Stream | None = None
+        """Whose read failed first."""
         self._ids = ids
         self._ledger = ledger
+        self._poller = poller
+        self._copier = copier
         self._on_safe = on_safe
-        self._reads: set[PostedRead] = set()
-        self._error: TransportError | None = None
+        self._reads: dict[PostedRead, tuple[Stream, _Running | None]] = {}
+        self._copies = 0
+        self._error: TransportError | CopyFailed | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
-        return f"<Transfer {self.request_id} {self.state}, {len(self._reads)} reads under way>"
+        return f"<Transfer {self.request_id} {self.state}, {self._under_way} reads and copies under way>"
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -73,34 +139,29 @@ class Transfer:
         """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died."""
         await asyncio.shield(self._end)
 
-    async def read(
-        self, poller: Poller, peer: AgentName, slices: Iterator[Descriptors], seal: Seal, in_flight_max: int
-    ) -> bool:
-        """Read all slices, at most `in_flight_max` at once, and the seal; whether it vouches for the data.
+    async def read(self, streams: Sequence[Stream], batches: AsyncGenerator[Batch, None], in_flight_max: int) -> bool:
+        """Read all batches, at most `in_flight_max` reads at once, and the seals; whether those vouch for the data.
 
-        The seal is fetched with the first slice: if it is broken no further slice is posted, and if it is intact and
-        the whole read was quick, that is enough; else it is fetched once more at the end (`core.seals` has the two
-        arguments). Raises the first TransportError, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
+        A seal is fetched with its stream's first read: if it is broken no further batch is posted, and if all are
+        intact and the whole read was quick, that is enough; else they are fetched once more at the end (`core.seals`
+        has the two arguments). Raises the first TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow.
+        Cancelling posts no more.
         """
         self._fire(TransferEvent.POST)
         begun_s = _clock_s()
-        first = next(slices)
-        self.descriptor_count += len(first) - seal.carried
-        sealed = self._post(poller, peer, first)
-        if not seal.carried:
-            sealed = self._post(poller, peer, fetch_seal(seal.piece))
-        for descriptors in slices:
-            await self._wait_until_below(in_flight_max)
-            if sealed not in self._reads and not seal.intact():
-                break
-            self.descriptor_count += len(descriptors)
-            self._post(poller, peer, descriptors)
+        async with aclosing(batches):
+            async for batch in batches:
+                if not await self._begin(batch, in_flight_max):
+                    break
         await self._wait_until_below(1)
-        if seal.intact() and _clock_s() - begun_s >= seal.trust_s:
-            self._post(poller, peer, fetch_seal(seal.piece))
+        intact = all(stream.intact for stream in streams)
+        if intact and _clock_s() - begun_s >= min(stream.seal.trust_s for stream in streams):
+            for stream in streams:
+                self._fetch_seal(stream)
             await self._wait_until_below(1)
+            intact = all(stream.intact for stream in streams)
         self._fire(TransferEvent.LAND)
-        return seal.intact()
+        return intact
 
     def finish(self) -> None:
         """The load has judged what landed: give the blocks back."""
@@ -141,34 +202,112 @@ class Transfer:
 
     def read_ended(self, event: ReadEnded) -> None:
         """From the poller: one read has stopped."""
-        self._reads.discard(event.read)
+        stream, running = self._reads.pop(event.read)
         self.post_s += event.post_s
-        self._error = self._error or event.error
-        self._stop_if_last()
-        self._wake()
+        if event.error is not None and self._error is None:
+            self._error, self.failed = event.error, stream
+        if running is not None:
+            self._ended(running, intact=event.error is None)
+        self._note_progress()
 
     def read_lost(self, read: PostedRead, error: RuntimeBroken) -> None:
         """From the poller: it ended, so it will never be known when these bytes have stopped."""
-        self._reads.discard(read)
+        self._reads.pop(read, None)
         if not self._end.done():
             self._end.set_exception(error)
             self._end.exception()  # seen: there may be nobody who waits
         self._wake()
 
-    def _post(self, poller: Poller, peer: AgentName, descriptors: Descriptors) -> PostedRead:
-        read = poller.read(self, peer, descriptors)
-        self._reads.add(read)
-        return read
+    @property
+    def _under_way(self) -> int:
+        return len(self._reads) + self._copies
+
+    async def _begin(self, batch: Batch, in_flight_max: int) -> bool:
+        """Post a batch's reads when there is room; False if a lease turned out to be over. The batch ends by itself."""
+        running = _Running(batch)
+        begun = False
+        try:
+            for read in batch.reads:
+                await self._wait_until_below(in_flight_max)
+                if not await self._readable(read):
+                    return False
+                self._post(read, running)
+            begun = True
+        finally:
+            self._ended(running, intact=begun)
+        return True
+
+    async def _readable(self, read: Read) -> bool:
+        """Whether the lease still stands, as far as is known; waits until a staged rank has the blocks of the read."""
+        stream = read.stream
+        if not stream.staged:
+            return stream.fetching is None or stream.fetching in self._reads or stream.intact
+        look_s = _STAGED_LOOK_FIRST_S
+        while stream.fetching is None or (stream.seal.missing() or 0) > read.missing_max:
+            if stream.fetching is not None:
+                await asyncio.sleep(look_s)
+                look_s = min(2 * look_s, _STAGED_LOOK_MOST_S)
+            self._fetch_seal(stream)
+            while stream.fetching in self._reads:
+                await self._wait_for_progress()
+        return stream.intact
+
+    def _post(self, read: Read, running: _Running) -> None:
+        stream, descriptors = read.stream, read.descriptors
+        self.descriptor_count += len(descriptors)
+        self.size_bytes += descriptors.size_bytes
+        posted = self._poller.read(self, stream.agent, descriptors)
+        self._reads[posted] = (stream, running)
+        running.pending += 1
+        if stream.fetching is None and stream.seal.carried:
+            stream.fetching = posted
+            self.descriptor_count -= 1
+            self.size_bytes -= stream.seal.piece.size_bytes
+        elif stream.fetching is None:
+            self._fetch_seal(stream)
+
+    def _fetch_seal(self, stream: Stream) -> None:
+        stream.fetching = self._poller.read(self, stream.agent, fetch_seal(stream.seal.piece))
+        self._reads[stream.fetching] = (stream, None)
+
+    def _ended(self, running: _Running, *, intact: bool) -> None:
+        """One part of a batch is over; after the last one its copy runs, or its buffers are given back."""
+        running.intact = running.intact and intact
+        running.pending -= 1
+        if running.pending:
+            return
+        copy = running.batch.copy
+        if copy is not None and running.intact and self.state is TransferState.READING and self._error is None:
+            self._copies += 1
+            self._copier.submit(copy, lambda error: self._copied(running, error))
+        elif running.batch.release is not None:
+            running.batch.release()
+
+    def _copied(self, running: _Running, error: BaseException | None) -> None:
+        self._copies -= 1
+        if error is not None and self._error is None:
+            self._error = CopyFailed(str(error))
+            self._error.__cause__ = error
+        if running.batch.release is not None:
+            running.batch.release()
+        self._note_progress()
 
     async def _wait_until_below(self, count: int) -> None:
-        """Wait until fewer than `count` reads are under way; raises what has gone wrong once all have stopped."""
-        while len(self._reads) >= (1 if self._error else count):
-            self._progress = asyncio.get_running_loop().create_future()
-            await self._progress
+        """Wait until fewer than `count` reads and copies are under way; raises what has gone wrong once all stopped."""
+        while self._under_way >= (1 if self._error else count):
+            await self._wait_for_progress()
         if self._end.done():
             self._end.result()
         if self._error is not None:
             raise self._error
+
+    async def _wait_for_progress(self) -> None:
+        self._progress = asyncio.get_running_loop().create_future()
+        await self._progress
+
+    def _note_progress(self) -> None:
+        self._stop_if_last()
+        self._wake()
 
     def _wake(self) -> None:
         if self._progress is not None and not self._progress.done():
@@ -176,7 +315,7 @@ class Transfer:
 
     def _stop_if_last(self) -> None:
         lost = self._end.done()
-        if not lost and not self._reads and self.state in (TransferState.STOPPING, TransferState.QUARANTINED):
+        if not lost and not self._under_way and self.state in (TransferState.STOPPING, TransferState.QUARANTINED):
             self._fire(TransferEvent.LAST_STOPPED)
             self._settle()
 
@@ -188,6 +327,12 @@ class Transfer:
 
     def _fire(self, event: TransferEvent) -> None:
         self.state = fire(TRANSFER_TABLE, self.state, event)
+
+
+async def straight(slices: Iterator[Read]) -> AsyncGenerator[Batch, None]:
+    """Batches of one read each, for reads that land where they belong."""
+    for read in slices:
+        yield Batch((read,))
 
 
 def _clock_s() -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
+from tests_support import altered
 
 from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
 from kvflow.errors import InvalidInput, RequestError
@@ -37,7 +37,7 @@ LOAD: list[tuple[dict[str, Any], list[Any], str]] = [
     ({}, [16], "request 'r': block_ids: block id 16 is not in 0..15"),
     ({}, [-3], "block id -3 is not in 0..15"),
     ({}, [1, 1], "block id 1 is given twice"),
-    ({}, [0, 1, 2], "3 local blocks, but only 2 are offered"),
+    ({}, [0, 1, 2], "request 'r': 3 local blocks of 4 tokens, but only 8 tokens in 2 blocks of 4 are offered"),
     ({}, ["a"], "expected a list of integers"),
     ({"remote_block_ids": [3, 99]}, [0], "remote_block_ids of 'producer': block id 99 is not in 0..15"),
     ({"remote_block_ids": [3, 3]}, [0], "block id 3 is given twice"),
@@ -76,7 +76,7 @@ async def test_a_ticket_without_a_field_names_it(pair: InprocPair, field: str) -
 async def test_a_seal_that_the_peer_does_not_have(pair: InprocPair) -> None:
     lease = pair.offer([3])
     ticket = lease.ticket.to_params()
-    ticket["kvflow"]["seal_index"] = 1 << 40
+    ticket["kvflow"]["ranks"][0]["seal_index"] = 1 << 40
     with pytest.raises(RequestError, match="seal_index 1099511627776"):
         await pair.consumer.runtime.load_blocks(LoadRequest("r", ticket=ticket, block_ids=[0]))
     lease.revoke()
@@ -100,7 +100,7 @@ async def test_a_bad_ticket_costs_its_load_and_nothing_else(
     pair: InprocPair, field: str, value: object, as_dict: bool
 ) -> None:
     lease = pair.offer([3])
-    bad = msgspec.structs.replace(lease.ticket, **{field: value})
+    bad = altered(lease.ticket, **{field: value})
     with pytest.raises(RequestError, match=r"^ticket: "):
         await pair.consumer.runtime.load_blocks(
             LoadRequest("r", ticket=bad.to_params() if as_dict else bad, block_ids=[0])

@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+import torch
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.errors import BlocksBusy, RequestError
@@ -19,7 +20,7 @@ async def test_a_full_load_fills_the_blocks_and_releases_the_lease(pair: InprocP
     assert await lease is LeaseOutcome.READ
     assert report.bytes == 3 * pair.producer.layout.block_size_bytes
     assert (report.blocks, report.notified, report.request_id) == (3, True, "req")
-    assert report.sources == (f"producer at {pair.producer.runtime.address}",)
+    assert report.sources == (f"producer (dp 0 pp 0 tp 0) at {pair.producer.runtime.address}",)
     assert set(report.seconds) == {"queued", "handshake", "plan", "post", "wire", "notify"}
     assert report.total_s == pytest.approx(sum(report.seconds.values()))
 
@@ -69,8 +70,14 @@ async def test_a_partly_filled_last_block_is_offered_too(pair: InprocPair) -> No
     request = ServeRequest("partial", block_ids=[2, 8], num_tokens=5)
     lease = pair.producer.runtime.serve_blocks(request)
     assert lease.ticket.num_tokens == 5
-    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0, 1]))
-    pair.assert_loaded([0, 1], [2, 8])
+    report = await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0, 1]))
+    assert (report.blocks, report.tokens) == (2, 5)
+    for name, ours in pair.consumer.kv_caches.items():  # (2, blocks, heads, tokens, head elements)
+        theirs = pair.producer.kv_caches[name]
+        assert torch.equal(ours[:, 0], theirs[:, 2])
+        assert torch.equal(ours[:, 1, :, :1], theirs[:, 8, :, :1])
+        assert (ours[:, 1, :, 1:] == -1).all(), "what lies behind the tokens was written"
+        assert (ours[:, 2:] == -1).all()
 
 
 async def test_a_lease_can_be_awaited_as_written_in_the_contract(pair: InprocPair) -> None:
@@ -149,4 +156,4 @@ async def test_one_request_is_served_once_at_a_time(pair: InprocPair) -> None:
 def _read_done(lease_id: str, reader: str) -> bytes:
     from kvflow.core import wire
 
-    return wire.encode(wire.ReadDone(lease_id=lease_id, reader=reader))
+    return wire.encode(wire.ReadDone(lease_id=lease_id, reader=reader, share=2, whole=2))

@@ -9,6 +9,7 @@ import pytest
 from tests_support import leases_ended
 
 from kvflow import Config, LeaseOutcome, LoadReport
+from kvflow.core import wire
 from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFailed
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 from kvflow.transport.base import PeerGone, TransportError
@@ -149,7 +150,7 @@ async def test_a_seal_that_another_lease_uses_now_does_not_help_an_old_ticket(pa
     old = pair.offer([3], "old")
     old.revoke()
     new = pair.offer([4], "new")
-    assert old.ticket.seal_index == new.ticket.seal_index
+    assert old.ticket.first.seal_index == new.ticket.first.seal_index
     with pytest.raises(LeaseExpired):
         await pair.consumer.runtime.load_blocks(pair.wanted(old, [0]))
     new.revoke()
@@ -233,7 +234,7 @@ async def test_duplicate_and_late_notifications_change_nothing(pair: InprocPair)
 async def test_forged_notifications_release_nothing(pair: InprocPair) -> None:
     lease = pair.offer([3])
     transport = pair.producer.transport
-    for payload in (b"", b"\xff" * 10, b"\x93\xa9read_done\xa3abc\xa1x", b"x" * 100_000):
+    for payload in (b"", b"\xff" * 10, wire.encode(wire.ReadDone(lease_id="abc", reader="x", share=1, whole=1)), b"x" * 100_000):
         transport.deliver(payload)
     await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
     assert await lease is LeaseOutcome.READ

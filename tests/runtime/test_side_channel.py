@@ -13,10 +13,11 @@ import zmq
 import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests_support import small_cache
+from tests_support import altered, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core import wire
+from kvflow.core.layout import BlockShape
 from kvflow.errors import (
     DeadlineExceeded,
     LeaseExpired,
@@ -59,7 +60,7 @@ async def fake_peer(answer: Answer) -> AsyncIterator[int]:
 def ticket_for(pair: InprocPair, port: int, **changes: object) -> Ticket:
     lease = pair.offer([3], "template")
     lease.revoke()
-    return msgspec.structs.replace(lease.ticket, port=port, **changes)
+    return altered(lease.ticket, port=port, **changes)
 
 
 def reply_frames(body: wire.Reply, version: int = wire.PROTOCOL_VERSION) -> list[bytes]:
@@ -71,7 +72,7 @@ def metadata_of(pair: InprocPair) -> wire.Metadata:
     runtime = pair.producer.runtime
     cache = pair.consumer.runtime._cache
     assert cache is not None
-    request = wire.MetadataRequest(reader="test", engine_id="producer", tp_rank=0, pp_rank=0)
+    request = wire.MetadataRequest(reader="test", target=wire.Target("producer", 0, 0, 0))
     reply = runtime._answer(wire.our_header(cache.local.compatibility.fingerprint()), request)
     assert isinstance(reply, wire.Metadata)
     return reply
@@ -158,8 +159,11 @@ async def test_metadata_that_contradicts_itself(
     [
         ({"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
         ({"num_blocks": 1 << 62}, ProtocolError, "region table: base"),
-        ({"bases": [1], "strides": [4096]}, PeerIncompatible, "regions: ours 4, theirs 1"),
-        ({"block_size_bytes": 64}, PeerIncompatible, "block_size_bytes: ours 256, theirs 64"),
+        ({"bases": [1], "strides": [4096]}, ProtocolError, "region table: 1 regions, parts of a layer"),
+        ({"bases": [1, 1], "strides": [4096] * 2}, ProtocolError, "holding: 2 layers, 2 regions"),
+        ({"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
+        ({"block": BlockShape(4, 2, 32, 16, 64)}, ProtocolError, "region table: 16 blocks of shape"),
+        ({"block": BlockShape(2, 4, 32, 32, 64)}, ProtocolError, "holding: block_size 4, kv_heads 2"),
         ({"device_kind": "tape"}, PeerIncompatible, "device: ours .*, theirs tape"),
     ],
 )
@@ -176,7 +180,7 @@ async def test_region_tables_that_cannot_be_true_or_do_not_fit(
 async def test_an_engine_of_another_protocol_version(pair: InprocPair) -> None:
     refusal = wire.Refusal(reason="no", version=7)
     async with fake_peer(lambda _: reply_frames(refusal, version=7)) as port:
-        with pytest.raises(PeerIncompatible, match="kvflow protocol version: ours 1, theirs 7"):
+        with pytest.raises(PeerIncompatible, match="kvflow protocol version: ours 2, theirs 7"):
             await load_from(pair, ticket_for(pair, port))
 
 
@@ -185,7 +189,7 @@ async def test_the_listener_refuses_another_version_before_it_reads_the_body(pai
     reply = await exchange(pair.producer.runtime.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
     refusal = wire.decode_reply(reply[1])
     assert isinstance(refusal, wire.Refusal)
-    assert refusal.reason == "kvflow protocol version: ours 1, theirs 9"
+    assert refusal.reason == "kvflow protocol version: ours 2, theirs 9"
 
 
 async def test_another_engine_at_the_address_is_named(pair: InprocPair) -> None:
@@ -195,7 +199,7 @@ async def test_another_engine_at_the_address_is_named(pair: InprocPair) -> None:
 
 
 async def test_an_incompatible_cache_lists_every_difference(pair: InprocPair) -> None:
-    kv_caches, layout = small_cache(layers=3, block_size=8)
+    kv_caches, layout = small_cache(layers=3, block_size=6)
     config = Config(engine_id="odd", listen="tcp://127.0.0.1:0", model="another model")
     network = pair.producer.transport._network
     async with Runtime(config, transport=lambda name: InprocTransport(name, network)) as runtime:
@@ -207,8 +211,8 @@ async def test_an_incompatible_cache_lists_every_difference(pair: InprocPair) ->
     text = str(caught.value)
     for difference in (
         "model: ours 'another model', theirs ''",
-        "layers: ours 3, theirs 2",
-        "block_size: ours 8, theirs 4",
+        "layers: ours 3 (0, 1, 2), theirs 2 (0, 1)",
+        "block_size: ours 6, theirs 4: neither divides the other",
     ):
         assert difference in text
     assert "dtype" not in text
@@ -224,10 +228,10 @@ async def test_a_peer_without_a_cache_refuses(pair: InprocPair) -> None:
 
 async def test_a_failed_handshake_fails_all_who_wait_and_the_next_load_tries_again(pair: InprocPair) -> None:
     honest = metadata_of(pair)
-    answers = [reply_frames(wire.Refusal(reason="not today", version=1)), reply_frames(honest)]
+    answers = [reply_frames(wire.Refusal(reason="not today", version=wire.PROTOCOL_VERSION)), reply_frames(honest)]
     async with fake_peer(lambda _: answers.pop(0)) as port:
         lease = pair.offer([3])
-        ticket = msgspec.structs.replace(lease.ticket, port=port)
+        ticket = altered(lease.ticket, port=port)
         runtime = pair.consumer.runtime
         requests = [LoadRequest(f"r{block}", ticket=ticket, block_ids=[block]) for block in range(4)]
         results = await asyncio.gather(*map(runtime.load_blocks, requests), return_exceptions=True)

@@ -1,0 +1,286 @@
+"""The ticket: what a consumer needs to load one request's blocks. It travels through routers as a dict of JSON types.
+
+A lease is a promise of one rank. An engine of several ranks makes one on each, under the same request id, and a ticket
+names one or more of them: `merge_tickets` makes one ticket of those that the ranks have made. A reader that needs a
+rank which its ticket does not name works its port out and asks it (`wire.LeaseRequest`), which costs a round trip.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+
+from kvflow.config import PORT_MAX, RANKS_MAX, is_host, is_name, rank_offset
+from kvflow.core.topology import Holding, Rank
+from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION
+from kvflow.errors import RequestError
+
+_LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
+_NAME_CHARS_MAX = 1024
+
+# Python and JSON know larger integers, but no message of ours can carry them.
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's lease, and where that rank's side channel listens.
+
+    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
+    rank has no host and port: they are where routers look for them.
+    """
+
+    pp_rank: Int64
+    tp_rank: Int64
+    lease_id: str
+    seal_index: Int64
+    incarnation: str
+    host: str = ""
+    port: Int64 = 0
+    block_ids: tuple[Int64, ...] | None = None
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self.host}:{self.port}"
+
+    def check(self, block_count: int) -> None:
+        """RequestError names what no producer would have given."""
+        if not 0 < self.port <= PORT_MAX:
+            raise RequestError(f"ticket: remote_port {self.port} is not in 1..{PORT_MAX}")
+        if not is_host(self.host):
+            raise RequestError(f"ticket: remote_host {self.host[:80]!a} is no host to connect to")
+        if not is_name(self.incarnation, _NAME_CHARS_MAX):
+            raise RequestError(f"ticket: incarnation {self.incarnation[:80]!a} is no name")
+        if not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID:
+            raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
+        if self.seal_index < 0:
+            raise RequestError(f"ticket: seal_index {self.seal_index}")
+        if self.block_ids is not None and len(self.block_ids) != block_count:
+            raise RequestError(f"ticket: {block_count} blocks, but {len(self.block_ids)} of tp_rank {self.tp_rank}")
+
+
+class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
+    """kvflow's own part of a ticket, under the key "kvflow"."""
+
+    version: Int64
+    num_tokens: Int64
+    ttl_s: float
+    dp_rank: Int64
+    pp_size: Int64
+    block_size: Int64
+    kv_heads: Int64
+    model_kv_heads: Int64
+    fixed_ports: bool
+    ranks: list[RankLease]
+
+
+class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
+    """The dict as routers see it; its other field names are the ones that routers of this field forward."""
+
+    do_remote_prefill: bool
+    do_remote_decode: bool
+    remote_engine_id: str
+    remote_request_id: str
+    remote_block_ids: list[Int64]
+    remote_host: str
+    remote_port: Int64
+    tp_size: Int64
+    kvflow: _TicketExtension
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """What a consumer needs to read one request's blocks.
+
+    `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
+    that the lease had left when the ticket was made; it is a hint for routers, readers trust the seal (`core.seals`).
+    `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
+    `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
+    first one's.
+    """
+
+    engine_id: str
+    request_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    ttl_s: float
+    tp_size: int
+    pp_size: int
+    dp_rank: int
+    block_size: int
+    kv_heads: int
+    model_kv_heads: int
+    fixed_ports: bool
+    ranks: tuple[RankLease, ...]
+
+    @property
+    def first(self) -> RankLease:
+        """The rank that made the ticket, or the first of those that were merged."""
+        return self.ranks[0]
+
+    @property
+    def lease_id(self) -> str:
+        return self.first.lease_id
+
+    @property
+    def address(self) -> str:
+        return self.first.address
+
+    def holding(self, ours: Holding) -> Holding:
+        """What its rank holds, as far as the ticket says; the rest as in ours."""
+        return msgspec.structs.replace(
+            ours,
+            tp_rank=self.first.tp_rank,
+            tp_size=self.tp_size,
+            pp_rank=self.first.pp_rank,
+            pp_size=self.pp_size,
+            kv_heads=self.kv_heads,
+            model_kv_heads=self.model_kv_heads,
+            block_size=self.block_size,
+        )
+
+    def find(self, rank: Rank) -> RankLease | None:
+        """The lease of that rank, if the ticket names it."""
+        return next((lease for lease in self.ranks if (lease.pp_rank, lease.tp_rank) == (rank.pp, rank.tp)), None)
+
+    def address_of(self, rank: Rank) -> str:
+        """Where that rank listens. RequestError if it is not named and cannot be worked out."""
+        named = self.find(rank)
+        if named is not None:
+            return named.address
+        if not self.fixed_ports:
+            names = ", ".join(f"({lease.pp_rank}, {lease.tp_rank})" for lease in self.ranks)
+            raise RequestError(
+                f"ticket: engine {self.engine_id!r} has ranks on ports of the system's choice (listen port 0), and "
+                f"(pp_rank, tp_rank) {(rank.pp, rank.tp)} is needed, but only {names} named: merge the ranks' tickets"
+            )
+        first = self.first
+        here, there = (
+            rank_offset(0, pp, tp, tp_size=self.tp_size, pp_size=self.pp_size)
+            for pp, tp in ((first.pp_rank, first.tp_rank), (rank.pp, rank.tp))
+        )
+        port = first.port + there - here
+        if not 0 < port <= PORT_MAX:
+            raise RequestError(
+                f"ticket: remote_port {first.port} of (pp_rank, tp_rank) {(first.pp_rank, first.tp_rank)} puts "
+                f"{(rank.pp, rank.tp)} at port {port}, which is not in 1..{PORT_MAX}"
+            )
+        return f"tcp://{first.host}:{port}"
+
+    def to_params(self) -> dict[str, Any]:
+        """A dict of JSON types that survives any HTTP router."""
+        first = msgspec.structs.replace(self.first, host="", port=0)
+        params: dict[str, Any] = msgspec.to_builtins(
+            _TicketParams(
+                do_remote_prefill=True,
+                do_remote_decode=False,
+                remote_engine_id=self.engine_id,
+                remote_request_id=self.request_id,
+                remote_block_ids=list(self.block_ids),
+                remote_host=self.first.host,
+                remote_port=self.first.port,
+                tp_size=self.tp_size,
+                kvflow=_TicketExtension(
+                    version=PROTOCOL_VERSION,
+                    num_tokens=self.num_tokens,
+                    ttl_s=self.ttl_s,
+                    dp_rank=self.dp_rank,
+                    pp_size=self.pp_size,
+                    block_size=self.block_size,
+                    kv_heads=self.kv_heads,
+                    model_kv_heads=self.model_kv_heads,
+                    fixed_ports=self.fixed_ports,
+                    ranks=[first, *self.ranks[1:]],
+                ),
+            )
+        )
+        for rank in params["kvflow"]["ranks"]:
+            if "block_ids" in rank:
+                rank["block_ids"] = list(rank["block_ids"])
+        return params
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any]) -> Ticket:
+        """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
+        try:
+            raw = msgspec.convert(params, _TicketParams, strict=True)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"ticket: {error}") from error
+        extra = raw.kvflow
+        if extra.version != PROTOCOL_VERSION:
+            raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
+        if not raw.do_remote_prefill:
+            raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
+        if not 0 < len(extra.ranks) <= RANKS_MAX:
+            raise RequestError(f"ticket: it names {len(extra.ranks)} ranks, expected 1 to {RANKS_MAX}")
+        first = msgspec.structs.replace(extra.ranks[0], host=raw.remote_host, port=raw.remote_port)
+        ticket = cls(
+            engine_id=raw.remote_engine_id,
+            request_id=raw.remote_request_id,
+            block_ids=tuple(raw.remote_block_ids),
+            num_tokens=extra.num_tokens,
+            ttl_s=extra.ttl_s,
+            tp_size=raw.tp_size,
+            pp_size=extra.pp_size,
+            dp_rank=extra.dp_rank,
+            block_size=extra.block_size,
+            kv_heads=extra.kv_heads,
+            model_kv_heads=extra.model_kv_heads,
+            fixed_ports=extra.fixed_ports,
+            ranks=(first, *extra.ranks[1:]),
+        )
+        ticket.check()
+        return ticket
+
+    def check(self) -> None:
+        """RequestError names the field whose value no producer would have given."""
+        for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
+            if not 0 < size <= RANKS_MAX:
+                raise RequestError(f"ticket: {name} {size} is not in 1..{RANKS_MAX}")
+        if not is_name(self.engine_id, _NAME_CHARS_MAX):
+            raise RequestError(f"ticket: remote_engine_id {self.engine_id[:80]!a} is no name")
+        if not 0 < len(self.request_id) <= _NAME_CHARS_MAX or not _encodes(self.request_id):
+            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
+        if self.num_tokens < 0 or not 0 < self.ttl_s < math.inf or self.dp_rank < 0:
+            raise RequestError(f"ticket: num_tokens {self.num_tokens}, ttl_s {self.ttl_s}, dp_rank {self.dp_rank}")
+        if min(self.block_size, self.kv_heads) < 1 or self.model_kv_heads < 0:
+            raise RequestError(
+                f"ticket: block_size {self.block_size}, kv_heads {self.kv_heads}, model_kv_heads {self.model_kv_heads}"
+            )
+        if not 0 < len(self.ranks) <= RANKS_MAX:
+            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, expected 1 to {RANKS_MAX}")
+        for lease in self.ranks:
+            lease.check(len(self.block_ids))
+            if not 0 <= lease.tp_rank < self.tp_size or not 0 <= lease.pp_rank < self.pp_size:
+                raise RequestError(
+                    f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
+                )
+
+
+def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
+    """One ticket that names the ranks of all: each rank of an engine has made one for the same request.
+
+    Raises RequestError if they are not of the same engine, request, blocks and tokens.
+    """
+    if not tickets:
+        raise RequestError("merge_tickets: expected at least one ticket, got none")
+    first = tickets[0]
+    ranks = {(lease.pp_rank, lease.tp_rank): lease for ticket in tickets for lease in ticket.ranks}
+    merged = msgspec.structs.replace(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in tickets))
+    for ticket in tickets[1:]:
+        for name in Ticket.__struct_fields__:
+            ours, theirs = getattr(first, name), getattr(ticket, name)
+            if name not in ("ranks", "ttl_s") and ours != theirs:
+                raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
+    return merged
+
+
+def _encodes(text: str) -> bool:
+    """Whether UTF-8, hence any message of ours, can carry the text: JSON may hold half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

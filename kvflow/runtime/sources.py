@@ -1,0 +1,166 @@
+"""From a ticket to the ranks that a load reads from or has to tell: who they are, their connections, their leases.
+
+A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from how both engines
+are cut (`core.topology`); those that the ticket does not name are asked for their lease.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvflow.config import Config
+from kvflow.core import topology, wire
+from kvflow.core.plan import BlockIds, check_block_ids
+from kvflow.core.ticket import RankLease, Ticket
+from kvflow.core.topology import Rank
+from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
+from kvflow.runtime.peers import Connection, LocalRank, Peer, Peers, target_of
+
+_ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One rank of the producer, connected, and its lease for this load."""
+
+    peer: Peer
+    connection: Connection
+    lease: RankLease
+
+    def __str__(self) -> str:
+        return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
+
+    def block_ids(self, ticket: Ticket) -> BlockIds:
+        """The rank's blocks, checked; RequestError names the first that it does not have."""
+        ids = ticket.block_ids if self.lease.block_ids is None else self.lease.block_ids
+        what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+        return check_block_ids(ids, num_blocks=self.connection.num_blocks, what=what)
+
+
+class Sources:
+    """Finds the sources of loads."""
+
+    def __init__(self, config: Config, local: LocalRank, peers: Peers) -> None:
+        self._config = config
+        self._local = local
+        self._peers = peers
+
+    async def find(self, ticket: Ticket) -> list[Source]:
+        """Every rank that the load reads from or has to tell, its own stages' layers complete.
+
+        Raises a PeerError, LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's
+        address cannot be known. Cancelling stops the waiting; handshakes go on.
+        """
+        await self._check(ticket)
+        ranks = self._ranks(ticket)
+        found = await _all([self._find_one(ticket, rank) for rank in ranks])
+        stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in found}
+        problem = topology.missing_layers(self._local.holding.layers, list(stages.values()))
+        if problem:
+            raise self._incompatible(ticket, [problem])
+        return [Source(peer, connection, lease) for peer, connection, lease in found if lease is not None]
+
+    async def _check(self, ticket: Ticket) -> None:
+        """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours."""
+        problems = topology.differences(self._local.holding, ticket.holding(self._local.holding))
+        if problems:
+            first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
+            await self._peers.connect(self._peers.get(ticket.engine_id, first, ticket.address), None)  # names them all
+            raise self._incompatible(ticket, problems)
+
+    def _ranks(self, ticket: Ticket) -> list[Rank]:
+        sources = topology.sources_of(self._local.holding, ticket.holding(self._local.holding))
+        return [Rank(ticket.dp_rank, pp, source.tp_rank) for pp in range(ticket.pp_size) for source in sources]
+
+    async def _find_one(self, ticket: Ticket, rank: Rank) -> tuple[Peer, Connection, RankLease | None]:
+        """A rank's connection, and its lease unless we have no layer in common."""
+        named = ticket.find(rank)
+        peer = self._peers.get(ticket.engine_id, rank, ticket.address_of(rank))
+        connection = await self._peers.connect(peer, named.incarnation if named else None)
+        self._check_cut(ticket, peer, connection)
+        if connection.share == 0:
+            return peer, connection, None
+        if named is None:
+            named = await self._ask_for_lease(ticket, peer)
+            connection = await self._peers.connect(peer, named.incarnation)
+        if connection.incarnation != named.incarnation:
+            raise LeaseExpired(
+                f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
+                f"incarnation {named.incarnation}, the engine is {connection.incarnation}",
+                request_id=ticket.request_id,
+                peer=peer.address,
+            )
+        if connection.seal_address(named.seal_index) is None:
+            raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
+        return peer, connection, named
+
+    def _check_cut(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
+        """What the ticket says of its engine and what the rank itself says must be the same."""
+        said, true = ticket.holding(connection.holding), connection.holding
+        for name in ("tp_size", "pp_size", "block_size", "kv_heads", "model_kv_heads"):
+            if getattr(said, name) != getattr(true, name):
+                raise PeerIncompatible(
+                    f"{peer.address}: {name}: the ticket says {getattr(said, name)}, the rank {getattr(true, name)}",
+                    peer=peer.address,
+                )
+
+    async def _ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
+        """Ask a rank that the ticket does not name; wait a little if it has not opened its lease yet."""
+        question = wire.LeaseRequest(
+            reader=self._local.reader,
+            target=target_of(peer),
+            request_id=ticket.request_id,
+            num_tokens=ticket.num_tokens,
+            blocks_digest=wire.digest_of(ticket.block_ids),
+        )
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._config.lease_wait_s
+        pause_s = _ASK_AGAIN_FIRST_S
+        while isinstance(reply := await self._peers.find_lease(peer, question), wire.NoLease):
+            if reply.ended or loop.time() >= give_up_s:
+                raise LeaseExpired(
+                    f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
+                    f"for it: {'it has ended' if reply.ended else f'none within {self._config.lease_wait_s} s'}",
+                    request_id=ticket.request_id,
+                    peer=peer.address,
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
+        lease = RankLease(
+            pp_rank=peer.rank.pp,
+            tp_rank=peer.rank.tp,
+            lease_id=reply.lease_id,
+            seal_index=reply.seal_index,
+            incarnation=reply.incarnation,
+            host=ticket.first.host,
+            port=ticket.first.port,
+            block_ids=reply.block_ids,
+        )
+        lease.check(len(ticket.block_ids))
+        return lease
+
+    def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
+        return PeerIncompatible(
+            f"{ticket.address}: engine {ticket.engine_id!r} is not compatible: {'; '.join(problems)}",
+            peer=ticket.address,
+        )
+
+
+async def _all(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+    """Wait for all at once; the first failure ends the others and is raised."""
+    if len(waits) == 1:
+        return [await waits[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(wait) for wait in waits]
+    except BaseExceptionGroup as problems:
+        ours, others = problems.split(KVFlowError)
+        if ours is None or others is not None:
+            raise
+        raise ours.exceptions[0] from None
+    return [task.result() for task in tasks]
