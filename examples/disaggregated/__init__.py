@@ -1,5 +1,6 @@
-"""Two engines in two processes and a router between them: what `disaggregated_chat.py` is made of.
+"""Engines in processes of their own and a router between them: what the examples beside this folder are made of.
 
 `worker` is where kvflow is used. The rest is what any deployment has in some form: `messages` and `channel`
-stand for its RPC, `router` for its process manager, `screen` for its user.
+stand for its RPC, `router` and `engines` for its process manager, `hand_over` for its router, `screen` for
+its user.
 """

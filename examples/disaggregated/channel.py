@@ -47,6 +47,10 @@ class Channel(Generic[Incoming, Outgoing]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Hang up; closing twice is fine."""
         self._writer.close()
 
     async def send(self, message: Outgoing) -> None:

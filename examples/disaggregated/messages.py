@@ -64,6 +64,7 @@ class Released(Message, frozen=True):
 class Loaded(Message, frozen=True):
     """kvflow's own report of the load."""
 
+    sources: list[str]
     blocks: int
     descriptors: int
     size: int

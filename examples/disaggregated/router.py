@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from multiprocessing.process import BaseProcess
 from typing import TypeVar
@@ -35,13 +35,13 @@ class WorkerError(RuntimeError):
 class WorkerProcess:
     """One running worker."""
 
-    def __init__(self, engine_id: str, process: BaseProcess, channel: Channel[Event, Command]) -> None:
-        self.engine_id = engine_id
+    def __init__(self, name: str, process: BaseProcess, channel: Channel[Event, Command]) -> None:
+        self.name = name
         self._process = process
         self._channel = channel
 
     def __repr__(self) -> str:
-        return f"WorkerProcess({self.engine_id!r}, pid={self.pid}, exitcode={self._process.exitcode})"
+        return f"WorkerProcess({self.name!r}, pid={self.pid}, exitcode={self._process.exitcode})"
 
     @property
     def pid(self) -> int | None:
@@ -57,31 +57,38 @@ class WorkerProcess:
         """The next event, which must be of that kind."""
         event = await self._receive()
         if not isinstance(event, kind):
-            raise WorkerError(f"{self.engine_id} said {event!r}, expected {kind.__name__}")
+            raise WorkerError(f"{self.name} said {event!r}, expected {kind.__name__}")
         return event
 
-    async def tokens(self) -> AsyncGenerator[int, None]:
-        """The tokens of a stream, up to its end."""
-        while not isinstance(event := await self._receive(), Done):
-            if not isinstance(event, Token):
-                raise WorkerError(f"{self.engine_id} said {event!r} in the middle of a stream")
-            yield event.token
+    async def next_token(self) -> int | None:
+        """The next token of a stream, None at its end."""
+        match await self._receive():
+            case Token(token=token):
+                return token
+            case Done():
+                return None
+            case event:
+                raise WorkerError(f"{self.name} said {event!r} in the middle of a stream")
 
     async def _receive(self) -> Event:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 event = await self._channel.receive()
         except TimeoutError as error:
-            raise WorkerError(f"{self.engine_id} did not answer within {ANSWER_TIMEOUT_S} s") from error
+            raise WorkerError(f"{self.name} did not answer within {ANSWER_TIMEOUT_S} s") from error
         except ChannelClosedError as error:
             raise await self._death() from error
         if isinstance(event, Failed):
-            raise WorkerError(f"{self.engine_id} failed: {event.error}")
+            raise WorkerError(f"{self.name} failed: {event.error}")
         return event
 
     async def _death(self) -> WorkerError:
         await asyncio.to_thread(self._process.join, KILL_TIMEOUT_S)
-        return WorkerError(f"{self.engine_id} died unexpectedly ({_exit_text(self._process.exitcode)})")
+        return WorkerError(f"{self.name} died unexpectedly ({_exit_text(self._process.exitcode)})")
+
+    def hang_up(self) -> None:
+        """Close the channel, which makes the worker leave."""
+        self._channel.close()
 
     async def wait_closed(self) -> None:
         """See the worker out once its channel is closed, with growing emphasis."""
@@ -93,13 +100,16 @@ class WorkerProcess:
 
 
 @asynccontextmanager
-async def start_worker(settings: WorkerSettings) -> AsyncIterator[WorkerProcess]:
-    """A worker for as long as the `with`; it says Ready when it takes commands."""
+async def start_worker(settings: WorkerSettings, peers: Sequence[socket.socket]) -> AsyncIterator[WorkerProcess]:
+    """A worker for as long as the `with`; it says Ready when it takes commands.
+
+    `peers` are its sockets to the other ranks of its engine; the worker takes them over.
+    """
     ours, theirs = socket.socketpair()
-    process = _spawned(settings, theirs)
+    process = _spawned(settings, theirs, peers)
     decoder = msgspec.json.Decoder[Event](Event)
     channel = await Channel[Event, Command].open(ours, decoder)
-    worker = WorkerProcess(settings.engine_id, process, channel)
+    worker = WorkerProcess(settings.name, process, channel)
     try:
         async with channel:
             yield worker
@@ -119,14 +129,15 @@ def set_worker_environment(transport: str) -> None:
         os.environ.pop("UCX_TLS", None)
 
 
-def _spawned(settings: WorkerSettings, theirs: socket.socket) -> BaseProcess:
+def _spawned(settings: WorkerSettings, theirs: socket.socket, peers: Sequence[socket.socket]) -> BaseProcess:
     # Spawn, never fork: NIXL does not survive a fork, and neither do torch's threads.
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=run_worker, args=(settings, theirs), name=settings.engine_id, daemon=True)
+    process = context.Process(target=run_worker, args=(settings, theirs, peers), name=settings.name, daemon=True)
     with _interrupts_ignored():
         process.start()
-    # From here on the worker's end is open in the worker alone, so that its death closes it.
-    theirs.close()
+    # From here on the worker's ends are open in the worker alone, so that its death closes them.
+    for end in (theirs, *peers):
+        end.close()
     return process
 
 

@@ -6,9 +6,11 @@ as plain text, once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from paged_engine.weights import MODEL_NAME
 from rich.box import ROUNDED
 from rich.console import Console
 from rich.live import Live
@@ -22,6 +24,7 @@ from disaggregated.messages import Loaded
 PREFILL_STYLE = "bold magenta"
 DECODE_STYLE = "cyan"
 BAR_WIDTH = 24
+HEADS_WIDTH = 60
 
 
 class Screen:
@@ -31,15 +34,15 @@ class Screen:
         self._console = Console(highlight=False)
         self._errors = Console(highlight=False, stderr=True)
 
-    def header(self, *, model: str, transport: str) -> None:
+    def header(self, title: str, *, prefill: str, decode: Sequence[str], transport: str) -> None:
         text = Text.assemble(
-            (f"{model}, float32, greedy", "bold"),
+            (f"{MODEL_NAME}, float32, greedy", "bold"),
             "\n",
-            ("prefill-0", PREFILL_STYLE),
+            (prefill, PREFILL_STYLE),
             f"  ── KV cache, NIXL over {transport} ──▶  ",
-            ("decode-0", DECODE_STYLE),
+            (", ".join(decode), DECODE_STYLE),
         )
-        self._console.print(Panel(text, title="kvflow · disaggregated chat", box=ROUNDED))
+        self._console.print(Panel(text, title=f"kvflow · {title}", box=ROUNDED))
 
     def busy(self, what: str) -> Status:
         """A spinner for as long as the `with`."""
@@ -49,11 +52,11 @@ class Screen:
         self._console.print(Panel(Text(text), title="you", title_align="left", box=ROUNDED))
 
     @contextmanager
-    def answer(self) -> Iterator[Answer]:
-        """The panel in which the answer grows."""
+    def answer(self, prefill: str, decode: str) -> Iterator[Answer]:
+        """The panel in which the answer of these two engines grows."""
         try:
             with Live(console=self._console, auto_refresh=False) as live:
-                yield Answer(live)
+                yield Answer(live, prefill, decode)
         finally:
             if not self._console.is_terminal:
                 # Then the panel was printed once, at the end, and without a line break.
@@ -74,17 +77,50 @@ class Screen:
         for phase, seconds in loaded.seconds.items():
             table.add_row(phase, _milliseconds(seconds), _bar(seconds, loaded.total_s))
         table.add_row("total", _milliseconds(loaded.total_s), end_section=True)
-        # Over shared memory NIXL copies while it posts, so the two phases count together.
-        table.add_row("post + wire", _rate(loaded.size, loaded.seconds["post"] + loaded.seconds["wire"]))
+        table.add_row("post + wire", _wire_rate(loaded))
         table.add_row("all phases", _rate(loaded.size, loaded.total_s))
         self._console.print(table)
 
-    def verdict(self, *, same: bool, token_count: int, reference: str) -> None:
+    def heads(self, engines: Mapping[str, int], *, kv_heads: int, padded: int) -> None:
+        """Which rank holds which KV heads; `engines` says how many ranks each has, the prefill engine is the first."""
+        head_width = HEADS_WIDTH // padded
+        names = [str(head) if head < kv_heads else "pad" for head in range(padded)]
+        grid = Table.grid(padding=(0, 2))
+        grid.add_row("KV head", "".join(name.center(head_width) for name in names), style="bold")
+        for index, (engine_id, tp_size) in enumerate(engines.items()):
+            width = padded // tp_size * head_width
+            bars = ["├" + f" rank {rank} ".center(width - 2, "─") + "┤" for rank in range(tp_size)]
+            grid.add_row(engine_id, "".join(bars), style=DECODE_STYLE if index else PREFILL_STYLE)
+        self._console.print(Panel(grid, title="who holds what", title_align="left", box=ROUNDED))
+
+    def ranks(self, prefill: str, decode: str, loaded: Sequence[Loaded], *, same: bool) -> None:
+        """kvflow's report of each decode rank's load, as it is."""
+        table = Table(title=f"{prefill} ──▶ {decode}", box=ROUNDED, title_style="bold")
+        table.caption = "each rank's first load; GB/s over post and wire"
+        table.add_column("rank", style=DECODE_STYLE)
+        table.add_column("read from", style=PREFILL_STYLE)
+        for name in ("blocks", "bytes", "descriptors", "GB/s"):
+            table.add_column(name, justify="right")
+        table.add_column("text")
+        for rank, load in enumerate(loaded):
+            table.add_row(
+                str(rank),
+                "\n".join(_rank_name(prefill, source) for source in load.sources),
+                f"{load.blocks:,}",
+                f"{load.size:,}",
+                f"{load.descriptors:,}",
+                _wire_rate(load).removesuffix(" GB/s"),
+                Text("✓ equal", style="green") if same else Text("✗ differs", style="bold red"),
+            )
+        self._console.print(table)
+
+    def verdict(self, *, same: bool, token_count: int, alone: str, reference: str) -> None:
+        """`alone` is who gave the reference, without hand-over."""
         if same:
-            text = f"✓ same text: {token_count} tokens equal to decode-0's own, without hand-over"
+            text = f"✓ same text: {token_count} tokens equal to {alone}'s own, without hand-over"
             self._console.print(Text(text, style="bold green"))
             return
-        self._console.print(Text("✗ different text: without hand-over decode-0 says", style="bold red"))
+        self._console.print(Text(f"✗ different text: without hand-over {alone} says", style="bold red"))
         self._console.print(Panel(Text(reference), box=ROUNDED, border_style="red"))
 
     def error(self, message: str) -> None:
@@ -94,8 +130,9 @@ class Screen:
 class Answer:
     """The assistant's text; the first token comes from the prefill engine, the others from the decode engine."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: Live, prefill: str, decode: str) -> None:
         self._live = live
+        self._legend = Text.assemble((prefill, PREFILL_STYLE), " ", (decode, DECODE_STYLE))
         self._first: str | None = None
 
     def show(self, text: str) -> None:
@@ -103,9 +140,15 @@ class Answer:
         if self._first is None:
             self._first = text
         body = Text.assemble((self._first, PREFILL_STYLE), (text.removeprefix(self._first), DECODE_STYLE))
-        legend = Text.assemble(("prefill-0", PREFILL_STYLE), " ", ("decode-0", DECODE_STYLE))
-        panel = Panel(body, title="SmolLM2", title_align="left", subtitle=legend, subtitle_align="right", box=ROUNDED)
+        panel = Panel(
+            body, title="SmolLM2", title_align="left", subtitle=self._legend, subtitle_align="right", box=ROUNDED
+        )
         self._live.update(panel, refresh=True)
+
+
+def _wire_rate(loaded: Loaded) -> str:
+    """How fast the bytes went; over shared memory NIXL copies while it posts, so the two phases count together."""
+    return _rate(loaded.size, loaded.seconds["post"] + loaded.seconds["wire"])
 
 
 def _milliseconds(seconds: float) -> str:
@@ -118,3 +161,9 @@ def _bar(part: float, whole: float) -> str:
 
 def _rate(size: int, seconds: float) -> str:
     return f"{size / seconds / 1e9:.3f} GB/s" if seconds else "-"
+
+
+def _rank_name(engine_id: str, source: str) -> str:
+    """kvflow names a rank's place and address; beside its engine's name the place is enough."""
+    place = re.search(r"\btp (\d+)\)", source)
+    return f"{engine_id}/{place[1]}" if place else source

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
+"""One rank of an engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
 
 This is the part to read if you want to use kvflow: `_Worker.prefill` offers blocks and keeps them until
 they were read, `_Worker.decode` loads them and goes on from there. Both keep one rule: blocks are reserved
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ import msgspec
 import torch
 import uvloop
 from paged_engine import Engine, OutOfBlocksError, blocks_for
+from paged_engine.all_reduce import AllReduce
+from paged_engine.sharding import WHOLE, Shard
 from paged_engine.weights import MODEL_NAME, load_model
 
 import kvflow
@@ -49,42 +51,60 @@ class WorkerSettings:
     checkpoint: Path
     block_size: int
     block_count: int
+    shard: Shard = WHOLE
+
+    @property
+    def name(self) -> str:
+        """The worker's own name: the rank counts only where there are several."""
+        return self.engine_id if self.shard.tp_size == 1 else f"{self.engine_id}/{self.shard.tp_rank}"
 
 
-def run_worker(settings: WorkerSettings, sock: socket.socket) -> None:
+def run_worker(settings: WorkerSettings, sock: socket.socket, peers: Sequence[socket.socket]) -> None:
     """The whole life of a worker process: until the router closes its end of the socket."""
-    # The two workers share the machine's cores, and one thread gives the same sums everywhere.
+    # All workers share the machine's cores, and one thread gives the same sums everywhere.
     torch.set_num_threads(1)
-    uvloop.run(_live(settings, sock))
+    with closing(AllReduce(settings.shard.tp_rank, peers)) as all_reduce:
+        uvloop.run(_live(settings, sock, all_reduce))
 
 
-async def _live(settings: WorkerSettings, sock: socket.socket) -> None:
+async def _live(settings: WorkerSettings, sock: socket.socket, all_reduce: AllReduce) -> None:
     decoder = msgspec.json.Decoder[Command](Command)
     async with (
         await Channel[Command, Event].open(sock, decoder) as channel,
         _failures_reported(channel),
-        _started(settings, channel) as worker,
+        _started(settings, channel, all_reduce) as worker,
     ):
         await channel.send(Ready())
         await worker.serve()
 
 
 @asynccontextmanager
-async def _started(settings: WorkerSettings, channel: Channel[Command, Event]) -> AsyncIterator[_Worker]:
+async def _started(
+    settings: WorkerSettings, channel: Channel[Command, Event], all_reduce: AllReduce
+) -> AsyncIterator[_Worker]:
     """An engine, and a runtime that knows its cache. The runtime goes first: it uses the engine's memory."""
-    model = load_model(settings.checkpoint)
-    async with Engine(
-        model,
-        block_count=settings.block_count,
-        block_size=settings.block_size,
-        # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
-        shuffle_seed=settings.engine_id,
-    ) as engine:
-        config = kvflow.Config(engine_id=settings.engine_id, listen="tcp://127.0.0.1:0", model=MODEL_NAME)
-        async with kvflow.Runtime(config) as runtime:
-            layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
-            await runtime.register_kv_caches(engine.kv_caches, layout)
-            yield _Worker(engine, runtime, channel)
+    model = load_model(settings.checkpoint, settings.shard, reduce=all_reduce)
+    config = kvflow.Config(
+        engine_id=settings.engine_id,
+        tp_rank=settings.shard.tp_rank,
+        tp_size=settings.shard.tp_size,
+        listen="tcp://127.0.0.1:0",
+        model=MODEL_NAME,
+    )
+    async with (
+        Engine(
+            model,
+            block_count=settings.block_count,
+            block_size=settings.block_size,
+            # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
+            # The ranks of one engine scatter them alike, for they use the same blocks.
+            shuffle_seed=settings.engine_id,
+        ) as engine,
+        kvflow.Runtime(config) as runtime,
+    ):
+        layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
+        await runtime.register_kv_caches(engine.kv_caches, layout)
+        yield _Worker(engine, runtime, channel)
 
 
 class _Worker:
@@ -152,10 +172,13 @@ class _Worker:
                     max_tokens=command.max_tokens,
                 )
             )
+        # Last, as in every answer: then all ranks have given back their blocks before any gets another command.
+        await self._channel.send(Done())
 
     async def generate(self, command: Generate) -> None:
         """Prefill and decode right here: the same engine without hand-over."""
         await self._stream(self._engine.generate(command.prompt, max_tokens=command.max_tokens))
+        await self._channel.send(Done())
 
     async def _load(self, request: kvflow.LoadRequest) -> kvflow.LoadReport:
         try:
@@ -170,7 +193,6 @@ class _Worker:
         async with aclosing(generated) as tokens:
             async for token in tokens:
                 await self._channel.send(Token(token=token))
-        await self._channel.send(Done())
 
 
 @asynccontextmanager
@@ -187,6 +209,7 @@ async def _failures_reported(channel: Channel[Command, Event]) -> AsyncIterator[
 
 def _loaded(report: kvflow.LoadReport) -> Loaded:
     return Loaded(
+        sources=list(report.sources),
         blocks=report.blocks,
         descriptors=report.descriptors,
         size=report.bytes,

@@ -4,18 +4,21 @@ It owns the weights and the arithmetic. Which blocks a sequence has, and what to
 the engine's affair. Weights keep the names and the head order of Hugging Face checkpoints.
 
 The number of heads is read from the weights, not from the config, so a layer that holds a slice of the
-heads computes that slice.
+heads computes that slice; `reduce` then adds up what all ranks have computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from paged_engine.cache import Pages
+
+# One rank's part of a sum to the whole of it.
+Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +61,17 @@ class Step:
     mask: torch.Tensor
 
 
+def alone(part: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks where there is only one."""
+    return part
+
+
 class LlamaModel:
     """Weights and config; has no state of its own, so one model serves any number of sequences."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], *, reduce: Reduce = alone) -> None:
         self.config = config
+        self._reduce = reduce
         self._embedding = weights["model.embed_tokens.weight"]
         self._norm = weights["model.norm.weight"]
         self._layers = {
@@ -87,8 +96,9 @@ class LlamaModel:
         step = self._step(len(token_ids), start, pages)
         hidden = embedding(torch.tensor(token_ids), self._embedding)
         for name, layer in self._layers.items():
-            hidden = hidden + self._attention(name, layer, self._normed(hidden, layer.attention_norm), step)
-            hidden = hidden + _mlp(layer, self._normed(hidden, layer.mlp_norm))
+            attended = self._attention(name, layer, self._normed(hidden, layer.attention_norm), step)
+            hidden = hidden + self._reduce(attended)
+            hidden = hidden + self._reduce(_mlp(layer, self._normed(hidden, layer.mlp_norm)))
         # Tied embeddings: the output projection is the embedding itself.
         return linear(self._normed(hidden[-1], self._norm), self._embedding)
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paged_engine.model import LlamaModel, ModelConfig
+from paged_engine.model import LlamaModel, ModelConfig, Reduce, alone
+from paged_engine.sharding import WHOLE, Shard, take_shard
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
@@ -80,17 +81,20 @@ def write_weights(model: LlamaForCausalLM, directory: Path) -> None:
     (directory / CONFIG_NAME).write_text(json.dumps(asdict(_config_of(model))))
 
 
-def load_model(directory: Path) -> LlamaModel:
-    """The model whose weights `write_weights` wrote."""
-    return LlamaModel(*read_checkpoint(directory))
+def load_model(directory: Path, shard: Shard = WHOLE, *, reduce: Reduce = alone) -> LlamaModel:
+    """The model whose weights `write_weights` wrote, or one rank's part of it."""
+    return LlamaModel(*take_shard(*read_checkpoint(directory), shard), reduce=reduce)
 
 
 def read_checkpoint(directory: Path) -> tuple[ModelConfig, dict[str, torch.Tensor]]:
     """Config and weights by name; the file is mapped, and its pages are read when they are first used."""
     from safetensors.torch import load_file
 
-    config = ModelConfig(**json.loads((directory / CONFIG_NAME).read_text()))
-    return config, load_file(directory / WEIGHTS_NAME)
+    return read_config(directory), load_file(directory / WEIGHTS_NAME)
+
+
+def read_config(directory: Path) -> ModelConfig:
+    return ModelConfig(**json.loads((directory / CONFIG_NAME).read_text()))
 
 
 def _package_directory() -> Path:

@@ -1,8 +1,10 @@
-"""What the tests of the examples share: the examples on the path, two loops, a tiny model, the real one."""
+"""What the tests of the examples share: the examples on the path, two loops, a tiny model, the real one, workers."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from importlib.util import find_spec
@@ -13,11 +15,14 @@ import pytest
 import torch
 import uvloop
 
+import kvflow
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Greedy = Callable[[Sequence[int], int], list[int]]
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
@@ -91,3 +96,37 @@ def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) ->
     write_weights(model, directory)
     tokenizer.save_pretrained(directory)
     return directory, greedy_of(model)
+
+
+@pytest.fixture
+def run_python() -> RunPython:
+    """Runs Python as a user would, with the kvflow that this process tests."""
+
+    def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        path = str(Path(kvflow.__file__).parents[1])
+        return subprocess.run(
+            [sys.executable, *arguments],
+            env=os.environ | {"PYTHONPATH": path, "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    return run_python
+
+
+@pytest.fixture
+def settings(tiny: tuple[Path, Greedy], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Settings of workers that run the tiny model; the environment that they need is set."""
+    from disaggregated.router import set_worker_environment
+    from disaggregated.worker import WorkerSettings
+
+    for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "UCX_TLS"):
+        monkeypatch.delenv(name, raising=False)
+    set_worker_environment("shm")
+
+    def settings(engine_id: str, *, checkpoint: Path = tiny[0], **others: Any) -> WorkerSettings:
+        return WorkerSettings(engine_id=engine_id, checkpoint=checkpoint, block_size=4, block_count=16, **others)
+
+    return settings

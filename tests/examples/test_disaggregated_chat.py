@@ -6,23 +6,22 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from disaggregated.engines import start_engine
+from disaggregated.hand_over import answer_alone, hand_over
 from disaggregated.messages import Generate, Prefill, Ready, Token
-from disaggregated.router import WorkerError, set_worker_environment, start_worker
+from disaggregated.router import WorkerError
 from disaggregated.worker import WorkerSettings
-from disaggregated_chat import answer_alone, hand_over
 from paged_engine import blocks_for
-
-import kvflow
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Greedy = Callable[[Sequence[int], int], list[int]]
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEMO = EXAMPLES / "disaggregated_chat.py"
@@ -31,19 +30,6 @@ PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
 
 # 30 layers, K and V, 3 heads of 64 float32 values.
 SMOLLM2_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
-
-
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python as a user would, with the kvflow that this process tests."""
-    path = str(Path(kvflow.__file__).parents[1])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "100"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 def table_of(output: str) -> dict[str, str]:
@@ -65,7 +51,7 @@ class TestDemo:
         ("transport", "tokens", "block_size"), [("shm", 48, 16), ("tcp", 12, 7)], ids=["shm", "tcp"]
     )
     @pytest.mark.usefixtures("smollm2_packages")
-    def test_runs_as_it_stands(self, transport: str, tokens: int, block_size: int) -> None:
+    def test_runs_as_it_stands(self, run_python: RunPython, transport: str, tokens: int, block_size: int) -> None:
         demo = run_python(
             *(str(DEMO), "--transport", transport),
             *("--tokens", str(tokens), "--block-size", str(block_size)),
@@ -77,15 +63,18 @@ class TestDemo:
         # The decode engine was never told of the dog: the word came with the KV cache.
         assert "dog" in answer_of(demo.stdout)
         table = table_of(demo.stdout)
-        blocks = blocks_for(int(table["prompt tokens"]), block_size)
+        tokens_read = int(table["prompt tokens"])
+        blocks = blocks_for(tokens_read, block_size)
         assert int(table["blocks"]) == blocks
-        assert table["bytes"] == f"{blocks * block_size * SMOLLM2_BYTES_PER_TOKEN:,}"
+        # Of a partly filled last block the rest may be read or not.
+        size = int(table["bytes"].replace(",", ""))
+        assert tokens_read * SMOLLM2_BYTES_PER_TOKEN <= size <= blocks * block_size * SMOLLM2_BYTES_PER_TOKEN
         assert int(table["descriptors"].replace(",", "")) > 0
         assert table["lease"] == "read"
         assert all(re.fullmatch(r"[\d,]+\.\d\d ms", table[phase]) for phase in PHASES)
         assert all(table[rate].endswith(" GB/s") for rate in ("post + wire", "all phases"))
 
-    def test_names_what_is_not_installed(self) -> None:
+    def test_names_what_is_not_installed(self, run_python: RunPython) -> None:
         lines = (
             "import runpy, sys",
             "sys.modules['rich'] = sys.modules['gguf'] = None",
@@ -98,23 +87,12 @@ class TestDemo:
         assert "pip install 'kvflow[examples]'" in demo.stderr
 
     @pytest.mark.parametrize(("option", "value", "least"), [("--tokens", "1", 2), ("--block-size", "0", 1)])
-    def test_refuses_counts_that_prove_nothing(self, option: str, value: str, least: int) -> None:
+    def test_refuses_counts_that_prove_nothing(
+        self, run_python: RunPython, option: str, value: str, least: int
+    ) -> None:
         demo = run_python(str(DEMO), option, value)
         assert demo.returncode == 2
         assert f"{option}: {value} is less than {least}" in demo.stderr
-
-
-@pytest.fixture
-def settings(tiny: tuple[Path, Greedy], monkeypatch: pytest.MonkeyPatch) -> Callable[..., WorkerSettings]:
-    """Settings of workers that run the tiny model; the environment that they need is set."""
-    for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "UCX_TLS"):
-        monkeypatch.delenv(name, raising=False)
-    set_worker_environment("shm")
-
-    def settings(engine_id: str, *, checkpoint: Path = tiny[0]) -> WorkerSettings:
-        return WorkerSettings(engine_id=engine_id, checkpoint=checkpoint, block_size=4, block_count=16)
-
-    return settings
 
 
 @pytest.mark.nixl
@@ -123,14 +101,17 @@ class TestRouter:
         self, settings: Callable[..., WorkerSettings], tiny: tuple[Path, Greedy], run: Run
     ) -> None:
         async def scenario() -> None:
-            async with start_worker(settings("prefill-0")) as prefill, start_worker(settings("decode-0")) as decode:
+            async with start_engine(settings("prefill-0")) as prefill, start_engine(settings("decode-0")) as decode:
                 await prefill.expect(Ready)
                 await decode.expect(Ready)
                 shown: list[int] = []
-                handed_over = await hand_over(prefill, decode, PROMPT, 20, shown.append)
+                handed_over = await hand_over(
+                    prefill, decode, request_id="chat-1", prompt=PROMPT, max_tokens=20, show=shown.append
+                )
                 assert handed_over.token_ids == shown == tiny[1](PROMPT, 20)
                 assert await answer_alone(decode, PROMPT, 20) == shown
-                assert (handed_over.loaded.blocks, handed_over.outcome) == (3, "read")
+                assert [loaded.blocks for loaded in handed_over.loaded] == [3]
+                assert handed_over.outcomes == ["read"]
 
         run(scenario())
 
@@ -142,24 +123,27 @@ class TestRouter:
 
         async def scenario() -> None:
             async with (
-                start_worker(settings("prefill-0", checkpoint=other)) as prefill,
-                start_worker(settings("decode-0")) as decode,
+                start_engine(settings("prefill-0", checkpoint=other)) as prefill,
+                start_engine(settings("decode-0")) as decode,
             ):
                 await prefill.expect(Ready)
                 await decode.expect(Ready)
-                handed_over = await hand_over(prefill, decode, PROMPT, 20, lambda token: None)
+                handed_over = await hand_over(
+                    prefill, decode, request_id="chat-1", prompt=PROMPT, max_tokens=20, show=lambda token: None
+                )
                 assert handed_over.token_ids != await answer_alone(decode, PROMPT, 20)
 
         run(scenario())
 
     def test_a_killed_worker_is_an_error_and_no_hang(self, settings: Callable[..., WorkerSettings], run: Run) -> None:
         async def scenario() -> None:
-            async with start_worker(settings("decode-0")) as decode:
+            async with start_engine(settings("decode-0")) as decode:
                 await decode.expect(Ready)
                 await decode.send(Generate(prompt=PROMPT, max_tokens=50))
                 await decode.expect(Token)
-                assert decode.pid is not None
-                os.kill(decode.pid, signal.SIGKILL)
+                (worker,) = decode.ranks
+                assert worker.pid is not None
+                os.kill(worker.pid, signal.SIGKILL)
                 with pytest.raises(WorkerError, match=r"decode-0 died unexpectedly \(killed by SIGKILL\)"):
                     [token async for token in decode.tokens()]
 
@@ -169,7 +153,7 @@ class TestRouter:
         self, settings: Callable[..., WorkerSettings], run: Run, tmp_path: Path
     ) -> None:
         async def scenario() -> None:
-            async with start_worker(settings("decode-0", checkpoint=tmp_path)) as decode:
+            async with start_engine(settings("decode-0", checkpoint=tmp_path)) as decode:
                 with pytest.raises(WorkerError, match=r"decode-0 failed: FileNotFoundError: .*model\.json"):
                     await decode.expect(Ready)
 
@@ -179,7 +163,7 @@ class TestRouter:
         self, settings: Callable[..., WorkerSettings], tiny: tuple[Path, Greedy], run: Run
     ) -> None:
         async def scenario() -> None:
-            async with start_worker(settings("decode-0")) as decode:
+            async with start_engine(settings("decode-0")) as decode:
                 await decode.expect(Ready)
                 await decode.send(Prefill(request_id="long", prompt=[3] * 65))
                 with pytest.raises(WorkerError, match="65 tokens need 17 blocks, the cache has 16"):

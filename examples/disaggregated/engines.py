@@ -1,0 +1,79 @@
+"""An engine as the router sees it: one worker per tensor parallel rank, and all of them are told the same.
+
+Each rank decides by itself which blocks a request gets and which token is the likeliest. They decide alike
+because they start alike, get the same commands in the same order, and compute the same sums to the last bit;
+what they answer is compared all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from paged_engine.all_reduce import connected_ranks
+
+from disaggregated.messages import Command, Message
+from disaggregated.router import WorkerError, WorkerProcess, start_worker
+from disaggregated.worker import WorkerSettings
+
+Answer = TypeVar("Answer")
+Expected = TypeVar("Expected", bound=Message)
+
+
+class EngineProcesses:
+    """One running engine."""
+
+    def __init__(self, engine_id: str, ranks: Sequence[WorkerProcess]) -> None:
+        self.engine_id = engine_id
+        self.ranks = ranks
+
+    def __repr__(self) -> str:
+        return f"EngineProcesses({self.ranks})"
+
+    async def send(self, command: Command) -> None:
+        for rank in self.ranks:
+            await rank.send(command)
+
+    async def expect(self, kind: type[Expected]) -> list[Expected]:
+        """The next event of each rank, all of which must be of that kind."""
+        return await _all(rank.expect(kind) for rank in self.ranks)
+
+    async def tokens(self) -> AsyncGenerator[int, None]:
+        """The tokens of a stream, up to its end."""
+        while (token := self.agreed(await _all(rank.next_token() for rank in self.ranks))) is not None:
+            yield token
+
+    def agreed(self, answers: Sequence[Answer]) -> Answer:
+        """What every rank says."""
+        if any(answer != answers[0] for answer in answers):
+            raise WorkerError(f"{self.engine_id}: its ranks disagree: {answers}")
+        return answers[0]
+
+
+@asynccontextmanager
+async def start_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesses]:
+    """An engine for as long as the `with`; each rank says Ready when it takes commands."""
+    ranks: list[WorkerProcess] = []
+    async with AsyncExitStack() as workers:
+        for tp_rank, peers in enumerate(connected_ranks(settings.shard.tp_size)):
+            rank_settings = replace(settings, shard=replace(settings.shard, tp_rank=tp_rank))
+            ranks.append(await workers.enter_async_context(start_worker(rank_settings, peers)))
+        try:
+            yield EngineProcesses(settings.engine_id, ranks)
+        finally:
+            # All at once: a rank may be waiting for another one, and gets free when that one leaves.
+            for rank in ranks:
+                rank.hang_up()
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, Answer]]) -> list[Answer]:
+    """Wait for all of them together; the first that fails ends the wait."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except ExceptionGroup as errors:
+        raise WorkerError("; ".join(map(str, errors.exceptions))) from errors
+    return [task.result() for task in tasks]
