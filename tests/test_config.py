@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.config import PORT_MAX, Config, split_address
-from kvflow.core.wire import SealLocation, Ticket, check_seals
+from kvflow.core.ticket import RankLease, Ticket
+from kvflow.core.wire import SealLocation, check_seals
 from kvflow.errors import ConfigError
 
 RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
@@ -90,6 +91,11 @@ def test_a_long_model_name_is_refused() -> None:
         ({"pp_rank": -1}, "pp_rank"),
         ({"pp_size": 0}, "pp_rank"),
         ({"dp_rank": -1}, "dp_rank"),
+        ({"tp_size": 1025}, "tp_size"),
+        ({"pp_size": 1025}, "pp_size"),
+        ({"tp_size": 1 << 70}, "tp_size"),
+        ({"num_kv_heads": 0}, "num_kv_heads"),
+        ({"num_kv_heads": -8}, "num_kv_heads"),
     ],
 )
 def test_a_rank_that_cannot_be_is_refused(changes: dict[str, int], named: str) -> None:
@@ -97,6 +103,11 @@ def test_a_rank_that_cannot_be_is_refused(changes: dict[str, int], named: str) -
         config(**changes)
     for value in changes.values():
         assert str(value) in str(caught.value)
+
+
+def test_the_largest_engine_is_legal() -> None:
+    found = config(listen="tcp://h:0", tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024, num_kv_heads=1)
+    assert found.listen_port_offset == 1024 * 1024 - 1
 
 
 # --- ports
@@ -254,14 +265,26 @@ def test_the_tickets_of_every_legal_config_are_legal(
         engine_id=legal.engine_id,
         request_id="req-1",
         block_ids=(1,),
-        host=legal.advertise_host or legal.listen_host,
-        port=legal.listen_port,
-        tp_size=legal.tp_size,
-        lease_id="ab" * 16,
-        seal_index=0,
-        incarnation="8f14e45fceea167a",
         num_tokens=16,
         ttl_s=legal.lease_ttl_s,
+        tp_size=legal.tp_size,
+        pp_size=legal.pp_size,
+        dp_rank=legal.dp_rank,
+        block_size=16,
+        kv_heads=1,
+        model_kv_heads=legal.num_kv_heads or 0,
+        fixed_ports=True,
+        ranks=(
+            RankLease(
+                pp_rank=legal.pp_rank,
+                tp_rank=legal.tp_rank,
+                lease_id="ab" * 16,
+                seal_index=0,
+                incarnation="8f14e45fceea167a",
+                host=legal.advertise_host or legal.listen_host,
+                port=legal.listen_port,
+            ),
+        ),
     )
     assert Ticket.from_params(ticket.to_params()) == ticket
 

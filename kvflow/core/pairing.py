@@ -81,9 +81,11 @@ class Pairing:
         opaque: bool = False,
     ) -> None:
         ours, theirs = _same_parts(local, remote)
-        self.layers = tuple(layer for layer in local_layers if layer in set(remote_layers))
+        common = set(local_layers) & set(remote_layers)
+        self.layers = tuple(layer for layer in local_layers if layer in common)
+        """The model's layers that are read from the peer."""
+        self.opaque = opaque
         self.heads = heads
-        self._opaque = opaque
         self.local, self.remote = ours, theirs
         self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
         self._rows = _rows(ours, theirs, heads, local_layers, remote_layers)
@@ -96,7 +98,7 @@ class Pairing:
 
     def groups(self, tokens: int) -> tuple[RegionPairs, ...]:
         """The region pairs for the first `tokens` tokens of a chunk."""
-        tokens = self.chunk_tokens if self._opaque else tokens
+        tokens = self.chunk_tokens if self.opaque else tokens
         found = self._groups.get(tokens)
         if found is None:
             if len(self._groups) > _TAILS_MAX:

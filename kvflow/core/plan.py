@@ -134,6 +134,8 @@ class Chunks:
     remote_parts: Int64Array | None
     tokens: int
     """How many tokens of each chunk to read."""
+    first: int = 0
+    """Which chunk of the prompt chunk 0 is, as `match_chunks` makes them: in prompt order."""
 
     def __len__(self) -> int:
         return len(self.local_ids)
@@ -143,7 +145,22 @@ class Chunks:
         local_parts, remote_parts = (
             None if parts is None else parts[index] for parts in (self.local_parts, self.remote_parts)
         )
-        return Chunks(self.local_ids[index], local_parts, self.remote_ids[index], remote_parts, self.tokens)
+        return replace(
+            self,
+            local_ids=self.local_ids[index],
+            local_parts=local_parts,
+            remote_ids=self.remote_ids[index],
+            remote_parts=remote_parts,
+        )
+
+    def between(self, start: int, stop: int) -> Chunks:
+        """Those that are chunks `start` to `stop` of the prompt; only for chunks in prompt order."""
+        begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
+        return replace(self.select(slice(begin, end)), first=self.first + begin)
+
+    def to(self, local_ids: BlockIds) -> Chunks:
+        """With other blocks of ours."""
+        return replace(self, local_ids=local_ids)
 
     def locate(self, block_ids: BlockIds) -> Chunks:
         """With the ids of a rank's blocks in place of positions."""
@@ -174,7 +191,7 @@ def match_chunks(
             chunk = np.arange(start, stop, dtype=np.int64)
             local_at, local_parts = _locate(chunk, local_block_size // size)
             remote_at, remote_parts = _locate(chunk, remote_block_size // size)
-            found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length))
+            found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length, start))
     return tuple(found)
 
 
@@ -253,7 +270,8 @@ def plan_slices(
         if len(some) > 1:
             some = some.select(_reading_order(some))
         chunk_bytes, pieces = sum(pairs.chunk_size_bytes for pairs in groups), sum(pairs.pieces for pairs in groups)
-        step = max(min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
+        joins = any(len(pairs.local_offsets) == 1 for pairs in groups)  # then it may take far fewer descriptors
+        step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
         for start in range(0, len(some), step):
             plan = plan_read(groups, some.select(slice(start, start + step)), head)
             if head is None:

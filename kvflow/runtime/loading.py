@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.ledger import BlockLedger
-from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks, plan_slices
+from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
 from kvflow.core.ticket import Ticket
 from kvflow.errors import (
@@ -31,11 +31,12 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.copier import Copier
+from kvflow.runtime.landing import Landing, Part
 from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import check_request_id
 from kvflow.runtime.sources import Source, Sources
-from kvflow.runtime.transfer import CopyFailed, Read, Seal, Stream, Transfer, straight
+from kvflow.runtime.transfer import CopyFailed, Seal, Stream, Transfer
 from kvflow.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,8 @@ class Loader:
         local: LocalRank,
         num_blocks: int,
         ledger: BlockLedger,
-        landing: SealTable,
+        seals: SealTable,
+        landing: Landing,
         sources: Sources,
         poller: Poller,
         copier: Copier,
@@ -159,6 +161,7 @@ class Loader:
         self._local = local
         self._num_blocks = num_blocks
         self._ledger = ledger
+        self._seals = seals
         self._landing = landing
         self._sources = sources
         self._poller = poller
@@ -248,8 +251,9 @@ class Loader:
                     return load.report()
                 if len(load.local_ids) == 0:
                     return await self._release_only(load)
-                chunks = self._match(load)
                 load.watch.enter("handshake")
+                await self._sources.check(ticket)
+                chunks = self._match(load)
                 sources = await self._sources.find(ticket)
                 return await self._read(load, sources, chunks)
         except TimeoutError:
@@ -282,6 +286,7 @@ class Loader:
         """A full hit: tell the producer. If it cannot be told its lease runs out, which costs the load nothing."""
         load.watch.enter("handshake")
         try:
+            await self._sources.check(load.ticket)
             sources = await self._sources.find(load.ticket)
         except (PeerError, LeaseExpired) as error:
             logger.warning("request %s: could not tell the producer: %s", load.request.request_id, error)
@@ -294,15 +299,17 @@ class Loader:
         load.watch.enter("plan")
         read_from = [source for source in sources if source.connection.pairing is not None]
         remote_ids = [source.block_ids(load.ticket) for source in read_from]
-        transfer, landing = self._start(load, read_from)
-        streams = [self._stream(source, index) for source, index in zip(read_from, landing, strict=True)]
-        reads = [
-            self._slices(stream, source, [some.locate(ids) for some in chunks])
+        transfer, places = self._start(load, read_from)
+        streams = [self._stream(source, place) for source, place in zip(read_from, places, strict=True)]
+        parts = [
+            Part(stream, pairing, source.connection.permutation, tuple(some.locate(ids) for some in chunks))
             for stream, source, ids in zip(streams, read_from, remote_ids, strict=True)
+            if (pairing := source.connection.pairing) is not None
         ]
+        batches = self._landing.batches(parts, load.local_ids)
         load.watch.enter("wire")
         try:
-            fresh = await transfer.read(streams, straight(_in_turn(reads)), self._config.slices_in_flight_max)
+            fresh = await transfer.read(streams, batches, self._config.slices_in_flight_max)
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):
                 if stream is transfer.failed:
@@ -323,38 +330,25 @@ class Loader:
             notified=True,
         )
 
-    def _slices(self, stream: Stream, source: Source, chunks: Sequence[Chunks]) -> Iterator[Read]:
-        """What is read from one rank."""
-        pairing = source.connection.pairing
-        assert pairing is not None
-        for descriptors in plan_slices(
-            pairing,
-            chunks,
-            bytes_max=self._config.slice_bytes_max,
-            descriptors_max=self._config.slice_descriptors_max,
-            head=stream.seal.piece if stream.seal.carried else None,
-        ):
-            yield Read(stream, descriptors)
-
-    def _stream(self, source: Source, landing_index: int) -> Stream:
+    def _stream(self, source: Source, place: int) -> Stream:
         connection, lease = source.connection, source.lease
         seal_address = connection.seal_address(lease.seal_index)
         assert seal_address is not None, "checked when the lease was found"
         seal = Seal(
-            piece=Piece(self._landing.address(landing_index), seal_address, SEAL_SIZE_BYTES),
+            piece=Piece(self._seals.address(place), seal_address, SEAL_SIZE_BYTES),
             carried=connection.carries_seals,
-            missing=lambda: self._landing.missing(landing_index, lease.lease_id),
+            missing=lambda: self._seals.missing(place, lease.lease_id),
             trust_s=connection.seal_trust_s,
         )
         return Stream(connection.agent, seal, staged=connection.staged)
 
     def _start(self, load: _Load, sources: Sequence[Source]) -> tuple[Transfer, list[int]]:
         """Claim what a transfer needs, a landing place for each rank's seal; given back when its blocks are safe."""
-        taken = [index for _ in sources if (index := self._landing.take()) is not None]
+        taken = [index for _ in sources if (index := self._seals.take()) is not None]
 
         def give_back(transfer: Transfer | None) -> None:
             for index in taken:
-                self._landing.give_back(index)
+                self._seals.give_back(index)
             if transfer is not None:
                 self._unsafe.discard(transfer)
                 for source in sources:
@@ -364,7 +358,7 @@ class Loader:
         try:
             if len(taken) < len(sources):
                 raise RequestError(
-                    f"request {load.request.request_id!r}: {self._landing.count} reads are open (loads_max)"
+                    f"request {load.request.request_id!r}: {self._seals.count} reads are open (loads_max)"
                 )
             transfer = Transfer(
                 load.request.request_id, load.local_ids, self._ledger, self._poller, self._copier, give_back
@@ -410,18 +404,3 @@ def _ticket_of(request: LoadRequest) -> Ticket:
         request.ticket.check()
         return request.ticket
     return Ticket.from_params(request.ticket)
-
-
-def _in_turn(reads: Sequence[Iterator[Read]]) -> Iterator[Read]:
-    """One read of each rank after the other, so that all of them are busy."""
-    if len(reads) == 1:
-        yield from reads[0]
-        return
-    waiting = list(reads)
-    while waiting:
-        for some in list(waiting):
-            read = next(some, None)
-            if read is None:
-                waiting.remove(some)
-            else:
-                yield read

@@ -29,6 +29,8 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
 )
+from kvflow.runtime.landing import Landing
+from kvflow.runtime.permute import Permutation
 from kvflow.runtime.side_channel import ask
 from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, Transport, TransportError
 
@@ -55,7 +57,13 @@ class Connection:
     """A peer after its handshake: what we read from it, and what we tell it."""
 
     def __init__(
-        self, agent: AgentName, metadata: wire.Metadata, num_blocks: int, pairing: Pairing | None, told: tuple[int, int]
+        self,
+        agent: AgentName,
+        metadata: wire.Metadata,
+        num_blocks: int,
+        pairing: Pairing | None,
+        permutation: Permutation | None,
+        told: tuple[int, int],
     ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
@@ -63,6 +71,7 @@ class Connection:
         self.num_blocks = num_blocks
         self.pairing = pairing
         """What we read from it; None if it only has to be told."""
+        self.permutation = permutation
         self.share, self.whole = told
         """How much of it we answer for (`topology.share_of`); a share of 0 means that it is none of our business."""
         self.staged = metadata.staged
@@ -126,10 +135,11 @@ class Peer:
 class Peers:
     """All peers of a runtime."""
 
-    def __init__(self, config: Config, transport: Transport, local: LocalRank, spawn: Spawn) -> None:
+    def __init__(self, config: Config, transport: Transport, local: LocalRank, landing: Landing, spawn: Spawn) -> None:
         self._config = config
         self._transport = transport
         self._local = local
+        self._landing = landing
         self._spawn = spawn
         self._peers: dict[tuple[str, Rank, str], Peer] = {}
         self._closed = False
@@ -222,7 +232,8 @@ class Peers:
         regions = _judge(peer, reply, self._local)
         agent = await self._add_agent(peer, reply)
         pairing, told = _relation(peer, reply, self._local, regions)
-        return Connection(agent, reply, regions.num_blocks, pairing, told)
+        permutation = self._landing.permutation(pairing, regions, reply.holding.layers)
+        return Connection(agent, reply, regions.num_blocks, pairing, permutation, told)
 
     async def _ask(self, peer: Peer, request: wire.Request) -> wire.Reply:
         """Put a question to a peer; its refusal is raised."""

@@ -24,12 +24,15 @@ from kvflow.core.states import PeerState
 from kvflow.core.topology import Rank, holding_of
 from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime.copier import Copier
+from kvflow.runtime.landing import Landing
 from kvflow.runtime.loading import Loader, LoadingStatistics, LoadReport, LoadRequest
 from kvflow.runtime.peers import LocalRank, Peers
+from kvflow.runtime.permute import Scratch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
 from kvflow.runtime.side_channel import Listener, ListenerStatistics
 from kvflow.runtime.sources import Sources
+from kvflow.runtime.staging import BlockCopier, HostBuffers
 from kvflow.transport.base import Transport, TransportError, TransportStatistics, choose_buffer_device
 from kvflow.transport.factory import make_transport
 
@@ -51,6 +54,8 @@ class RuntimeStatistics:
     state: RuntimeState
     tasks: int
     blocks: BlockCounts | None
+    buffers_used: int
+    """Host blocks and scratch buffers that are in use now."""
     serving: ServingStatistics | None
     loading: LoadingStatistics | None
     peers: tuple[PeerState, ...]
@@ -72,7 +77,13 @@ class _Cache:
     serving: Serving
     loader: Loader
     peers: Peers
+    staging: HostBuffers | None
+    scratch: Scratch
     agent_metadata: bytes
+
+    @property
+    def buffers_used(self) -> int:
+        return self.scratch.used + (self.staging.pool.used if self.staging else 0)
 
 
 class Runtime:
@@ -164,8 +175,14 @@ class Runtime:
             self._closing = asyncio.create_task(self._close(), name="kvflow-close")
         await asyncio.shield(self._closing)
 
-    async def register_kv_caches(self, kv_caches: KVCaches, layout: CacheLayout) -> None:
+    async def register_kv_caches(
+        self, kv_caches: KVCaches, layout: CacheLayout, *, copy_blocks: BlockCopier | None = None
+    ) -> None:
         """Make the cache readable by peers and writable by loads; once per runtime.
+
+        Where the transport cannot reach the cache's device, or with Config.always_stage, blocks go through host
+        buffers. `copy_blocks` copies between those and the cache (see `staging.BlockCopier`); without it kvflow copies
+        itself, which needs tensors that torch can index.
 
         The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as `layout`
         says, ConfigError if the transport cannot reach their device. Cancelling leaves the runtime unregistered.
@@ -175,13 +192,11 @@ class Runtime:
             raise UsageError("a KV cache is registered already; a runtime has one")
         regions = map_regions(layout, kv_caches)
         buffer_device = choose_buffer_device(regions.device.kind, self._config.kv_buffer_device)
-        if buffer_device != regions.device.kind:
-            raise ConfigError(
-                f"a cache on {regions.device.kind!r} needs host buffers on {buffer_device!r}: not supported yet"
-            )
+        staged = self._config.always_stage or buffer_device != regions.device.kind
         self._registering = True
         try:
-            self._cache = await self._register(kv_caches, layout, regions)
+            staging = await self._stage(kv_caches, layout, copy_blocks) if staged else None
+            self._cache = await self._register(kv_caches, layout, regions, staging)
         except TransportError as error:
             raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
         finally:
@@ -211,6 +226,7 @@ class Runtime:
             state=self._state,
             tasks=len(self._tasks) + supervising,
             blocks=cache.ledger.counts() if cache else None,
+            buffers_used=cache.buffers_used if cache else 0,
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
             peers=cache.peers.states if cache else (),
@@ -219,11 +235,21 @@ class Runtime:
             early_notifications=self._early_notifications,
         )
 
-    async def _register(self, kv_caches: KVCaches, layout: CacheLayout, regions: Regions) -> _Cache:
+    async def _stage(self, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None) -> HostBuffers:
+        """Make the host buffers; on the copy thread, since that touches all their pages."""
+        made: list[HostBuffers] = []
+        await self._copier.run(lambda: made.append(HostBuffers(kv_caches, layout, self._config, copy_blocks)))
+        return made[0]
+
+    async def _register(
+        self, kv_caches: KVCaches, layout: CacheLayout, regions: Regions, staging: HostBuffers | None
+    ) -> _Cache:
         config = self._config
-        seals, landing = SealTable(config.leases_max), SealTable(config.loads_max)
-        await self._transport.register(map_spans(kv_caches), regions.device, list(kv_caches.values()))
-        await self._transport.register([seals.span, landing.span], HOST, (seals, landing))
+        seals, fetched = SealTable(config.leases_max), SealTable(config.loads_max)
+        caches = kv_caches if staging is None else staging.caches
+        regions = regions if staging is None else staging.regions
+        await self._transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
+        await self._transport.register([seals.span, fetched.span], HOST, (seals, fetched))
         agent_metadata = await self._transport.metadata()
         holding = holding_of(
             layout,
@@ -240,7 +266,11 @@ class Runtime:
             regions=regions,
         )
         ledger = BlockLedger(layout.num_blocks)
-        peers = Peers(config, self._transport, local, self._spawn)
+        scratch = Scratch(
+            self._transport, regions.device, slot_bytes=config.scratch_slot_bytes, slots=config.scratch_slots
+        )
+        landing = Landing(config, kv_caches, layout, scratch, staging, self._copier)
+        peers = Peers(config, self._transport, local, landing, self._spawn)
         return _Cache(
             layout=layout,
             regions=regions,
@@ -253,6 +283,9 @@ class Runtime:
                 ledger,
                 seals,
                 num_blocks=layout.num_blocks,
+                block_size_bytes=layout.block_size_bytes,
+                staging=staging,
+                copier=self._copier,
                 incarnation=self._incarnation,
                 port=self._listener.port,
             ),
@@ -261,6 +294,7 @@ class Runtime:
                 local=local,
                 num_blocks=layout.num_blocks,
                 ledger=ledger,
+                seals=fetched,
                 landing=landing,
                 sources=Sources(config, local, peers),
                 poller=self._poller,
@@ -268,6 +302,8 @@ class Runtime:
                 transport=self._transport,
             ),
             peers=peers,
+            staging=staging,
+            scratch=scratch,
             agent_metadata=agent_metadata,
         )
 
@@ -362,7 +398,7 @@ class Runtime:
             seals=wire.SealLocation(
                 address=cache.seals.address(0), count=cache.seals.count, hold_s=self._config.seal_hold_s
             ),
-            staged=False,
+            staged=cache.staging is not None,
         )
 
     def _on_notification(self, payload: bytes) -> None:

@@ -3,6 +3,9 @@
 An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
 readers that were given another rank's ticket find it by the request (`find`).
 
+With host staging a lease is open before its blocks can be read: they are copied to host blocks group by group, and the
+seal says how many are still missing. A failed copy revokes the lease.
+
 A lease is registered, and its seal set, before `serve` returns, so a fast reader can never beat it. It ends exactly
 once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal at once; the blocks
 are given back after a short hold (invariant I3, see `core.seals`). Late, duplicate and malformed notifications are
@@ -19,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from kvflow.config import Config
@@ -30,6 +34,8 @@ from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.core.topology import Holding
 from kvflow.errors import RequestError
+from kvflow.runtime.copier import Copier
+from kvflow.runtime.staging import HostBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +97,8 @@ class Lease:
         self.request_id = request.request_id
         self.ticket = ticket
         self.state = LeaseState.OFFERED
+        self.held = False
+        """Only for `Serving`: whether the hold after its end is over."""
         self._end = end
         self._reader_count = request.reader_count
         self._readers: dict[str, Fraction] = {}
@@ -147,6 +155,16 @@ class _Entry:
     lease: Lease
     ids: BlockIds
     timer: asyncio.TimerHandle
+    staged: _Staged | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Staged:
+    """The host blocks of a lease and how far they are filled."""
+
+    host_ids: BlockIds
+    copied: int = 0
+    copying: bool = False
 
 
 class Serving:
@@ -160,6 +178,9 @@ class Serving:
         seals: SealTable,
         *,
         num_blocks: int,
+        block_size_bytes: int,
+        staging: HostBuffers | None,
+        copier: Copier,
         incarnation: str,
         port: int,
     ) -> None:
@@ -167,6 +188,8 @@ class Serving:
         self._holding = holding
         self._num_blocks = num_blocks
         self._ledger = ledger
+        self._staging = staging
+        self._copier = copier
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
@@ -177,6 +200,7 @@ class Serving:
         self._late = 0
         self._duplicate = 0
         self._malformed = 0
+        self._group_blocks = max(config.slice_bytes_max // block_size_bytes, 1)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -204,9 +228,17 @@ class Serving:
         except RequestError:
             self._seals.give_back(seal_index)
             raise
-        ticket = self._make_ticket(request, ids, seal_index, ttl_s)
+        try:
+            staged = self._take_host_blocks(request, len(ids))
+        except RequestError:
+            self._ledger.release(ids)
+            self._seals.give_back(seal_index)
+            raise
+        ticket = self._make_ticket(request, ids, staged, seal_index, ttl_s)
         lease = Lease(request, ticket, self._end)
-        self._open(lease, ids, ttl_s)
+        entry = self._open(lease, ids, staged, ttl_s)
+        if staged is not None:
+            self._copy_next(entry, staged)
         if len(ids) == 0:
             self._end(lease, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
         return lease
@@ -270,7 +302,46 @@ class Serving:
             raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
         return ids
 
-    def _make_ticket(self, request: ServeRequest, ids: BlockIds, seal_index: int, ttl_s: float) -> Ticket:
+    def _take_host_blocks(self, request: ServeRequest, count: int) -> _Staged | None:
+        """Host blocks for a lease; RequestError if there are not enough now."""
+        if self._staging is None or count == 0:
+            return None
+        host_ids = self._staging.pool.take_nowait(count)
+        if host_ids is None:
+            pool = self._staging.pool
+            room = f"{pool.size - pool.used} of {pool.size} are free (host_buffer_bytes_max)"
+            raise RequestError(f"request {request.request_id!r}: {count} host blocks are needed, {room}")
+        return _Staged(host_ids=host_ids)
+
+    def _copy_next(self, entry: _Entry, staged: _Staged) -> None:
+        """Copy the next group of blocks to the host, until all are there or the lease has ended."""
+        assert self._staging is not None
+        ids = entry.ids[staged.copied : staged.copied + self._group_blocks]
+        if not lease_open(entry.lease.state) or len(ids) == 0:
+            return
+        host_ids = staged.host_ids[staged.copied : staged.copied + len(ids)]
+        staged.copying = True
+        self._copier.submit(
+            partial(self._staging.to_host, ids, host_ids), partial(self._copied, entry, staged, len(ids))
+        )
+
+    def _copied(self, entry: _Entry, staged: _Staged, count: int, error: BaseException | None) -> None:
+        """One group has been copied: readers may have it. A lease that has ended waited for this with its blocks."""
+        staged.copying = False
+        if error is not None:
+            logger.error("request %s: its blocks cannot be copied", entry.lease.request_id, exc_info=error)
+            self._end(entry.lease, LeaseEvent.REVOKE)
+        elif lease_open(entry.lease.state):
+            staged.copied += count
+            own = entry.lease.ticket.first
+            self._seals.seal(own.seal_index, own.lease_id, len(entry.ids) - staged.copied)
+            self._copy_next(entry, staged)
+        if entry.lease.held:
+            self._give_back(entry)
+
+    def _make_ticket(
+        self, request: ServeRequest, ids: BlockIds, staged: _Staged | None, seal_index: int, ttl_s: float
+    ) -> Ticket:
         config, holding = self._config, self._holding
         own = RankLease(
             pp_rank=config.pp_rank,
@@ -280,6 +351,7 @@ class Serving:
             incarnation=self._incarnation,
             host=config.advertise_host or config.listen_host,
             port=self._port,
+            block_ids=None if staged is None else tuple(staged.host_ids.tolist()),
         )
         return Ticket(
             engine_id=config.engine_id,
@@ -297,14 +369,15 @@ class Serving:
             ranks=(own,),
         )
 
-    def _open(self, lease: Lease, ids: BlockIds, ttl_s: float) -> None:
+    def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None, ttl_s: float) -> _Entry:
         own = lease.ticket.first
-        self._seals.seal(own.seal_index, own.lease_id)
+        self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
         timer = asyncio.get_running_loop().call_later(ttl_s, self._end, lease, LeaseEvent.EXPIRE)
-        self._entries[own.lease_id] = _Entry(lease=lease, ids=ids, timer=timer)
+        entry = self._entries[own.lease_id] = _Entry(lease=lease, ids=ids, timer=timer, staged=staged)
         self._open_requests[lease.request_id] = lease
         self._recent.pop(lease.request_id, None)
         self._all_ended.clear()
+        return entry
 
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
         """The one way for a lease to end: its seal is wiped now, its blocks are given back after the hold."""
@@ -317,9 +390,15 @@ class Serving:
         self._remember(lease.request_id)
         lease.fire(event)
         if len(entry.ids) == 0:
-            self._give_back(lease, entry.ids)
+            self._give_back(entry)
         else:
-            asyncio.get_running_loop().call_later(self._config.seal_hold_s, self._give_back, lease, entry.ids)
+            asyncio.get_running_loop().call_later(self._config.seal_hold_s, self._held, entry)
+
+    def _held(self, entry: _Entry) -> None:
+        """The hold is over; a copy that still runs is waited for."""
+        entry.lease.held = True
+        if entry.staged is None or not entry.staged.copying:
+            self._give_back(entry)
 
     def _remember(self, request_id: str) -> None:
         """Keep in mind that there was a lease: a reader that comes late need not wait for one to be opened."""
@@ -327,11 +406,13 @@ class Serving:
         if len(self._recent) > _RECENT_MAX:
             self._recent.popitem(last=False)
 
-    def _give_back(self, lease: Lease, ids: BlockIds) -> None:
+    def _give_back(self, entry: _Entry) -> None:
         """Nobody can take the blocks for good any more: the producer may reuse them (invariant I3)."""
-        del self._entries[lease.ticket.lease_id]
-        self._ledger.release(ids)
-        self._ended[lease.settle()] += 1
+        del self._entries[entry.lease.ticket.lease_id]
+        self._ledger.release(entry.ids)
+        if entry.staged is not None and self._staging is not None:
+            self._staging.pool.give_back(entry.staged.host_ids)
+        self._ended[entry.lease.settle()] += 1
         if not self._entries:
             self._all_ended.set()
 

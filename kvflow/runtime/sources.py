@@ -51,12 +51,11 @@ class Sources:
         self._peers = peers
 
     async def find(self, ticket: Ticket) -> list[Source]:
-        """Every rank that the load reads from or has to tell, its own stages' layers complete.
+        """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.
 
         Raises a PeerError, LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's
         address cannot be known. Cancelling stops the waiting; handshakes go on.
         """
-        await self._check(ticket)
         ranks = self._ranks(ticket)
         found = await _all([self._find_one(ticket, rank) for rank in ranks])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in found}
@@ -65,8 +64,8 @@ class Sources:
             raise self._incompatible(ticket, [problem])
         return [Source(peer, connection, lease) for peer, connection, lease in found if lease is not None]
 
-    async def _check(self, ticket: Ticket) -> None:
-        """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours."""
+    async def check(self, ticket: Ticket) -> None:
+        """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
         problems = topology.differences(self._local.holding, ticket.holding(self._local.holding))
         if problems:
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)

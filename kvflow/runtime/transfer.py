@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ class Seal(NamedTuple):
 
     piece: Piece
     carried: bool
-    """Whether the first read fetches it too; else it takes a read of its own."""
+    """Whether a read of blocks may fetch it, too; else it takes a read of its own."""
     missing: Callable[[], int | None]
     """How many of the lease's blocks cannot be read yet, by what was fetched last; None if it is not the lease's."""
     trust_s: float
@@ -63,6 +63,7 @@ class Read(NamedTuple):
     stream: Stream
     descriptors: Descriptors
     missing_max: int = 0
+    carries_seal: bool = False
 
 
 class Batch(NamedTuple):
@@ -259,7 +260,7 @@ class Transfer:
         posted = self._poller.read(self, stream.agent, descriptors)
         self._reads[posted] = (stream, running)
         running.pending += 1
-        if stream.fetching is None and stream.seal.carried:
+        if read.carries_seal:
             stream.fetching = posted
             self.descriptor_count -= 1
             self.size_bytes -= stream.seal.piece.size_bytes
@@ -327,12 +328,6 @@ class Transfer:
 
     def _fire(self, event: TransferEvent) -> None:
         self.state = fire(TRANSFER_TABLE, self.state, event)
-
-
-async def straight(slices: Iterator[Read]) -> AsyncGenerator[Batch, None]:
-    """Batches of one read each, for reads that land where they belong."""
-    for read in slices:
-        yield Batch((read,))
 
 
 def _clock_s() -> float:

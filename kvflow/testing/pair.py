@@ -112,6 +112,7 @@ def _number_elements(kv_caches: dict[str, torch.Tensor]) -> None:
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:
     """Nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5)."""
+    assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
     blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
     if blocks is not None:
         assert blocks.free == blocks.total, f"blocks in use: {blocks}"

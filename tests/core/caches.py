@@ -2,14 +2,15 @@
 
 A `Recipe` says how a cache looks to its user (style, order, sizes) and how it lies in memory (which axes are outermost,
 what is padded, which layers share a storage). `Cache.block` reaches a block by torch indexing, so tests can compare
-what `kvflow.core.layout` computes with what torch does.
+what `kvflow.core.layout` computes with what torch does. `Cache.slot` reaches K or V of one head of one token, whatever
+the style: so two caches that hold the same model in different ways can be compared.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.float32)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _PAIR_STYLES = (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST, KVStyle.APART)
+_KV_STYLES = (*_PAIR_STYLES, KVStyle.FUSED)
 _OUTER_ORDERS = (
     ("layer", "kv", "block"),
     ("layer", "block", "kv"),
@@ -34,7 +36,10 @@ _OUTER_ORDERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to build a cache. `outer` and `hnd_in_memory` are about memory, `order` is about the tensors' shape."""
+    """How to build a cache. `outer` and `hnd_in_memory` are about memory, `order` is about the tensors' shape.
+
+    `dim` is the last axis, that is K and V of a head together for FUSED.
+    """
 
     style: KVStyle
     order: str
@@ -52,6 +57,12 @@ class Recipe:
     """Unused elements behind each block of each part."""
     spare_blocks: int = 0
     """Blocks of the storage that the cache does not show."""
+    layer_indices: tuple[int, ...] = ()
+    """Which layers of the model these are, in the order of the dict; none means the first ones."""
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        return self.layer_indices or tuple(range(self.layers))
 
 
 class Cache:
@@ -60,7 +71,7 @@ class Cache:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.storages: list[torch.Tensor] = []
-        names = [f"layers.{index}.attn" for index in range(recipe.layers)]
+        names = [f"layers.{index}.attn" for index in recipe.indices]
         if recipe.shared:
             whole = self._allocate(recipe.layers)
             self.tensors = {name: self._present(whole[index]) for index, name in enumerate(names)}
@@ -74,6 +85,11 @@ class Cache:
     @property
     def part_count(self) -> int:
         return 2 if self.recipe.style in _PAIR_STYLES else 1
+
+    @property
+    def kv_count(self) -> int:
+        """2 for K and V, however they are held, 1 for a latent."""
+        return 1 if self.recipe.style is KVStyle.MLA else 2
 
     def infer(self) -> CacheLayout:
         recipe = self.recipe
@@ -95,6 +111,19 @@ class Cache:
                 view = pair[part][block]
         return view.view(_BITS[view.element_size()])
 
+    def slot(self, layer: int, kv: int, block: int, token: int, head: int) -> torch.Tensor:
+        """The elements of K (0) or V (1), or of the latent, of one head of one token of a block."""
+        recipe = self.recipe
+        if recipe.style is not KVStyle.FUSED:
+            view = self.block(layer, kv, block)
+            if recipe.style is KVStyle.MLA:
+                return view[token]
+            return view[token, head] if recipe.order == "NHD" else view[head, token]
+        view = self.block(layer, 0, block)
+        both = view[token, head] if recipe.order == "NHD" else view[head, token]
+        half = recipe.dim // 2
+        return both[half:] if kv else both[:half]
+
     def addresses(self) -> Iterator[tuple[int, int, int, int]]:
         """(layer, part, block, address of its first byte) of everything in the cache, layer by layer."""
         for layer in range(self.recipe.layers):
@@ -111,6 +140,10 @@ class Cache:
     def snapshot(self) -> list[bytes]:
         """All bytes of all storages."""
         return [ctypes.string_at(storage.data_ptr(), storage.numel()) for storage in self.storages]
+
+    def restore(self, snapshot: list[bytes]) -> None:
+        for storage, before in zip(self.storages, snapshot, strict=True):
+            ctypes.memmove(storage.data_ptr(), before, len(before))
 
     def _allocate(self, layers: int) -> torch.Tensor:
         """Memory for some layers, seen as (layer, kv, block, elements of a block)."""
@@ -155,6 +188,7 @@ def recipes(draw: st.DrawFn, *, like: Recipe | None = None, dtypes: tuple[torch.
         style = draw(st.sampled_from(list(KVStyle)))
         heads = 1 if style is KVStyle.MLA else draw(st.integers(1, 3))
         layers, tokens, dim = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
+        dim *= 2 if style is KVStyle.FUSED else 1
         dtype, hnd_in_memory = draw(st.sampled_from(dtypes)), draw(st.booleans())
     else:
         style = draw(st.sampled_from(_PAIR_STYLES)) if like.style in _PAIR_STYLES else like.style
@@ -180,3 +214,57 @@ def recipes(draw: st.DrawFn, *, like: Recipe | None = None, dtypes: tuple[torch.
         block_padding=block_padding,
         spare_blocks=draw(st.sampled_from([0, 0, 1, 3])),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """Two ranks that hold the same model in different ways, and what one reads of the other's heads."""
+
+    local: Recipe
+    remote: Recipe
+    local_start: int
+    remote_start: int
+    heads: int
+
+
+@st.composite
+def sides(draw: st.DrawFn) -> Sides:
+    """Any style, order, memory order, block sizes (one divides the other), heads, layers and place in memory."""
+    latent = draw(st.sampled_from([False, False, False, True]))
+    heads = 1 if latent else draw(st.integers(1, 3))
+    size = draw(st.integers(1, 3))  # elements of K, or of V, or of the latent
+    dtype = draw(st.sampled_from((torch.uint8, torch.float16)))
+    small, factor = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
+    tokens = draw(st.permutations([small, small * factor]))
+    common = draw(st.integers(1, 2))  # layers
+    alike = draw(st.booleans())  # the same place in memory: the case that fuses most
+    first: Recipe | None = None
+
+    def side(block_size: int, others: tuple[int, ...]) -> tuple[Recipe, int]:
+        style = KVStyle.MLA if latent else draw(st.sampled_from(_KV_STYLES))
+        held = heads if latent else heads + draw(st.sampled_from([0, 0, 1, 2]))
+        indices = (*range(10, 10 + common), *others[: draw(st.integers(0, 1))])
+        recipe = Recipe(
+            style=style,
+            order=draw(st.sampled_from(["NHD", "HND"])),
+            layers=len(indices),
+            blocks=draw(st.integers(1, 6)),
+            tokens=block_size,
+            heads=held,
+            dim=2 * size if style is KVStyle.FUSED else size,
+            dtype=dtype,
+            outer=draw(st.sampled_from(_OUTER_ORDERS)),
+            hnd_in_memory=draw(st.booleans()),
+            shared=draw(st.booleans()),
+            block_padding=draw(st.sampled_from([0, 0, 0, 1, 5])),
+            spare_blocks=draw(st.sampled_from([0, 0, 1])),
+            layer_indices=tuple(draw(st.permutations(indices))),
+        )
+        if first is not None and alike:
+            same = {name: getattr(first, name) for name in ("outer", "shared", "block_padding", "hnd_in_memory")}
+            recipe = replace(recipe, **same)
+        return recipe, draw(st.integers(0, held - heads))
+
+    first, local_start = side(tokens[0], (3,))
+    remote, remote_start = side(tokens[1], (77,))
+    return Sides(local=first, remote=remote, local_start=local_start, remote_start=remote_start, heads=heads)

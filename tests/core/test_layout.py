@@ -306,14 +306,82 @@ def test_k_in_the_place_of_v_is_refused() -> None:
     ids=["mla", "fused", "tokens innermost", "heads innermost"],
 )
 def test_blocks_whose_bytes_are_in_another_order_do_not_look_alike(plain: torch.Tensor, turned: torch.Tensor) -> None:
-    """Head elements need not be innermost: such a block must be refused or be told from a plain one.
+    """Head elements that are not innermost: a plan takes them for one run of bytes, so such a block is refused."""
+    assert infer({"l0": plain}).memory_order in ("NHD", "HND")
+    with pytest.raises(LayoutError, match=r"'l0'.*stride 1\b.*'dim'"):
+        infer({"l0": turned})
 
-    What tells them is `memory_order`, the only fact about strides that two sides compare.
-    """
-    memory_order = infer({"l0": plain}).memory_order
-    try:
-        layout = infer({"l0": turned})
-        map_regions(layout, {"l0": turned})
-    except LayoutError:
-        return
-    assert layout.memory_order not in ("NHD", "HND", memory_order)
+
+@settings(max_examples=150)
+@given(recipe=recipes())
+def test_the_shape_of_a_block_says_where_each_token_of_each_head_lies(recipe: Recipe) -> None:
+    cache = Cache(recipe)
+    layout = cache.infer()
+    shape = layout.block_shape
+    assert map_regions(layout, cache.tensors).block == shape
+    assert (shape.tokens, shape.heads) == (recipe.tokens, recipe.heads)
+    assert shape.size_bytes == layout.region_block_size_bytes
+    assert shape.run == recipe.dim * recipe.dtype.itemsize
+    for layer, part, block, address in cache.addresses():
+        if recipe.style is not KVStyle.FUSED:
+            for token, head in itertools.product(range(recipe.tokens), range(recipe.heads)):
+                found = cache.slot(layer, part, block, token, head).data_ptr()
+                assert found == address + token * shape.token_stride + head * shape.head_stride
+
+
+@pytest.mark.parametrize(
+    ("shape", "latent", "kv_head_size"),
+    [((2, B, N, H, D), False, D), ((B, 2, N, H, D), False, D), ((B, N, H, D), False, D // 2), ((B, N, D), True, D)],
+)
+def test_a_head_has_the_same_size_however_k_and_v_are_held(
+    shape: tuple[int, ...], latent: bool, kv_head_size: int
+) -> None:
+    layout = infer({"l0": torch.zeros(shape)})
+    assert (layout.latent, layout.kv_head_size) == (latent, kv_head_size)
+
+
+def test_half_of_an_odd_axis_is_no_k() -> None:
+    with pytest.raises(LayoutError, match=r"'odd'.*'dim'.*\b7$"):
+        infer({"odd": torch.zeros(B, N, H, 7)})
+    assert infer({"latent": torch.zeros(B, N, 7)}).head_size == 7
+
+
+# --- which layers
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["layers.0.attn", "layers.1.attn"], (0, 1)),
+        (["model.layers.12.self_attn", "model.layers.3.self_attn"], (12, 3)),
+        (["model/layers_7/attn", "8", "x_9"], (7, 8, 9)),
+        (["l0", "l1"], (0, 1)),  # no number stands alone: by position
+        (["b", "a"], (0, 1)),
+        (["l5", "l4"], (0, 1)),
+        (["layers.4.attn", "embedding"], (0, 1)),  # some have none
+        (["layers.4.experts.1", "layers.5.experts.1"], (0, 1)),  # some have two
+        (["a.7", "b.7"], (0, 1)),  # not different
+        (["a.70000", "b.1"], (0, 1)),  # no such layer
+        (["a." + "9" * 50], (0,)),
+        (["a.\u0663"], (3,)),  # a digit is a digit
+    ],
+)
+def test_layers_are_those_of_their_names(names: list[str], expected: tuple[int, ...]) -> None:
+    assert infer({name: kv_first() for name in names}).layer_indices == expected
+
+
+def test_layers_may_be_given() -> None:
+    caches = {"layers.0": kv_first(), "layers.1": kv_first()}
+    assert infer(caches, layer_indices=[31, 4]).layer_indices == (31, 4)
+    assert infer(caches, layer_indices=[0, (1 << 15) - 1]).layer_indices == (0, (1 << 15) - 1)
+
+
+@pytest.mark.parametrize("given_indices", [[], [1], [1, 2, 3], [1, 1], [-1, 0], [0, 1 << 15]])
+def test_layers_that_cannot_be_are_refused(given_indices: list[int]) -> None:
+    with pytest.raises(LayoutError, match=r"^layer_indices: expected 2 different"):
+        infer({"a": kv_first(), "b": kv_first()}, layer_indices=given_indices)
+
+
+def test_the_format_of_the_bytes_is_plain_unless_given() -> None:
+    assert infer({"l0": kv_first()}).kv_format == "plain"
+    assert infer({"l0": kv_first()}, kv_format="fp8_ds_mla").kv_format == "fp8_ds_mla"

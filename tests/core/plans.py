@@ -1,0 +1,198 @@
+"""What tests of pairing and planning share: reading plans, executing them, and slow loads to compare them with."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kvflow.core.layout import BlockShape, Device, KVStyle, Regions, Span, map_regions
+from kvflow.core.pairing import HeadSlice, Pairing, pair_whole
+from kvflow.core.plan import BlockIds, Chunks, Descriptors, match_chunks
+from tests.core.caches import Cache, Recipe, Sides, recipes, sides
+
+CPU = Device("cpu", 0)
+RECIPE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=3, blocks=12, tokens=4, heads=2, dim=8)
+BLOCKS_TOGETHER = replace(RECIPE, shared=True, outer=("block", "layer", "kv"))
+
+
+def array(ids: Sequence[int]) -> BlockIds:
+    return np.array(ids, dtype=np.int64)
+
+
+def regions_of(cache: Cache) -> Regions:
+    return map_regions(cache.infer(), cache.tensors)
+
+
+def pair(local: Cache, remote: Cache) -> Pairing:
+    """Of two caches that hold the same."""
+    return pair_whole(regions_of(local), regions_of(remote))
+
+
+def pair_sides(case: Sides, local: Cache, remote: Cache) -> Pairing:
+    return Pairing(
+        regions_of(local),
+        regions_of(remote),
+        heads=HeadSlice(case.local_start, case.remote_start, case.heads),
+        local_layers=local.infer().layer_indices,
+        remote_layers=remote.infer().layer_indices,
+    )
+
+
+def lump(size: int) -> BlockShape:
+    """A block that cannot be read in parts."""
+    return BlockShape(tokens=1, heads=1, run=size, token_stride=size, head_stride=size)
+
+
+def whole_blocks(local_ids: Sequence[int] | BlockIds, remote_ids: Sequence[int] | BlockIds, tokens: int) -> Chunks:
+    """One chunk for each pair of blocks."""
+    return Chunks(np.asarray(local_ids, dtype=np.int64), None, np.asarray(remote_ids, dtype=np.int64), None, tokens, 0)
+
+
+def located_chunks(
+    local_ids: Sequence[int], remote_ids: Sequence[int], ours: int, theirs: int, tokens: int
+) -> list[Chunks]:
+    """What fills our blocks of `ours` tokens from theirs of `theirs`, by the ids of their blocks."""
+    found = match_chunks(
+        array(local_ids), len(remote_ids), local_block_size=ours, remote_block_size=theirs, num_tokens=tokens
+    )
+    return [some.locate(array(remote_ids)) for some in found]
+
+
+# --- reading and executing plans
+
+Copy = tuple[int, int, int]  # local address, remote address, size
+
+
+def rows(descriptors: Descriptors) -> list[Copy]:
+    assert descriptors.size_bytes == sum(descriptors.sizes.tolist())
+    assert len(descriptors) == len(descriptors.local) == len(descriptors.remote)
+    columns = (descriptors.local, descriptors.remote, descriptors.sizes)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def rows_of_all(plans: Sequence[Descriptors]) -> list[Copy]:
+    return [copy for plan in plans for copy in rows(plan)]
+
+
+def bytes_of(copies: Sequence[Copy]) -> Iterator[tuple[int, int]]:
+    """(local address, remote address) of every byte, in order."""
+    for local, remote, size in copies:
+        for offset in range(size):
+            yield local + offset, remote + offset
+
+
+def execute(copies: Sequence[Copy]) -> None:
+    for local, remote, size in copies:
+        ctypes.memmove(local, remote, size)
+
+
+def inside_one(spans: tuple[Span, ...], address: int, size: int) -> bool:
+    return any(span.address <= address and address + size <= span.address + span.size_bytes for span in spans)
+
+
+# --- loads of whole blocks between caches whose blocks are the same bytes
+
+
+@dataclass(frozen=True)
+class Case:
+    local: Recipe
+    remote: Recipe
+    local_ids: list[int]
+    remote_ids: list[int]
+
+    @property
+    def chunks(self) -> Chunks:
+        return whole_blocks(self.local_ids, self.remote_ids, self.local.tokens)
+
+
+def draw_ids(draw: st.DrawFn, count: int, blocks: int) -> list[int]:
+    """Scattered blocks, or a run of neighbours."""
+    if draw(st.booleans()):
+        start = draw(st.integers(0, blocks - count))
+        return list(range(start, start + count))
+    return draw(st.permutations(range(blocks)))[:count]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Two caches that mean the same, and blocks to carry between them."""
+    local = draw(recipes(dtypes=(torch.uint8, torch.float16)))
+    remote = draw(recipes(like=local))
+    count = draw(st.integers(0, min(local.blocks, remote.blocks)))
+    return Case(local, remote, draw_ids(draw, count, local.blocks), draw_ids(draw, count, remote.blocks))
+
+
+def slow_plan(local: Cache, remote: Cache, local_ids: list[int], remote_ids: list[int]) -> list[Copy]:
+    """The reference: one copy for each layer, part and block, with addresses that torch gives."""
+    return [
+        (local.block(layer, part, mine).data_ptr(), remote.block(layer, part, theirs).data_ptr(), size)
+        for layer in range(local.recipe.layers)
+        for part in range(local.part_count)
+        for mine, theirs in zip(local_ids, remote_ids, strict=True)
+        for size in [local.block(layer, part, mine).nbytes]
+    ]
+
+
+# --- loads between caches that hold the same model in different ways
+
+
+@dataclass(frozen=True)
+class Load:
+    """A prompt of `tokens` tokens in the remote blocks, whose end goes into the local ones."""
+
+    sides: Sides
+    tokens: int
+    local_ids: list[int]
+    remote_ids: list[int]
+
+    @property
+    def first_block(self) -> int:
+        """How many of our blocks the prompt takes before those that are loaded: they are cached."""
+        return -(-self.tokens // self.sides.local.tokens) - len(self.local_ids)
+
+    @property
+    def chunks(self) -> list[Chunks]:
+        ours, theirs = self.sides.local.tokens, self.sides.remote.tokens
+        return located_chunks(self.local_ids, self.remote_ids, ours, theirs, self.tokens)
+
+    @property
+    def loaded(self) -> range:
+        """The tokens that are loaded."""
+        return range(self.first_block * self.sides.local.tokens, self.tokens)
+
+
+@st.composite
+def loads(draw: st.DrawFn) -> Load:
+    case = draw(sides())
+    offered = draw(st.integers(0, case.remote.blocks))
+    tokens = draw(st.integers(0, offered * case.remote.tokens))
+    count = draw(st.integers(0, min(case.local.blocks, -(-tokens // case.local.tokens))))
+    return Load(case, tokens, draw_ids(draw, count, case.local.blocks), draw_ids(draw, offered, case.remote.blocks))
+
+
+def slow_load(load: Load, local: Cache, remote: Cache) -> None:
+    """The reference: torch copies K and V of each head of each token of each layer, one by one."""
+    case = load.sides
+    layers = [index for index in case.local.indices if index in case.remote.indices]
+    if not load.local_ids:
+        return
+    for layer, kv, token, head in itertools.product(layers, range(local.kv_count), load.loaded, range(case.heads)):
+        ours, theirs = divmod(token, case.local.tokens), divmod(token, case.remote.tokens)
+        mine = local.slot(
+            case.local.indices.index(layer),
+            kv,
+            load.local_ids[ours[0] - load.first_block],
+            ours[1],
+            case.local_start + head,
+        )
+        mine.copy_(
+            remote.slot(
+                case.remote.indices.index(layer), kv, load.remote_ids[theirs[0]], theirs[1], case.remote_start + head
+            )
+        )
