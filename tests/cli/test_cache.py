@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from kvflow.cli.bench.cache import BenchCache, WrongBytes, sample_indices
+from kvflow.cli.bench.cache import BenchCache, WrongBytes, huge_page_share, sample_indices
 from kvflow.cli.bench.settings import CacheShape
 
 SHAPE = CacheShape(layers=3, kv_heads=1, blocks=70)
+
+
+def _huge_pages() -> str:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.read_text(encoding="ascii") if path.exists() else "[never]"
 
 
 @pytest.fixture
@@ -25,7 +34,16 @@ def test_all_words_differ() -> None:
     cache = BenchCache(SHAPE, filled=True)
     words = np.concatenate([layer.ravel() for layer in cache.layers])
     assert len(np.unique(words)) == len(words) == SHAPE.size_bytes // 4
-    assert [base % 4096 for base in cache.bases] == [0, 0, 0]
+    assert [base % (2 << 20) for base in cache.bases] == [0, 0, 0]
+
+
+@pytest.mark.skipif("[never]" in _huge_pages(), reason="this machine gives no huge pages")
+def test_the_cache_lies_in_huge_pages() -> None:
+    shape = replace(SHAPE, blocks=2000)
+    assert huge_page_share(os.getpid(), shape) < 0.5
+    cache = BenchCache(shape, filled=True)
+    assert huge_page_share(os.getpid(), shape) > 0.5
+    assert cache.layer_size_bytes * shape.layers == shape.size_bytes
 
 
 def test_a_right_copy_passes(caches: tuple[BenchCache, BenchCache]) -> None:
