@@ -26,7 +26,12 @@ def transfer(
     sizes: Annotated[
         str, typer.Option(help="What one load moves: 'block' or MB (2**20 bytes), separated by commas.")
     ] = "block,1,16,256,1024",
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds per size; each gives every contender a turn.")] = 10,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="How often every contender is started anew; equal processes differ in speed.")
+    ] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds per size, divided among the pairs; each gives every contender a turn.")
+    ] = 12,
     pattern: Annotated[
         Pattern, typer.Option(help="Block ids: random on both sides, or consecutive ones.")
     ] = Pattern.SCATTERED,
@@ -49,6 +54,7 @@ def transfer(
         settings = make_settings(
             transport=transport,
             sizes=sizes,
+            pairs=pairs,
             rounds=rounds,
             pattern=pattern,
             layers=layers,

@@ -27,7 +27,7 @@ def test_help_names_the_options() -> None:
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=60, env={"COLUMNS": "120", "NO_COLOR": "1"}
     )
-    for option in ("--transport", "--sizes", "--rounds", "--pattern", "--json", "--quick"):
+    for option in ("--transport", "--sizes", "--pairs", "--rounds", "--pattern", "--json", "--quick"):
         assert option in done.stdout
 
 

@@ -62,10 +62,10 @@ def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
         SHAPE,
         SIZE,
         {
-            Contender.EXAMPLE: [_turn(8.0, 8.0), _turn(8.0, 80.0)],
-            Contender.TUNED: [_turn(4.0, 4.0), _turn(4.0, 4.0)],
-            Contender.KVFLOW: [_turn(4.0, 5.0), _turn(5.0, 5.0)],
-            Contender.HOP: [_turn(4.0, 4.0), _turn(8.0, 5.0)],
+            Contender.EXAMPLE: [[_turn(8.0, 8.0), _turn(8.0, 80.0)]],
+            Contender.TUNED: [[_turn(4.0, 4.0), _turn(4.0, 4.0)]],
+            Contender.KVFLOW: [[_turn(4.0, 5.0), _turn(5.0, 5.0)]],
+            Contender.HOP: [[_turn(4.0, 4.0), _turn(8.0, 5.0)]],
         },
     )
     ours = result.contenders[Contender.KVFLOW]
@@ -83,6 +83,16 @@ def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
     assert ours.checked_blocks == 14
     assert result.lag.samples == 4
     assert result.phases_median_s == {"wire": 2.0, "plan": 1.0}
+
+
+def test_the_median_is_of_the_medians_of_the_pairs() -> None:
+    """One pair that is slow for life must not decide, however many samples it has."""
+    pairs = [[_turn(2.0, 2.0)], [_turn(9.0, 9.0), _turn(9.0, 9.0), _turn(9.0, 9.0)], [_turn(3.0, 3.0)]]
+    ones = [[_turn(6.0, 6.0)]] * 3
+    turns = {Contender.EXAMPLE: ones, Contender.TUNED: ones, Contender.KVFLOW: pairs, Contender.HOP: ones}
+    ours = summarize_size(SHAPE, SIZE, turns).contenders[Contender.KVFLOW]
+    assert (ours.pair_medians_s, ours.median_s, ours.samples) == ((2.0, 9.0, 3.0), 3.0, 10)
+    assert ours.ratio_to_b == pytest.approx(6 / 3)
 
 
 def _turn(*seconds: float) -> TurnResult:

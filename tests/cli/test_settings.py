@@ -17,11 +17,19 @@ from kvflow.cli.bench.settings import (
 )
 
 
-def settings(*, sizes: str = "block,1,16", pattern: Pattern = Pattern.SCATTERED, quick: bool = False) -> BenchSettings:
+def settings(
+    *,
+    sizes: str = "block,1,16",
+    pairs: int = 1,
+    rounds: int = 3,
+    pattern: Pattern = Pattern.SCATTERED,
+    quick: bool = False,
+) -> BenchSettings:
     return make_settings(
         transport=TransportChoice.BOTH,
         sizes=sizes,
-        rounds=3,
+        pairs=pairs,
+        rounds=rounds,
         pattern=pattern,
         layers=8,
         kv_heads=8,
@@ -56,7 +64,20 @@ def test_the_cache_holds_every_turn_with_its_wake_up_block() -> None:
 def test_quick_is_small() -> None:
     made = settings(quick=True)
     assert made.shape.size_bytes < 64 * MIB
-    assert made.rounds == 2
+    assert (made.pairs, made.rounds) == (2, 2)
+
+
+@pytest.mark.parametrize(("pairs", "rounds"), [(1, 1), (1, 10), (3, 3), (3, 10), (3, 12), (4, 7)])
+def test_the_pairs_share_the_rounds(pairs: int, rounds: int) -> None:
+    made = settings(pairs=pairs, rounds=rounds)
+    shares = [made.rounds_of_pair(index) for index in range(pairs)]
+    assert [index for share in shares for index in share] == list(range(rounds))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_every_pair_needs_a_round() -> None:
+    with pytest.raises(SettingsError, match=r"--rounds: 2 .* --pairs 3"):
+        settings(pairs=3, rounds=2)
 
 
 @pytest.mark.parametrize("pattern", Pattern)

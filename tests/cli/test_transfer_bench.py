@@ -55,7 +55,9 @@ def test_every_size_has_every_contender_with_sane_numbers(bench: tuple[dict[str,
 
 
 def _check_contender(found: dict[str, Any], size_bytes: int) -> None:
-    assert found["samples"] == len(found["seconds"]) == 40  # two rounds of 20 loads
+    assert found["samples"] == len(found["seconds"]) == 40  # two pairs with a round of 20 loads each
+    assert len(found["pair_medians_s"]) == 2
+    assert found["median_s"] == pytest.approx(sum(found["pair_medians_s"]) / 2)
     assert found["checked_blocks"] >= found["samples"]
     assert 0 < min(found["seconds"]) <= found["median_s"] <= found["p99_s"] == max(found["seconds"])
     assert found["gb_per_s"] == pytest.approx(size_bytes / found["median_s"] / 1e9)
@@ -76,6 +78,7 @@ def test_ratios_compare_with_the_contenders_of_the_same_run(bench: tuple[dict[st
 def test_the_loop_and_the_idle_process_were_watched(bench: tuple[dict[str, Any], str]) -> None:
     for result in bench[0]["transports"]:
         assert 0 <= result["idle_cpu_percent"] < 200
+        assert 0 <= result["huge_page_share"] <= 1
         for lag in [result["idle_lag"], *(size["lag"] for size in result["sizes"])]:
             assert lag["samples"] > 0
             assert 0 <= lag["p50_ms"] <= lag["p99_ms"] <= lag["max_ms"] < math.inf
@@ -96,7 +99,7 @@ def test_the_tables_are_printed_and_the_settings_kept(bench: tuple[dict[str, Any
     report, printed = bench
     for words in ("(a) example", "(b) tuned", "(c) kvflow", "(d) bare hop", "targets", "idle CPU"):
         assert words in printed
-    assert report["schema_version"] == 1
+    assert report["schema_version"] == 2
     assert report["settings"]["quick"] is True
     assert report["machine"]["nixl"]
     assert report["machine"]["load_average_1m"] >= 0

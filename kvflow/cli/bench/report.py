@@ -15,7 +15,7 @@ from kvflow.cli.bench.run import BenchReport
 from kvflow.cli.bench.samples import Contender, LagSummary, SizeResult, TransportResult
 from kvflow.cli.bench.targets import TargetRow, Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _TITLES = {
     Contender.EXAMPLE: "(a) example",
     Contender.TUNED: "(b) tuned",
@@ -24,7 +24,9 @@ _TITLES = {
 }
 _LEGEND = (
     "(a) raw NIXL as its examples use it, (b) raw NIXL at its best, "
-    "(d) b awaited from a loop through one thread and nothing else; n loads each; ratios above 1 are faster. "
+    "(d) b awaited from a loop through one thread and nothing else; n loads each, by several pairs of processes. "
+    "p50: median of the pairs' medians; pairs: their least and greatest, what differs by less may be chance. "
+    "Ratios are of p50, above 1 is faster. "
     "With n < 100 the p99 is the slowest load. s/GB: CPU of reader and producer. "
     "All blocks were compared once, then samples."
 )
@@ -51,12 +53,13 @@ def _speed_table(report: BenchReport, result: TransportResult) -> Table:
         caption=_LEGEND,
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
-    table.add_column("one load", no_wrap=True)
-    table.add_column("by", no_wrap=True)
-    for heading in ("n", "p50 ms", "p99 ms", "GB/s", "/(a)", "/(b)", "s/GB"):
+    table.add_column("one load by", no_wrap=True)
+    for heading in ("n", "p50 ms", "pairs", "p99 ms", "GB/s", "/(a)", "/(b)", "s/GB"):
         table.add_column(heading, justify="right")
     for size in result.sizes:
+        table.add_row(size.label, style="bold")
         for row in _speed_rows(size):
             table.add_row(*row)
         table.add_row()
@@ -67,10 +70,10 @@ def _speed_rows(size: SizeResult) -> Iterator[tuple[str, ...]]:
     for contender in Contender:
         found = size.contenders[contender]
         yield (
-            size.label if contender is Contender.EXAMPLE else "",
             _TITLES[contender],
             str(found.samples),
             _three_digits(found.median_s * 1e3),
+            "..".join(_three_digits(bound(found.pair_medians_s) * 1e3) for bound in (min, max)),
             _three_digits(found.p99_s * 1e3),
             f"{found.gb_per_s:.2f}",
             f"{found.ratio_to_a:.2f}",
@@ -88,7 +91,10 @@ def _three_digits(value: float) -> str:
 def _loop_table(result: TransportResult) -> Table:
     table = Table(
         title=f"{result.transport}: lag of kvflow's event loop, 1 ms ticker",
-        caption=f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core",
+        caption=(
+            f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core; "
+            f"huge pages: at least {result.huge_page_share:.0%} of every cache"
+        ),
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )

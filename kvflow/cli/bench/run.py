@@ -1,8 +1,10 @@
 """The parent of the bench: rounds of turns, one contender at a time, and what is measured besides.
 
-For each size, one turn per contender with every block compared and nothing timed, then `rounds` rounds in which each
-contender has one turn with the same loads. The order rotates from round to round, so that a neighbour's noise and
-the state of the caches hit all alike. While children work, the parent sleeps in a read; it draws no progress bars.
+Equal processes differ in speed for as long as they live, so every contender is opened `pairs` times, one set of
+contenders after the other. In each set and for each size, one turn per contender with nothing timed (the first set
+compares every block in it), then the set's share of the rounds, in which each contender has one turn with the same
+loads. The order rotates from round to round, so that a neighbour's noise and the state of the caches hit all alike.
+While children work, the parent sleeps in a read; it draws no progress bars.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from kvflow.cli.bench.cache import huge_page_share
 from kvflow.cli.bench.children import BenchError, Pair
 from kvflow.cli.bench.clocks import process_cpu_s
 from kvflow.cli.bench.contenders import open_pairs
@@ -23,7 +26,6 @@ from kvflow.cli.bench.samples import (
     Contender,
     LagSummary,
     PlanningResult,
-    SizeResult,
     TransportResult,
     summarize_lags,
     summarize_size,
@@ -37,6 +39,7 @@ _LAG_FLOOR_S = 0.5
 _SETTLE_S = 0.5
 
 Note = Callable[[str], None]
+Turns = dict[Contender, list[TurnResult]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,31 +70,49 @@ def run_bench(settings: BenchSettings, note: Note) -> BenchReport:
 
 
 def _run_transport(settings: BenchSettings, transport: Transport, note: Note) -> TransportResult:
-    note(f"{transport}: starting {_PROCESSES} processes")
-    with open_pairs(transport, settings.shape) as pairs:
-        sizes: list[SizeResult] = []
-        for size in settings.sizes:
-            note(
-                f"{transport}: {size.label}: all blocks compared, then {settings.rounds} x {size.loads_per_turn} loads"
-            )
-            sizes.append(_run_size(settings, size, pairs))
-        note(f"{transport}: idle for {settings.idle_s:g} s")
-        idle_cpu_percent, idle_lag = _measure_idle(settings, pairs[Contender.KVFLOW])
+    turns: list[dict[LoadSize, Turns]] = []
+    huge_page_shares: list[float] = []
+    for index in range(settings.pairs):
+        note(f"{transport}: pairs {index + 1} of {settings.pairs}: starting {_PROCESSES} processes")
+        with open_pairs(transport, settings.shape) as pairs:
+            rounds = settings.rounds_of_pair(index)
+            turns.append({size: _run_size(settings, size, rounds, pairs, note) for size in settings.sizes})
+            huge_page_shares += _huge_page_shares(settings, pairs)
+            if index == settings.pairs - 1:
+                note(f"{transport}: idle for {settings.idle_s:g} s")
+                idle_cpu_percent, idle_lag = _measure_idle(settings, pairs[Contender.KVFLOW])
     return TransportResult(
-        transport=transport, sizes=tuple(sizes), idle_cpu_percent=idle_cpu_percent, idle_lag=idle_lag
+        transport=transport,
+        sizes=tuple(
+            summarize_size(settings.shape, size, {name: [of_set[size][name] for of_set in turns] for name in Contender})
+            for size in settings.sizes
+        ),
+        idle_cpu_percent=idle_cpu_percent,
+        idle_lag=idle_lag,
+        huge_page_share=min(huge_page_shares),
     )
 
 
-def _run_size(settings: BenchSettings, size: LoadSize, pairs: Mapping[Contender, Pair]) -> SizeResult:
+def _run_size(
+    settings: BenchSettings, size: LoadSize, rounds: range, pairs: Mapping[Contender, Pair], note: Note
+) -> Turns:
+    check_all = 0 in rounds  # the first set: the others run the same code, and 1 GB takes seconds to compare
+    first = "all blocks compared" if check_all else "a turn untimed"
+    note(f"  {size.label}: {first}, then {len(rounds)} x {size.loads_per_turn} loads")
     first_loads = loads_of_turn(settings, size, "check")
     for contender, pair in pairs.items():
-        _run_turn(contender, pair, first_loads, check_all=True)
-    turns: dict[Contender, list[TurnResult]] = {contender: [] for contender in pairs}
-    for index in range(settings.rounds):
+        _run_turn(contender, pair, first_loads, check_all=check_all)
+    turns: Turns = {contender: [] for contender in pairs}
+    for index in rounds:
         loads = loads_of_turn(settings, size, f"round {index}")
         for contender in _rotated(tuple(pairs), index):
             turns[contender].append(_run_turn(contender, pairs[contender], loads, check_all=False))
-    return summarize_size(settings.shape, size, turns)
+    return turns
+
+
+def _huge_page_shares(settings: BenchSettings, pairs: Mapping[Contender, Pair]) -> list[float]:
+    children = [child for pair in pairs.values() for child in (pair.producer, pair.reader)]
+    return [huge_page_share(child.pid, settings.shape) for child in children]
 
 
 def _rotated(contenders: tuple[Contender, ...], index: int) -> tuple[Contender, ...]:

@@ -36,10 +36,15 @@ class LagSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
-    """One contender at one size. Ratios are of speed: above 1 is faster than (a) or (b)."""
+    """One contender at one size. Ratios are of speed: above 1 is faster than (a) or (b).
+
+    A contender is opened several times, as several pairs of processes, and equal pairs differ. `median_s` is the median
+    of `pair_medians_s`, in the order of opening; everything else is of all samples.
+    """
 
     samples: int
     median_s: float
+    pair_medians_s: tuple[float, ...]
     p99_s: float
     gb_per_s: float
     cpu_s_per_gb: float
@@ -65,18 +70,26 @@ class SizeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportResult:
-    """`idle_lag` is what the ticker shows on a loop that has nothing else to do: the floor of `lag`."""
+    """`idle_lag` is what the ticker shows on a loop that has nothing else to do: the floor of `lag`.
+
+    `huge_page_share` is of the process whose cache has the least huge pages. Much below 1, equal pairs differ more.
+    """
 
     transport: Transport
     sizes: tuple[SizeResult, ...]
     idle_cpu_percent: float
     idle_lag: LagSummary
+    huge_page_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningResult:
     descriptors: int
     median_s: float
+
+
+PairTurns = Sequence[Sequence[TurnResult]]
+"""The turns of one contender at one size, for each pair that it was opened as."""
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
@@ -98,11 +111,11 @@ def summarize_lags(lags_s: Sequence[float]) -> LagSummary:
     )
 
 
-def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, Sequence[TurnResult]]) -> SizeResult:
-    """Put the turns of all rounds at one size together."""
+def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, PairTurns]) -> SizeResult:
+    """Put the turns of all pairs at one size together."""
     size_bytes = size.blocks * shape.block_size_bytes
-    medians_s = {name: statistics.median(_seconds(turns[name])) for name in turns}
-    ours = turns[Contender.KVFLOW]
+    medians_s = {name: statistics.median(_pair_medians(turns[name])) for name in turns}
+    ours = _flat(turns[Contender.KVFLOW])
     return SizeResult(
         label=size.label,
         size_bytes=size_bytes,
@@ -115,14 +128,15 @@ def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, 
     )
 
 
-def _summarize_contender(
-    turns: Sequence[TurnResult], size_bytes: int, medians_s: Mapping[Contender, float]
-) -> ContenderResult:
+def _summarize_contender(pairs: PairTurns, size_bytes: int, medians_s: Mapping[Contender, float]) -> ContenderResult:
+    turns = _flat(pairs)
     seconds = _seconds(turns)
-    median_s = statistics.median(seconds)
+    pair_medians_s = _pair_medians(pairs)
+    median_s = statistics.median(pair_medians_s)
     return ContenderResult(
         samples=len(seconds),
         median_s=median_s,
+        pair_medians_s=pair_medians_s,
         p99_s=percentile(seconds, 99),
         gb_per_s=size_bytes / median_s / _GB,
         cpu_s_per_gb=sum(turn.cpu_s for turn in turns) / (size_bytes * len(seconds) / _GB),
@@ -131,6 +145,14 @@ def _summarize_contender(
         checked_blocks=sum(turn.checked_blocks for turn in turns),
         seconds=tuple(seconds),
     )
+
+
+def _pair_medians(pairs: PairTurns) -> tuple[float, ...]:
+    return tuple(statistics.median(_seconds(turns)) for turns in pairs)
+
+
+def _flat(pairs: PairTurns) -> list[TurnResult]:
+    return [turn for turns in pairs for turn in turns]
 
 
 def _seconds(turns: Sequence[TurnResult]) -> list[float]:

@@ -89,16 +89,22 @@ class BenchSettings:
     transports: tuple[Transport, ...]
     shape: CacheShape
     sizes: tuple[LoadSize, ...]
+    pairs: int
     rounds: int
     pattern: Pattern
     idle_s: float
     quick: bool
+
+    def rounds_of_pair(self, index: int) -> range:
+        """Which of the rounds are for the pairs opened at turn `index`."""
+        return range(index * self.rounds // self.pairs, (index + 1) * self.rounds // self.pairs)
 
 
 def make_settings(
     *,
     transport: TransportChoice,
     sizes: str,
+    pairs: int,
     rounds: int,
     pattern: Pattern,
     layers: int,
@@ -106,9 +112,11 @@ def make_settings(
     idle_s: float,
     quick: bool,
 ) -> BenchSettings:
-    """Turn options into settings; `quick` replaces sizes, rounds and idle time by the least that is meaningful."""
+    """Turn options into settings; `quick` replaces all amounts by the least that is meaningful."""
     if quick:
-        sizes, rounds, idle_s, layers = "block,1", 2, 0.5, 2
+        sizes, pairs, rounds, idle_s, layers = "block,1", 2, 2, 0.5, 2
+    if rounds < pairs:
+        raise SettingsError(f"--rounds: {rounds} rounds are too few for --pairs {pairs}")
     block_shape = CacheShape(layers=layers, kv_heads=kv_heads, blocks=1)
     load_sizes = parse_sizes(sizes, block_size_bytes=block_shape.block_size_bytes)
     # One more block than any turn needs: the wake-up load has a block of its own.
@@ -117,6 +125,7 @@ def make_settings(
         transports=transport.transports,
         shape=CacheShape(layers=layers, kv_heads=kv_heads, blocks=blocks),
         sizes=load_sizes,
+        pairs=pairs,
         rounds=rounds,
         pattern=pattern,
         idle_s=idle_s,
