@@ -1,0 +1,373 @@
+"""Any prefill topology to any decode topology: random engines on the in-process transport, judged by a reference model.
+
+Every example opens a runtime for each rank of two engines, hands one prompt over, and compares every byte of every
+cache. `hand_overs` draws from everything that may differ between two engines; each test below gives one family of
+differences its share of the examples.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from random import Random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvflow import LoadRequest, RuntimeState
+from kvflow.core.layout import KVStyle
+from kvflow.errors import PeerIncompatible
+from kvflow.transport.base import Transport
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.core.caches import DTYPES
+from tests.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
+from tests.reference_model import CONSUMER_FILL, Engine, Look, Model, RankCache
+
+EXAMPLES_EACH = 300  # times 5 families times 2 event loops
+RANKS_MAX = 16  # of both engines together
+
+# Finding the smallest counterexample takes longer than passing.
+pytestmark = pytest.mark.timeout(300)
+thorough = settings(max_examples=EXAMPLES_EACH, deadline=None, suppress_health_check=list(HealthCheck))
+
+_OUTER_ORDERS = (
+    ("layer", "kv", "block"),
+    ("layer", "block", "kv"),
+    ("kv", "layer", "block"),
+    ("kv", "block", "layer"),
+    ("block", "layer", "kv"),
+    ("block", "kv", "layer"),
+)
+_STYLES = (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST, KVStyle.APART, KVStyle.FUSED)
+
+
+# --- what is drawn
+
+looks = st.builds(
+    Look,
+    style=st.sampled_from(_STYLES),
+    order=st.sampled_from(["NHD", "HND"]),
+    hnd_in_memory=st.booleans(),
+    outer=st.sampled_from(_OUTER_ORDERS),
+    shared=st.booleans(),
+    block_padding=st.sampled_from([0, 0, 0, 1, 5]),
+    spare_blocks=st.sampled_from([0, 0, 1]),
+    layers_reversed=st.booleans(),
+    layers_named=st.booleans(),
+)
+
+slices = st.builds(
+    Paths,
+    slice_bytes_max=st.sampled_from([1 << 24, 1 << 24, 400, 33]),
+    slice_descriptors_max=st.sampled_from([8192, 8192, 9, 2]),
+)
+
+buffers = st.builds(
+    Paths,
+    staged=st.tuples(st.booleans(), st.booleans()),
+    scratch=st.sampled_from(["auto", "always", "always", "never"]),
+    scratch_slot_bytes=st.sampled_from([1 << 16, 1 << 10, 200]),
+    slice_bytes_max=st.sampled_from([1 << 24, 500]),
+)
+
+
+@st.composite
+def models(draw: st.DrawFn, *, latent: bool, layers_min: int) -> Model:
+    return Model(
+        layers=draw(st.integers(layers_min, 4)),
+        kv_heads=1 if latent else draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
+        head_size=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        latent=latent,
+    )
+
+
+@st.composite
+def stages(draw: st.DrawFn, layers: int, pp_size: int) -> tuple[tuple[int, ...], ...]:
+    """The layers split among stages: neighbours stay together, or are dealt out in turn."""
+    if pp_size > 1 and draw(st.integers(0, 4)) == 0:
+        return tuple(tuple(range(layers))[stage::pp_size] for stage in range(pp_size))
+    cuts = st.lists(st.integers(1, max(layers - 1, 1)), min_size=pp_size - 1, max_size=pp_size - 1, unique=True)
+    edges = [0, *sorted(draw(cuts)), layers]
+    return tuple(tuple(range(start, stop)) for start, stop in itertools.pairwise(edges))
+
+
+@st.composite
+def scattered(draw: st.DrawFn, count: int, num_blocks: int) -> tuple[int, ...]:
+    """Ids of `count` blocks: in order, or runs of neighbours shuffled."""
+    seed = draw(st.integers(0, 99))
+    if seed == 0:
+        return tuple(range(count))
+    random = Random(seed)
+    cuts = sorted({0, num_blocks, *(random.randrange(num_blocks) for _ in range(seed % num_blocks))})
+    runs = [list(range(start, stop)) for start, stop in itertools.pairwise(cuts)]
+    random.shuffle(runs)
+    return tuple(block for blocks in runs for block in blocks)[:count]
+
+
+@st.composite
+def engine_pairs(
+    draw: st.DrawFn, tp_sizes: Sequence[int], pp_sizes: Sequence[int], latent: bool
+) -> tuple[Engine, Engine]:
+    """Producer and consumer, one block each."""
+    pp_size, their_pp_size = draw(st.tuples(st.sampled_from(pp_sizes), st.sampled_from(pp_sizes)))
+    model = draw(models(latent=latent, layers_min=max(pp_size, their_pp_size)))
+    sizes = [
+        (ours, theirs)
+        for ours, theirs in itertools.product(tp_sizes, tp_sizes)
+        if _divides(ours, theirs) and _divides(ours, model.kv_heads) and _divides(theirs, model.kv_heads)
+        if ours * pp_size + theirs * their_pp_size <= RANKS_MAX
+    ]
+    tp_size, their_tp_size = draw(st.sampled_from(sizes))
+    small, factor = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3, 4]))
+    block_size, their_block_size = draw(st.permutations([small, small * factor]))
+    return (
+        draw(engines(model, tp_size, pp_size, block_size)),
+        draw(engines(model, their_tp_size, their_pp_size, their_block_size)),
+    )
+
+
+@st.composite
+def engines(draw: st.DrawFn, model: Model, tp_size: int, pp_size: int, block_size: int) -> Engine:
+    return Engine(
+        model=model,
+        tp_size=tp_size,
+        stages=draw(stages(model.layers, pp_size)),
+        block_size=block_size,
+        num_blocks=1,
+        looks=tuple(draw(st.lists(looks, min_size=1, max_size=3))),
+        tells_heads=draw(st.booleans()),
+        dp_rank=draw(st.sampled_from([0, 0, 0, 0, 0, 1])),
+    )
+
+
+@st.composite
+def prompts(draw: st.DrawFn, producer: Engine, consumer: Engine) -> tuple[int, int, int]:
+    """(tokens, offered blocks, wanted blocks)."""
+    size = producer.block_size
+    larger = max(size, consumer.block_size)
+    num_tokens = draw(st.integers(1, 4)) * larger - draw(st.integers(0, larger - 1))
+    needed, full = -(-num_tokens // size), num_tokens // size
+    offered = draw(st.sampled_from([needed, needed, needed, full]) | st.integers(1, needed))
+    most = -(-min(num_tokens, offered * size) // consumer.block_size)
+    cached = draw(st.sampled_from([0, 0, 0, most // 2]) | st.integers(0, most))
+    return num_tokens, offered, most - cached
+
+
+@st.composite
+def hand_overs(
+    draw: st.DrawFn,
+    *,
+    tp_sizes: Sequence[int] = (1, 2),
+    pp_sizes: Sequence[int] = (1,),
+    latent: bool = False,
+    paths: st.SearchStrategy[Paths] = slices,
+) -> HandOver:
+    producer, consumer = draw(engine_pairs(tp_sizes, pp_sizes, latent))
+    num_tokens, offered, wanted = draw(prompts(producer, consumer))
+    producer = replace(producer, num_blocks=max(offered, 1) + draw(st.integers(0, 3)))
+    consumer = replace(consumer, num_blocks=max(wanted, 1) + draw(st.integers(0, 3)))
+    ranks = range(len(producer.places))
+    fixed_ports = draw(st.booleans())
+    some = st.lists(st.sampled_from(ranks), min_size=1, max_size=2, unique=True).map(tuple)
+    return HandOver(
+        producer=producer,
+        consumer=consumer,
+        num_tokens=num_tokens,
+        offered=draw(scattered(offered, producer.num_blocks)),
+        wanted=draw(scattered(wanted, consumer.num_blocks)),
+        named=draw(some if fixed_ports else st.permutations(ranks).map(tuple)),
+        fixed_ports=fixed_ports,
+        arrival=draw(st.sampled_from(Arrival)),
+        paths=draw(paths),
+    )
+
+
+def _divides(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
+
+
+# --- the right bytes
+
+
+async def hand_over(case: HandOver) -> None:
+    network = InprocNetwork()
+    await run(case, lambda name: InprocTransport(name, network))
+
+
+@thorough
+@given(case=hand_overs(tp_sizes=(1, 2, 3, 4, 6, 8)))
+async def test_tensor_parallel_ranks_share_heads_in_any_ratio(case: HandOver) -> None:
+    await hand_over(case)
+
+
+@thorough
+@given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2, 3)))
+async def test_pipelines_split_layers_anywhere(case: HandOver) -> None:
+    await hand_over(case)
+
+
+@thorough
+@given(case=hand_overs(tp_sizes=(1, 2, 4, 8), pp_sizes=(1, 2), latent=True))
+async def test_every_rank_holds_the_latent(case: HandOver) -> None:
+    await hand_over(case)
+
+
+@thorough
+@given(case=hand_overs())
+async def test_any_layout_fills_any_other(case: HandOver) -> None:
+    await hand_over(case)
+
+
+@thorough
+@given(case=hand_overs(pp_sizes=(1, 2), paths=buffers))
+async def test_bytes_that_go_through_buffers_are_the_same(case: HandOver) -> None:
+    await hand_over(case)
+
+
+# --- what does not go together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Two engines that cannot hand over, and what the error has to say."""
+
+    id: str
+    producer: Engine
+    consumer: Engine
+    message: str
+
+
+def engine(kv_heads: int = 6, layers: int = 3, head_size: int = 4, latent: bool = False, **changes: object) -> Engine:
+    """One rank of everything, unless told otherwise."""
+    dtype = changes.pop("dtype", torch.uint8)
+    assert isinstance(dtype, torch.dtype)
+    model = Model(layers=layers, kv_heads=kv_heads, head_size=head_size, latent=latent, dtype=dtype)
+    whole = Engine(model=model, stages=(tuple(range(layers)),), block_size=4, num_blocks=4)
+    return replace(whole, **changes)  # type: ignore[arg-type]
+
+
+MISFITS = [
+    Misfit(
+        id="tp 2 to tp 3",
+        producer=engine(tp_size=2),
+        consumer=engine(tp_size=3),
+        message="tp_size: ours 3, theirs 2: neither divides the other",
+    ),
+    Misfit(
+        id="tp 3 to tp 2",
+        producer=engine(tp_size=3),
+        consumer=engine(tp_size=2),
+        message="tp_size: ours 2, theirs 3: neither divides the other",
+    ),
+    Misfit(
+        id="blocks of 4 to blocks of 6",
+        producer=engine(),
+        consumer=engine(block_size=6),
+        message="block_size: ours 6, theirs 4: neither divides the other",
+    ),
+    Misfit(
+        id="heads as told",
+        producer=engine(kv_heads=8, tp_size=2),
+        consumer=engine(kv_heads=4, tp_size=2),
+        message="model's num_kv_heads: ours 4, theirs 8",
+    ),
+    Misfit(
+        id="heads as held",
+        producer=engine(kv_heads=8, tells_heads=False),
+        consumer=engine(kv_heads=6, tells_heads=False),
+        message="num_kv_heads: ours 6 on each of 1 ranks, theirs 8 on each of 1 ranks",
+    ),
+    Misfit(
+        id="heads as one told and the other holds",
+        producer=engine(kv_heads=8, tp_size=2, tells_heads=False),
+        consumer=engine(kv_heads=4, tp_size=2),
+        message="num_kv_heads: ours 2 on each of 2 ranks, theirs 4 on each of 2 ranks",
+    ),
+    Misfit(
+        id="fewer layers",
+        producer=engine(layers=2),
+        consumer=engine(layers=3),
+        message="layers: ours 3 (0, 1, 2), theirs 2 (0, 1)",
+    ),
+    Misfit(
+        id="a layer that no stage holds",
+        producer=engine(stages=((0,), (2,))),
+        consumer=engine(),
+        message="layers: ours 3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)",
+    ),
+    Misfit(
+        id="a layer that two stages hold",
+        producer=engine(stages=((0, 1), (1, 2))),
+        consumer=engine(),
+        message="layers: ours 3 (0, 1, 2), theirs 4 (0, 1, 1, 2): 1 (1) held twice",
+    ),
+    Misfit(
+        id="head sizes",
+        producer=engine(head_size=8),
+        consumer=engine(head_size=4),
+        message="head_size: ours 4, theirs 8",
+    ),
+    Misfit(
+        id="dtypes",
+        producer=engine(dtype=torch.float16),
+        consumer=engine(dtype=torch.bfloat16),
+        message="dtype: ours 'bfloat16', theirs 'float16'",
+    ),
+    Misfit(
+        id="K and V to latent",
+        producer=engine(kv_heads=1),
+        consumer=engine(kv_heads=1, latent=True),
+        message="attention: ours 'latent', theirs 'K and V'",
+    ),
+]
+
+
+@pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: misfit.id)
+async def test_what_does_not_go_together_is_named_and_nothing_is_written(misfit: Misfit) -> None:
+    await refuse(misfit.producer, misfit.consumer, misfit.message)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes=st.tuples(st.integers(2, 9), st.integers(2, 9)).filter(lambda sizes: not _divides(*sizes)))
+async def test_block_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int]) -> None:
+    theirs, ours = sizes
+    message = f"block_size: ours {ours}, theirs {theirs}: neither divides the other"
+    await refuse(engine(block_size=theirs), engine(block_size=ours), message)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(sizes=st.tuples(st.integers(2, 6), st.integers(2, 6)).filter(lambda sizes: not _divides(*sizes)))
+async def test_tp_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int]) -> None:
+    theirs, ours = sizes
+    message = f"tp_size: ours {ours}, theirs {theirs}: neither divides the other"
+    await refuse(engine(kv_heads=60, tp_size=theirs), engine(kv_heads=60, tp_size=ours), message)
+
+
+async def refuse(producer: Engine, consumer: Engine, message: str) -> None:
+    """No rank of the consumer loads anything, each says why, and the leases stand."""
+    network = InprocNetwork()
+
+    def transport(name: str) -> Transport:
+        return InprocTransport(name, network)
+
+    case = HandOver(producer=producer, consumer=consumer, num_tokens=4, offered=(2,), wanted=(1,))
+    async with AsyncExitStack() as stack:
+        producers = (await open_producer(stack, case, transport))[0]
+        consumers = await open_consumer(stack, case, transport)
+        leases = serve(case, producers)
+        request = LoadRequest("request", ticket=ticket_of(case, leases), block_ids=case.wanted)
+        for rank in consumers:
+            with pytest.raises(PeerIncompatible) as caught:
+                await rank.runtime.load_blocks(request)
+            assert message in str(caught.value)
+            assert rank.runtime.state is RuntimeState.OPEN
+        assert not any(lease.done for lease in leases)
+        for lease in leases:
+            lease.revoke()
+    for rank in consumers:
+        assert not rank.cache.difference(RankCache(consumer, rank.place, CONSUMER_FILL))
