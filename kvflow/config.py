@@ -117,8 +117,8 @@ class Config:
     scratch: str = "auto"
     """Whether blocks whose pieces are small are read whole into scratch memory and permuted: "auto" (where the rule of
     `core.extents` says so), "always" or "never"."""
-    scratch_slot_bytes: int = 32 * _MIB
-    scratch_slots: int = 3
+    scratch_slot_bytes_max: int = 32 * _MIB
+    scratch_slots_max: int = 3
     """Scratch buffers, each made when it is first needed."""
     always_stage: bool = False
     """Copy blocks through host buffers even if the transport could reach the cache itself."""
@@ -184,9 +184,6 @@ def _check_ranks(config: Config) -> None:
 def _check_limits(config: Config) -> None:
     if config.scratch not in ("auto", "always", "never"):
         raise ConfigError(f"scratch: expected 'auto', 'always' or 'never', got {config.scratch!r}")
-    for name in ("scratch_slot_bytes", "scratch_slots"):
-        if getattr(config, name) < 1:
-            raise ConfigError(f"{name}: expected 1 or more, got {getattr(config, name)!r}")
     for entry in fields(config):
         if entry.name.endswith(("_s", "_max")):
             value = getattr(config, entry.name)

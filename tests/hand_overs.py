@@ -44,7 +44,7 @@ class Paths:
     staged: tuple[bool, bool] = (False, False)
     """Host staging on the producer and on the consumer."""
     scratch: str = "never"
-    scratch_slot_bytes: int = 1 << 16
+    scratch_slot_bytes_max: int = 1 << 16
     slice_bytes_max: int = 1 << 24
     slice_descriptors_max: int = 8192
 
@@ -53,7 +53,7 @@ class Paths:
         return {
             "always_stage": self.staged[side],
             "scratch": self.scratch,
-            "scratch_slot_bytes": self.scratch_slot_bytes,
+            "scratch_slot_bytes_max": self.scratch_slot_bytes_max,
             "slice_bytes_max": self.slice_bytes_max,
             "slice_descriptors_max": self.slice_descriptors_max,
         }
@@ -115,8 +115,7 @@ async def run(case: HandOver, transport: Callable[[str], Transport] | None = Non
         consumers = await open_consumer(stack, case, transport)
         leases = serve(case, producers)
         reports = await _load(case, consumers, ticket_of(case, leases))
-        outcomes = await asyncio.wait_for(asyncio.gather(*leases), LEASE_END_S)
-        assert set(outcomes) == {LeaseOutcome.READ}, outcomes
+        await _all_read(leases)
         _check_books(case, producers, consumers, reports)
         names = [f"{rank}{rank.runtime.address}" for rank in producers]
     for rank in itertools.chain(*replicas, consumers):
@@ -233,6 +232,16 @@ async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) 
     step = -1 if case.arrival is Arrival.REVERSED else 1
     reports = [await rank.runtime.load_blocks(request) for rank in consumers[::step]]
     return reports[::step]
+
+
+async def _all_read(leases: list[Lease]) -> None:
+    """Every lease ends, also those of ranks that nobody read from, and because all readers said so."""
+    try:
+        async with asyncio.timeout(LEASE_END_S):
+            outcomes = await asyncio.gather(*leases)
+    except TimeoutError:
+        raise AssertionError(f"still open after {LEASE_END_S} s: {[x for x in leases if not x.done]}") from None
+    assert set(outcomes) == {LeaseOutcome.READ}, outcomes
 
 
 def _check_bytes(case: HandOver, reference: Reference, consumers: Iterable[_Rank]) -> None:

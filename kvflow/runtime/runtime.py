@@ -267,7 +267,7 @@ class Runtime:
         )
         ledger = BlockLedger(layout.num_blocks)
         scratch = Scratch(
-            self._transport, regions.device, slot_bytes=config.scratch_slot_bytes, slots=config.scratch_slots
+            self._transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
         )
         landing = Landing(config, kv_caches, layout, scratch, staging, self._copier)
         peers = Peers(config, self._transport, local, landing, self._spawn)
