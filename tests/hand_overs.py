@@ -189,7 +189,7 @@ async def _open_engine(
             pp_size=len(engine.stages),
             dp_rank=dp_rank,
             num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
-            drain_timeout_s=0.2,
+            drain_timeout_s=0.03,  # only counts when something has failed
             seal_hold_s=0.05 if transport is None else 0.004,
             leases_max=4,
             loads_max=64,
@@ -226,9 +226,11 @@ async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) 
     """Every rank's report, in the order of the ranks."""
     request = LoadRequest("request", ticket=ticket, block_ids=case.wanted, deadline_s=10.0)
     if case.arrival is Arrival.TOGETHER:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(rank.runtime.load_blocks(request)) for rank in consumers]
-        return [task.result() for task in tasks]
+        ends = await asyncio.gather(*(rank.runtime.load_blocks(request) for rank in consumers), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return [end for end in ends if isinstance(end, LoadReport)]
     step = -1 if case.arrival is Arrival.REVERSED else 1
     reports = [await rank.runtime.load_blocks(request) for rank in consumers[::step]]
     return reports[::step]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 
 from kvflow.config import PORT_MAX, RANKS_MAX, is_host, is_name, rank_offset
-from kvflow.core.topology import Holding, Rank
+from kvflow.core.topology import Cut, Rank
 from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION
 from kvflow.errors import RequestError
 
@@ -128,18 +128,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     def address(self) -> str:
         return self.first.address
 
-    def holding(self, ours: Holding) -> Holding:
-        """What its rank holds, as far as the ticket says; the rest as in ours."""
-        return msgspec.structs.replace(
-            ours,
-            tp_rank=self.first.tp_rank,
-            tp_size=self.tp_size,
-            pp_rank=self.first.pp_rank,
-            pp_size=self.pp_size,
-            kv_heads=self.kv_heads,
-            model_kv_heads=self.model_kv_heads,
-            block_size=self.block_size,
-        )
+    @property
+    def cut(self) -> Cut:
+        """How its engine is cut."""
+        return Cut(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
 
     def find(self, rank: Rank) -> RankLease | None:
         """The lease of that rank, if the ticket names it."""

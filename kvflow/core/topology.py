@@ -34,6 +34,16 @@ class Rank(NamedTuple):
         return f"dp {self.dp} pp {self.pp} tp {self.tp}"
 
 
+class Cut(NamedTuple):
+    """How an engine is cut, as far as its tickets say; the fields are those of a `Holding`."""
+
+    tp_size: int
+    pp_size: int
+    block_size: int
+    kv_heads: int
+    model_kv_heads: int
+
+
 class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank holds of its model's cache, and how its engine is cut. Two sides may differ in all of it.
 
@@ -49,6 +59,10 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     model_kv_heads: int
     latent: bool
     block_size: int
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
 
     @property
     def kv_head_slots(self) -> int:

@@ -68,6 +68,7 @@ class Connection:
         self.agent = agent
         self.incarnation = metadata.incarnation
         self.holding = metadata.holding
+        self.cut = metadata.holding.cut
         self.num_blocks = num_blocks
         self.pairing = pairing
         """What we read from it; None if it only has to be told."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
 
 from kvflow.config import Config
 from kvflow.core import topology, wire
 from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.ticket import RankLease, Ticket
-from kvflow.core.topology import Rank
+from kvflow.core.topology import Cut, Rank
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.peers import Connection, LocalRank, Peer, Peers, target_of
 
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
+
+_PLANS_MAX = 256
 
 ResultT = TypeVar("ResultT")
 
@@ -42,6 +46,14 @@ class Source:
         return check_block_ids(ids, num_blocks=self.connection.num_blocks, what=what)
 
 
+class _Plan(NamedTuple):
+    """What follows from how the producer's engine is cut."""
+
+    problems: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+    """(pp_rank, tp_rank) of each rank that we read from or tell."""
+
+
 class Sources:
     """Finds the sources of loads."""
 
@@ -49,6 +61,7 @@ class Sources:
         self._config = config
         self._local = local
         self._peers = peers
+        self._plans: dict[Cut, _Plan] = {}
 
     async def find(self, ticket: Ticket) -> list[Source]:
         """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.
@@ -56,7 +69,7 @@ class Sources:
         Raises a PeerError, LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's
         address cannot be known. Cancelling stops the waiting; handshakes go on.
         """
-        ranks = self._ranks(ticket)
+        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in self._plan(ticket.cut).places]
         found = await _all([self._find_one(ticket, rank) for rank in ranks])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in found}
         ours = self._local.holding
@@ -67,15 +80,25 @@ class Sources:
 
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
-        problems = topology.differences(self._local.holding, ticket.holding(self._local.holding))
-        if problems:
+        plan = self._plan(ticket.cut)
+        if plan.problems:
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
             await self._peers.connect(self._peers.get(ticket.engine_id, first, ticket.address), None)  # names them all
-            raise self._incompatible(ticket, problems)
+            raise self._incompatible(ticket, plan.problems)
 
-    def _ranks(self, ticket: Ticket) -> list[Rank]:
-        sources = topology.sources_of(self._local.holding, ticket.holding(self._local.holding))
-        return [Rank(ticket.dp_rank, pp, source.tp_rank) for pp in range(ticket.pp_size) for source in sources]
+    def _plan(self, cut: Cut) -> _Plan:
+        """Whom a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
+        found = self._plans.get(cut)
+        if found is None:
+            ours = self._local.holding
+            theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **cut._asdict())
+            problems = tuple(topology.differences(ours, theirs))
+            sources = () if problems else topology.sources_of(ours, theirs)
+            places = tuple((pp, source.tp_rank) for pp in range(cut.pp_size) for source in sources)
+            if len(self._plans) >= _PLANS_MAX:
+                self._plans.clear()
+            found = self._plans[cut] = _Plan(problems, places)
+        return found
 
     async def _find_one(self, ticket: Ticket, rank: Rank) -> tuple[Peer, Connection, RankLease | None]:
         """A rank's connection, and its lease unless we have no layer in common."""
@@ -101,13 +124,14 @@ class Sources:
 
     def _check_cut(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
         """What the ticket says of its engine and what the rank itself says must be the same."""
-        said, true = ticket.holding(connection.holding), connection.holding
-        for name in ("tp_size", "pp_size", "block_size", "kv_heads", "model_kv_heads"):
-            if getattr(said, name) != getattr(true, name):
-                raise PeerIncompatible(
-                    f"{peer.address}: {name}: the ticket says {getattr(said, name)}, the rank {getattr(true, name)}",
-                    peer=peer.address,
-                )
+        said, true = ticket.cut, connection.cut
+        if said != true:
+            name, mine, theirs = next(
+                entry for entry in zip(Cut._fields, said, true, strict=True) if entry[1] != entry[2]
+            )
+            raise PeerIncompatible(
+                f"{peer.address}: {name}: the ticket says {mine}, the rank {theirs}", peer=peer.address
+            )
 
     async def _ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
         """Ask a rank that the ticket does not name; wait a little if it has not opened its lease yet."""

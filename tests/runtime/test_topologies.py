@@ -32,7 +32,9 @@ RANKS_MAX = 16  # of both engines together
 
 # Passing takes seconds; finding a small counterexample may take the five minutes that Hypothesis gives itself.
 pytestmark = pytest.mark.timeout(600)
-thorough = settings(max_examples=EXAMPLES_EACH, deadline=None, suppress_health_check=list(HealthCheck))
+thorough = settings(
+    max_examples=EXAMPLES_EACH, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
+)
 
 _OUTER_ORDERS = (
     ("layer", "kv", "block"),
