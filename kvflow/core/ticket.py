@@ -254,12 +254,19 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     """One ticket that names the ranks of all: each rank of an engine has made one for the same request.
 
-    Raises RequestError if they are not of the same engine, request, blocks and tokens.
+    Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
     if not tickets:
         raise RequestError("merge_tickets: expected at least one ticket, got none")
     first = tickets[0]
-    ranks = {(lease.pp_rank, lease.tp_rank): lease for ticket in tickets for lease in ticket.ranks}
+    ranks: dict[tuple[int, int], RankLease] = {}
+    for lease in (lease for ticket in tickets for lease in ticket.ranks):
+        known = ranks.setdefault((lease.pp_rank, lease.tp_rank), lease)
+        if known != lease:
+            raise RequestError(
+                f"merge_tickets: two leases of (pp_rank, tp_rank) {(lease.pp_rank, lease.tp_rank)}: seal_index "
+                f"{known.seal_index} of {known.incarnation} and {lease.seal_index} of {lease.incarnation}"
+            )
     merged = msgspec.structs.replace(first, ranks=tuple(ranks.values()), ttl_s=min(ticket.ttl_s for ticket in tickets))
     for ticket in tickets[1:]:
         for name in Ticket.__struct_fields__:

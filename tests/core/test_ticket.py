@@ -526,6 +526,12 @@ def test_a_merged_ticket_lives_as_long_as_the_first_of_its_leases() -> None:
         assert merged.ttl_s == 4.0
 
 
+def test_two_leases_of_one_rank_are_not_merged() -> None:
+    other = msgspec.structs.replace(FIRST, seal_index=FIRST.seal_index + 1)
+    with pytest.raises(RequestError, match=r"^merge_tickets: two leases of \(pp_rank, tp_rank\) \(0, 1\): seal_index"):
+        merge_tickets([ticket_of(FIRST), ticket_of(other)])
+
+
 def test_no_tickets_cannot_be_merged() -> None:
     with pytest.raises(RequestError, match=r"^merge_tickets: .*at least one"):
         merge_tickets([])
