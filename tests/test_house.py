@@ -29,6 +29,12 @@ IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "si
 # The bench measures kvflow against bare NIXL.
 COMPARED_WITH_KVFLOW = {"kvflow/cli/bench/raw.py"}
 
+# The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
+LOOKING_AGAIN = {
+    "kvflow/runtime/sources.py": "a rank may open its lease a moment after the reader asked for it",
+    "kvflow/runtime/transfer.py": "a staged producer says through its seal, in its memory, how far it is",
+}
+
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
@@ -264,7 +270,7 @@ def test_the_check_for_sleeps_sees_them() -> None:
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) not in ("cli", "")])
 def test_the_library_waits_for_events_not_for_time(path: str) -> None:
-    assert sleeps(SOURCES[path]) == []
+    assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN)
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) == "cli"])

@@ -157,17 +157,23 @@ def share_of(ours: Holding, theirs: Holding, tellers: int) -> tuple[int, int]:
     return len(set(ours.layers) & set(theirs.layers)), tellers * len(theirs.layers)
 
 
-def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]]) -> str:
-    """What is wrong with a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing."""
-    held = Counter(layer for layers in stages for layer in layers)
-    twice = [layer for layer in ours if held[layer] > 1]
-    lacking = [layer for layer in ours if layer not in held]
-    if not lacking and not twice:
+def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
+    """What is wrong with a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing.
+
+    `whole` says that ours are all layers of the model.
+    """
+    if len(stages) == 1 and stages[0] == ours:
         return ""
-    sides = f"layers: ours {_layers_text(ours)}, theirs {_layers_text(list(held.elements()))}"
-    return (
-        f"{sides}: no stage holds {_layers_text(lacking)}" if lacking else f"{sides}: {_layers_text(twice)} held twice"
-    )
+    held = Counter(layer for layers in stages for layer in layers)
+    problems = {
+        "no stage holds {}": [layer for layer in ours if layer not in held],
+        "{} held twice": [layer for layer in ours if held[layer] > 1],
+        "ours are all, but there are {}": sorted(set(held) - set(ours)) if whole else [],
+    }
+    found = next((text.format(_layers_text(layers)) for text, layers in problems.items() if layers), None)
+    if found is None:
+        return ""
+    return f"layers: ours {_layers_text(ours)}, theirs {_layers_text(list(held.elements()))}: {found}"
 
 
 def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:

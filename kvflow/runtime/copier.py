@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+
+from kvflow.transport.owner import OwnerThread
+
+_IDLE_S = 3600.0  # nothing has to be done between jobs
 
 
 class Copier:
@@ -15,8 +18,9 @@ class Copier:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._executor: ThreadPoolExecutor | None = None
+        self._thread: OwnerThread | None = None
         self._open = 0
+        self._ending = False
 
     @property
     def busy(self) -> bool:
@@ -25,16 +29,20 @@ class Copier:
 
     def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         """Run `job` on the copy thread, then `on_end` with what it raised, or None, on the loop."""
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=self._name)
+        if self._thread is None:
+            self._thread = OwnerThread(self._name, self._crank, self._died)
+        thread = self._thread
         self._open += 1
-        future = asyncio.get_running_loop().run_in_executor(self._executor, job)
 
-        def tell(done: asyncio.Future[None]) -> None:
-            self._open -= 1
-            on_end(done.exception())
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                job()
+            except BaseException as problem:  # noqa: BLE001 - handed to who submitted the copy
+                error = problem
+            thread.run_on_loop(lambda: self._tell(on_end, error))
 
-        future.add_done_callback(tell)
+        thread.submit(run)
 
     async def run(self, job: Callable[[], None]) -> None:
         """Run `job` on the copy thread and wait for it. Cancelling stops the waiting only."""
@@ -51,8 +59,23 @@ class Copier:
         self.submit(job, tell)
         await end
 
-    def close(self) -> None:
-        """Let the thread end after its last copy. Closing twice is fine."""
-        if self._executor is not None:
-            self._executor.shutdown(wait=not self.busy)
-            self._executor = None
+    async def aclose(self) -> None:
+        """End the thread, unless a copy still runs: then it ends after it. Closing twice is fine."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.submit(self._end)
+            if not self.busy:
+                await thread.ended()
+
+    def _tell(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._open -= 1
+        on_end(error)
+
+    def _crank(self) -> float | None:
+        return None if self._ending else _IDLE_S
+
+    def _end(self) -> None:
+        self._ending = True
+
+    def _died(self, cause: BaseException) -> None:
+        raise AssertionError("jobs of the copy thread do not raise") from cause

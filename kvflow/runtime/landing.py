@@ -77,6 +77,8 @@ class Landing:
     def _which_through_scratch(self, parts: Sequence[Part]) -> list[bool]:
         """Which ranks' blocks are read through scratch memory. None if the smallest group has not enough room."""
         scratched = [self._through_scratch(part) for part in parts]
+        if not any(scratched):
+            return scratched
         cut = _Cut(parts, scratched, self._staging)
         # The last block is read twice if it is partly filled, so there has to be room for one more group.
         crowded = 2 * cut.scratch_bytes > self._scratch.slot_bytes

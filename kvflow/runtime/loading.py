@@ -300,15 +300,16 @@ class Loader:
         read_from = [source for source in sources if source.connection.pairing is not None]
         remote_ids = [source.block_ids(load.ticket) for source in read_from]
         transfer, places = self._start(load, read_from)
-        streams = [self._stream(source, place) for source, place in zip(read_from, places, strict=True)]
-        parts = [
-            Part(stream, pairing, source.connection.permutation, tuple(some.locate(ids) for some in chunks))
-            for stream, source, ids in zip(streams, read_from, remote_ids, strict=True)
-            if (pairing := source.connection.pairing) is not None
-        ]
-        batches = self._landing.batches(parts, load.local_ids)
-        load.watch.enter("wire")
+        streams: list[Stream] = []
         try:
+            streams += map(self._stream, read_from, places)
+            parts = [
+                Part(stream, pairing, source.connection.permutation, tuple(some.locate(ids) for some in chunks))
+                for stream, source, ids in zip(streams, read_from, remote_ids, strict=True)
+                if (pairing := source.connection.pairing) is not None
+            ]
+            batches = self._landing.batches(parts, load.local_ids)
+            load.watch.enter("wire")
             fresh = await transfer.read(streams, batches, self._config.slices_in_flight_max)
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):

@@ -354,7 +354,7 @@ class Runtime:
             except TransportError as error:
                 raise RuntimeBroken(f"closing {self._config.engine_id!r}: {error}") from error
         finally:
-            self._copier.close()
+            await self._copier.aclose()
             self._listener.close()
             self._state = RuntimeState.CLOSED
 

@@ -59,7 +59,8 @@ class Sources:
         ranks = self._ranks(ticket)
         found = await _all([self._find_one(ticket, rank) for rank in ranks])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in found}
-        problem = topology.missing_layers(self._local.holding.layers, list(stages.values()))
+        ours = self._local.holding
+        problem = topology.missing_layers(ours.layers, list(stages.values()), whole=ours.pp_size == 1)
         if problem:
             raise self._incompatible(ticket, [problem])
         return [Source(peer, connection, lease) for peer, connection, lease in found if lease is not None]

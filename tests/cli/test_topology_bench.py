@@ -66,11 +66,11 @@ def test_planning_memory_and_targets_are_in_the_report(bench: tuple[dict[str, An
         assert plan["descriptors"] == 8192 * 160
         assert 0 < plan["first_s"] < plan["min_s"] <= plan["median_s"] <= plan["max_s"]
     assert [row["target"].split(",")[0] for row in report["targets"]] == [
-        "HND head slices",
-        "planning 128k tokens",
-        "planning 128k tokens",
-        "planning 128k tokens",
-        "memory of a peer",
+        "HND slices >= 32 KiB",
+        "planning",
+        "planning",
+        "planning",
+        "peer memory",
     ]
     for words in ("planning a prompt", "memory of a peer", "targets"):
         assert words in printed

@@ -451,6 +451,10 @@ def test_stages_that_hold_all_our_layers_once_are_fine() -> None:
     assert topology.missing_layers((0, 1, 2, 3), [(0, 1), (2, 3)]) == ""
     assert topology.missing_layers((3, 1), [(1, 0), (3, 2)]) == ""
     assert topology.missing_layers((), [(0,)]) == ""
+    assert topology.missing_layers((0, 1), [(0,), (1,)], whole=True) == ""
+    assert topology.missing_layers((0, 1), [(0,), (1, 2)], whole=True) == (
+        "layers: ours 2 (0, 1), theirs 3 (0, 1, 2): ours are all, but there are 1 (2)"
+    )
     assert topology.missing_layers((0,), [(0,), (5,), (5,)]) == ""  # twice, but none of ours
 
 

@@ -234,7 +234,12 @@ async def test_duplicate_and_late_notifications_change_nothing(pair: InprocPair)
 async def test_forged_notifications_release_nothing(pair: InprocPair) -> None:
     lease = pair.offer([3])
     transport = pair.producer.transport
-    for payload in (b"", b"\xff" * 10, wire.encode(wire.ReadDone(lease_id="abc", reader="x", share=1, whole=1)), b"x" * 100_000):
+    for payload in (
+        b"",
+        b"\xff" * 10,
+        wire.encode(wire.ReadDone(lease_id="abc", reader="x", share=1, whole=1)),
+        b"x" * 100_000,
+    ):
         transport.deliver(payload)
     await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
     assert await lease is LeaseOutcome.READ

@@ -1,0 +1,387 @@
+"""Loads that cannot go straight: through scratch memory, through host buffers, through both."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests_support import leases_ended
+
+from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
+from kvflow.core.layout import KVCaches
+from kvflow.errors import ConfigError, DeadlineExceeded, LeaseExpired, RequestError, TransferFailed
+from kvflow.runtime.copies import canonical_parts, copy_blocks
+from kvflow.runtime.staging import CopyDirection
+from kvflow.testing import assert_closed, assert_quiet
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+HEADS, HEAD_SIZE, LAYERS, BLOCKS = 4, 8, 2, 12
+UNTOUCHED = -1.0
+PROMPT = 37
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One engine of one rank and its cache, K and V first."""
+
+    runtime: Runtime
+    transport: InprocTransport
+    caches: dict[str, torch.Tensor]
+    layout: CacheLayout
+
+    def tokens(self, block_ids: Sequence[int], count: int) -> torch.Tensor:
+        """(layer and part, token, head, element) of the first tokens in these blocks."""
+        parts = [part for layer in self.caches.values() for part in canonical_parts(layer, self.layout)]
+        return torch.stack([part[list(block_ids)].flatten(0, 1)[:count] for part in parts])
+
+
+@contextlib.asynccontextmanager
+async def engine(network: InprocNetwork, config: Config, order: str, block_size: int) -> AsyncIterator[Side]:
+    inner = (block_size, HEADS) if order == "NHD" else (HEADS, block_size)
+    caches = {f"layers.{index}": torch.full((2, BLOCKS, *inner, HEAD_SIZE), UNTOUCHED) for index in range(LAYERS)}
+    layout = CacheLayout.infer(caches, order=order, block_size=block_size)
+    made: list[InprocTransport] = []
+
+    def make(name: str) -> InprocTransport:
+        made.append(InprocTransport(name, network))
+        return made[0]
+
+    async with Runtime(config, transport=make) as runtime:
+        await runtime.register_kv_caches(caches, layout)
+        yield Side(runtime, made[0], caches, layout)
+        if runtime.statistics().serving is not None:
+            assert_quiet(runtime.statistics())
+    assert_closed(runtime.statistics())
+
+
+@contextlib.asynccontextmanager
+async def engines(
+    producer: Config, consumer: Config, orders: tuple[str, str] = ("NHD", "HND"), sizes: tuple[int, int] = (4, 4)
+) -> AsyncIterator[tuple[Side, Side]]:
+    network = InprocNetwork()
+    async with (
+        engine(network, replace(producer, engine_id="producer"), orders[0], sizes[0]) as one,
+        engine(network, replace(consumer, engine_id="consumer"), orders[1], sizes[1]) as other,
+    ):
+        for index, tensor in enumerate(one.caches.values()):
+            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + index * tensor.numel())
+        yield one, other
+
+
+BASE = Config(engine_id="any", listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1.0)
+ALWAYS = replace(BASE, scratch="always")
+STAGED = replace(BASE, always_stage=True, host_buffer_bytes_max=6 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
+
+
+async def hand_over(one: Side, other: Side, prefix_blocks: int = 0) -> LoadReport:
+    """Offer a prompt whose last block is partly filled, load what is not cached, and look at every byte."""
+    ours, theirs = other.layout.block_size, one.layout.block_size
+    offered = list(range(BLOCKS))[::-1][: -(-PROMPT // theirs)]
+    local = [(7 * block + 3) % BLOCKS for block in range(-(-PROMPT // ours))]
+    before = other.tokens(range(BLOCKS), BLOCKS * ours).clone()
+    lease = one.runtime.serve_blocks(ServeRequest("req", block_ids=offered, num_tokens=PROMPT))
+    wanted = local[prefix_blocks:]
+    report = await other.runtime.load_blocks(LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=wanted))
+    assert await lease is LeaseOutcome.READ
+    start = prefix_blocks * ours
+    assert report.tokens == PROMPT - start
+    assert torch.equal(other.tokens(local, PROMPT)[:, start:], one.tokens(offered, PROMPT)[:, start:])
+    expected = before.unflatten(1, (BLOCKS, ours))
+    for position, block in enumerate(wanted, prefix_blocks):
+        filled = min(PROMPT - position * ours, ours)
+        expected[:, block, :filled] = one.tokens(offered, PROMPT)[:, position * ours : position * ours + filled]
+    assert torch.equal(other.tokens(range(BLOCKS), BLOCKS * ours).unflatten(1, (BLOCKS, ours)), expected)
+    return report
+
+
+@pytest.mark.parametrize("prefix_blocks", [0, 1])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8), (8, 4), (16, 4)], ids=str)
+@pytest.mark.parametrize("orders", [("NHD", "HND"), ("HND", "NHD"), ("HND", "HND")], ids=str)
+@pytest.mark.parametrize(
+    ("producer", "consumer"),
+    [(BASE, ALWAYS), (STAGED, BASE), (BASE, STAGED), (STAGED, replace(STAGED, scratch="always"))],
+    ids=["scratch", "staged producer", "staged consumer", "all"],
+)
+async def test_every_way_moves_the_right_bytes(
+    producer: Config, consumer: Config, orders: tuple[str, str], sizes: tuple[int, int], prefix_blocks: int
+) -> None:
+    blocks_max = producer.host_buffer_bytes_max // (2 * LAYERS * HEADS * HEAD_SIZE * 4 * sizes[0])
+    if producer.always_stage and blocks_max * sizes[0] < PROMPT:
+        producer = replace(producer, host_buffer_bytes_max=1 << 20)
+    async with engines(producer, consumer, orders, sizes) as (one, other):
+        report = await hand_over(one, other, prefix_blocks)
+        if consumer.scratch == "always" and orders[0] != orders[1] and sizes == (4, 4):
+            assert report.descriptors < 2 * LAYERS * (BLOCKS + 1)  # whole blocks, not pieces
+        assert one.runtime.statistics().buffers_used == other.runtime.statistics().buffers_used == 0
+
+
+# --- a device that the transport cannot reach, and an engine that copies
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A tensor on a device of a kind that no transport reaches; only its engine can copy it."""
+
+    inside: torch.Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("xpu", 0)
+
+    @property
+    def shape(self) -> Sequence[int]:
+        return self.inside.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inside.dtype
+
+    def stride(self) -> Sequence[int]:
+        return self.inside.stride()
+
+    def element_size(self) -> int:
+        return self.inside.element_size()
+
+    def data_ptr(self) -> int:
+        return self.inside.data_ptr()
+
+
+class EngineCopier:
+    """An engine's own copy function, which a test can hold up or break."""
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.calls: list[tuple[list[tuple[int, int]], CopyDirection]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+        self.problem: Exception | None = None
+
+    def __call__(self, host_caches: Any, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
+        self.calls.append((list(pairs), direction))
+        self.gate.wait(10)
+        if self.problem is not None:
+            raise self.problem
+        device_ids, host_ids = (np.array(ids, dtype=np.int64) for ids in zip(*pairs, strict=True))
+        layout = self.side.layout
+        if direction is CopyDirection.TO_HOST:
+            copy_blocks(self.side.caches, host_caches, layout, device_ids, host_ids)
+        else:
+            copy_blocks(host_caches, self.side.caches, layout, host_ids, device_ids)
+
+
+@contextlib.asynccontextmanager
+async def unreachable(
+    network: InprocNetwork, config: Config, fill: float | None
+) -> AsyncIterator[tuple[Side, EngineCopier]]:
+    """An engine whose cache the transport cannot reach."""
+    caches = {f"layers.{index}": torch.full((2, BLOCKS, HEADS, 4, HEAD_SIZE), UNTOUCHED) for index in range(LAYERS)}
+    if fill is None:
+        for index, tensor in enumerate(caches.values()):
+            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + index * tensor.numel())
+    layout = CacheLayout.infer(caches, order="HND", block_size=4)
+    made: list[InprocTransport] = []
+
+    def make(name: str) -> InprocTransport:
+        made.append(InprocTransport(name, network))
+        return made[0]
+
+    async with Runtime(config, transport=make) as runtime:
+        side = Side(runtime, made[0], caches, layout)
+        copier = EngineCopier(side)
+        outside: KVCaches = {name: Elsewhere(tensor) for name, tensor in caches.items()}
+        await runtime.register_kv_caches(outside, layout, copy_blocks=copier)
+        yield side, copier
+        copier.gate.set()
+        await leases_ended(runtime)
+        assert_quiet(runtime.statistics())
+    assert_closed(runtime.statistics())
+
+
+@contextlib.asynccontextmanager
+async def unreachable_pair(
+    config: Config = BASE,
+) -> AsyncIterator[tuple[tuple[Side, EngineCopier], tuple[Side, EngineCopier]]]:
+    network = InprocNetwork()
+    async with (
+        unreachable(network, replace(config, engine_id="producer"), None) as producer,
+        unreachable(network, replace(config, engine_id="consumer"), UNTOUCHED) as consumer,
+    ):
+        yield producer, consumer
+
+
+def offer(side: Side, block_ids: Sequence[int], request_id: str = "req", ttl_s: float = 5.0) -> Lease:
+    tokens = len(block_ids) * side.layout.block_size
+    return side.runtime.serve_blocks(ServeRequest(request_id, block_ids=block_ids, num_tokens=tokens, ttl_s=ttl_s))
+
+
+async def ended(lease: Lease) -> LeaseOutcome:
+    async with asyncio.timeout(5):
+        return await lease
+
+
+def wanted(lease: Lease, block_ids: Sequence[int], deadline_s: float = 5.0) -> LoadRequest:
+    return LoadRequest(lease.request_id, ticket=lease.ticket.to_params(), block_ids=block_ids, deadline_s=deadline_s)
+
+
+async def test_an_engine_copies_for_a_device_that_no_transport_reaches() -> None:
+    async with unreachable_pair() as ((one, saved), (other, loaded)):
+        lease = offer(one, [3, 7, 9])
+        assert lease.ticket.block_ids == (3, 7, 9)
+        await other.runtime.load_blocks(wanted(lease, [5, 0, 2]))
+        assert await ended(lease) is LeaseOutcome.READ
+        assert torch.equal(other.tokens([5, 0, 2], 12), one.tokens([3, 7, 9], 12))
+        assert (other.tokens([1, 3, 4, 6, 7, 8, 9, 10, 11], 36) == UNTOUCHED).all()
+        assert [block for pairs, _ in saved.calls for block, _ in pairs] == [3, 7, 9]
+        assert {direction for _, direction in saved.calls} == {CopyDirection.TO_HOST}
+        assert [block for pairs, _ in loaded.calls for block, _ in pairs] == [5, 0, 2]
+        assert {direction for _, direction in loaded.calls} == {CopyDirection.TO_DEVICE}
+
+
+async def test_a_reader_that_comes_early_waits_for_the_blocks() -> None:
+    async with unreachable_pair() as ((one, saved), (other, _)):
+        saved.gate.clear()
+        lease = offer(one, [3, 7])
+        load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0, 1])))
+        while other.transport.statistics.reads < 3:  # it looks at the seal again and again
+            await asyncio.sleep(0)
+        assert not load.done()
+        seen = other.transport.statistics
+        assert seen.bytes_read == 16 * (seen.reads - seen.open_reads)  # seals, and nothing else
+        saved.gate.set()
+        assert (await load).blocks == 2
+        assert torch.equal(other.tokens([0, 1], 8), one.tokens([3, 7], 8))
+
+
+async def test_blocks_that_never_come_cost_the_deadline_and_nothing_else() -> None:
+    async with unreachable_pair() as ((one, saved), (other, _)):
+        saved.gate.clear()
+        lease = offer(one, [3])
+        with pytest.raises(DeadlineExceeded, match="in phase 'wire'"):
+            await other.runtime.load_blocks(wanted(lease, [0], deadline_s=0.05))
+        saved.gate.set()
+        await other.runtime.load_blocks(wanted(lease, [0]))
+        assert await ended(lease) is LeaseOutcome.READ
+
+
+async def test_nothing_is_reported_before_it_is_on_the_device() -> None:
+    async with unreachable_pair() as ((one, _), (other, loaded)):
+        loaded.gate.clear()
+        lease = offer(one, [3])
+        load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
+        while not loaded.calls:
+            await asyncio.sleep(0)
+        assert not load.done()
+        assert not lease.done
+        blocks = other.runtime.statistics().blocks
+        assert blocks is not None
+        assert blocks.in_flight == 1
+        loaded.gate.set()
+        await load
+        assert torch.equal(other.tokens([0], 4), one.tokens([3], 4))
+
+
+async def test_a_failed_copy_to_the_host_revokes_the_lease() -> None:
+    async with unreachable_pair() as ((one, saved), (other, _)):
+        saved.problem = RuntimeError("the device is on fire")
+        lease = offer(one, [3])
+        assert await ended(lease) is LeaseOutcome.REVOKED
+        with pytest.raises(LeaseExpired):
+            await other.runtime.load_blocks(wanted(lease, [0]))
+        saved.problem = None
+        again = offer(one, [3])
+        await other.runtime.load_blocks(wanted(again, [0]))
+
+
+async def test_a_failed_copy_to_the_device_fails_the_load_and_blames_no_peer() -> None:
+    async with unreachable_pair() as ((one, _), (other, loaded)):
+        loaded.problem = RuntimeError("the device is on fire")
+        lease = offer(one, [3])
+        with pytest.raises(TransferFailed, match="the device is on fire"):
+            await other.runtime.load_blocks(wanted(lease, [0]))
+        loaded.problem = None
+        await other.runtime.load_blocks(wanted(lease, [0]))
+        assert torch.equal(other.tokens([0], 4), one.tokens([3], 4))
+        listener = one.runtime.statistics().listener
+        assert listener is not None
+        assert listener.answered == 1  # no second handshake
+
+
+async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended() -> None:
+    config = replace(BASE, cancel_grace_s=0.02)
+    async with unreachable_pair(config) as ((one, _), (other, loaded)):
+        loaded.gate.clear()
+        lease = offer(one, [3])
+        load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
+        while not loaded.calls:
+            await asyncio.sleep(0)
+        load.cancel()
+        await asyncio.wait([load])
+        (quarantine,) = other.runtime.quarantines
+        assert quarantine.block_ids == (0,)
+        assert other.runtime.statistics().buffers_used == 1
+        loaded.gate.set()
+        await quarantine.wait()
+        assert other.runtime.statistics().buffers_used == 0
+        lease.revoke()
+        await ended(lease)
+
+
+async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then() -> None:
+    async with unreachable_pair() as ((one, saved), _):
+        saved.gate.clear()
+        lease = offer(one, [3, 4], ttl_s=0.01)
+        while one.runtime.statistics().serving.expired + lease.held == 0:  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+        assert not lease.done
+        blocks = one.runtime.statistics().blocks
+        assert blocks is not None
+        assert blocks.leased == 2
+        saved.gate.set()
+        assert await ended(lease) is LeaseOutcome.EXPIRED
+        assert one.runtime.statistics().buffers_used == 0
+
+
+SMALL = replace(BASE, host_buffer_bytes_max=3 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
+
+
+async def test_host_buffers_are_bounded_for_offers() -> None:
+    async with unreachable_pair(SMALL) as ((one, _), (other, _)):
+        first = offer(one, [0, 1], "first")
+        with pytest.raises(RequestError, match=r"2 host blocks are needed, 1 of 3 are free \(host_buffer_bytes_max\)"):
+            offer(one, [2, 3], "second")
+        assert one.runtime.statistics().blocks.free == BLOCKS - 2  # type: ignore[union-attr]
+        await other.runtime.load_blocks(wanted(first, [0, 1]))
+        await ended(first)
+        await other.runtime.load_blocks(wanted(offer(one, [2, 3], "second"), [2, 3]))
+
+
+async def test_loads_larger_than_the_host_buffers_take_turns() -> None:
+    async with unreachable(InprocNetwork(), replace(BASE, engine_id="x"), None):
+        pass
+    network = InprocNetwork()
+    async with (
+        unreachable(network, replace(BASE, engine_id="producer"), None) as (one, _),
+        unreachable(network, replace(SMALL, engine_id="consumer"), UNTOUCHED) as (other, loaded),
+    ):
+        leases = [offer(one, range(6), "a"), offer(one, range(6, 12), "b")]
+        async with asyncio.TaskGroup() as group:
+            group.create_task(other.runtime.load_blocks(wanted(leases[0], range(6))))
+            group.create_task(other.runtime.load_blocks(wanted(leases[1], range(6, 12))))
+        assert torch.equal(other.tokens(range(12), 48), one.tokens(range(12), 48))
+        assert max(host for pairs, _ in loaded.calls for _, host in pairs) < 3
+        assert [await ended(lease) for lease in leases] == [LeaseOutcome.READ] * 2
+
+
+async def test_host_buffers_too_small_for_a_block_are_refused() -> None:
+    config = replace(BASE, engine_id="x", always_stage=True, host_buffer_bytes_max=100)
+    caches = {"layers.0": torch.zeros(2, BLOCKS, HEADS, 4, HEAD_SIZE)}
+    async with Runtime(config, transport=lambda name: InprocTransport(name, InprocNetwork())) as runtime:
+        with pytest.raises(ConfigError, match="host_buffer_bytes_max: 100 bytes hold no block, which has 1024"):
+            await runtime.register_kv_caches(caches, CacheLayout.infer(caches, order="HND", block_size=4))
