@@ -11,7 +11,10 @@ from rich.console import Console
 from kvflow.cli.bench.children import BenchError
 from kvflow.cli.bench.report import as_json, print_report
 from kvflow.cli.bench.run import run_bench
-from kvflow.cli.bench.settings import Pattern, SettingsError, TransportChoice, make_settings
+from kvflow.cli.bench.settings import Pattern, SettingsError, Transport, TransportChoice, make_settings
+from kvflow.cli.topology_bench import report as topology_report
+from kvflow.cli.topology_bench import settings as topology_settings
+from kvflow.cli.topology_bench.run import run_topology
 
 app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
@@ -69,3 +72,36 @@ def transfer(
     print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(as_json(report), indent=2) + "\n")
+
+
+@bench.command()
+def topology(
+    transport: Annotated[
+        Transport, typer.Option(help="Which way the bytes go: shm or tcp (UCX_TLS=tcp).")
+    ] = Transport.SHM,
+    size: Annotated[int, typer.Option(min=1, help="MB (2**20 bytes) that a load brings a rank with 8 heads.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Loads of each case; the cases take turns.")] = 15,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the imaginary model.")] = 32,
+    json_file: Annotated[
+        typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
+    ] = False,
+) -> None:
+    """Compare what loads cost between engines that cut the cache differently: TP, NHD and HND, block sizes, staging.
+
+    Also: how long planning a prompt of 128k tokens takes, and what a peer costs in memory.
+    """
+    notes = Console(stderr=True, highlight=False)
+    try:
+        settings = topology_settings.make_settings(
+            transport=transport, size_mb=size, rounds=rounds, layers=layers, quick=quick
+        )
+        report = run_topology(settings, note=notes.print)
+    except (SettingsError, BenchError) as error:
+        notes.print(f"kvflow bench topology: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    topology_report.print_report(report, Console())
+    if json_file is not None:
+        json_file.write(json.dumps(topology_report.as_json(report), indent=2) + "\n")

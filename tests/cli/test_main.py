@@ -22,18 +22,32 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_help_names_the_options() -> None:
-    command = [sys.executable, "-m", "kvflow.cli.main", "bench", "transfer", "--help"]
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("transfer", ("--transport", "--sizes", "--pairs", "--rounds", "--pattern", "--json", "--quick")),
+        ("topology", ("--transport", "--size", "--rounds", "--layers", "--json", "--quick")),
+    ],
+)
+def test_help_names_the_options(name: str, options: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "kvflow.cli.main", "bench", name, "--help"]
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, timeout=60, env={"COLUMNS": "120", "NO_COLOR": "1"}
     )
-    for option in ("--transport", "--sizes", "--pairs", "--rounds", "--pattern", "--json", "--quick"):
+    for option in options:
         assert option in done.stdout
 
 
-def test_options_that_cannot_be_measured_are_refused() -> None:
-    command = [sys.executable, "-m", "kvflow.cli.main", "bench", "transfer", "--sizes", "3.5"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, got '3.5'"),
+        (("topology", "--size", "3"), "--size: 3 MB is no multiple of 64 tokens"),
+    ],
+)
+def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "kvflow.cli.main", "bench", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert "--sizes: expected 'block' or a number of MB, got '3.5'" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr

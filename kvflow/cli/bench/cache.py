@@ -78,7 +78,7 @@ class BenchCache:
 
     def _make_layer(self, index: int, filled: bool) -> Words:
         words = 2 * self.shape.blocks * self._block_words
-        layer: Words = _allocate(words * _WORD_BYTES).view(np.uint32)
+        layer: Words = allocate(words * _WORD_BYTES).view(np.uint32)
         if filled:
             layer[:] = np.arange(index * words, (index + 1) * words, dtype=np.uint32)
         else:
@@ -86,7 +86,7 @@ class BenchCache:
         return layer.reshape(2, self.shape.blocks, self._block_words)
 
 
-def _allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
+def allocate(size_bytes: int) -> npt.NDArray[np.uint8]:
     """Private memory in huge pages, as far as the machine gives them, from the start of one on."""
     rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -20,10 +20,15 @@ _ENVIRONMENTS: Mapping[Transport, Mapping[str, str | None]] = {
 _QUIET: Mapping[str, str | None] = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
 
 
+def environment_of(transport: Transport) -> Mapping[str, str | None]:
+    """What a child's environment has to say for its bytes to go this way."""
+    return {**_QUIET, **_ENVIRONMENTS[transport]}
+
+
 @contextlib.contextmanager
 def open_pairs(transport: Transport, shape: CacheShape) -> Iterator[Mapping[Contender, Pair]]:
     """Start all contenders; at the end of the block all their processes are gone."""
-    environment = {**_QUIET, **_ENVIRONMENTS[transport]}
+    environment = environment_of(transport)
     with contextlib.ExitStack() as stack:
         yield {contender: _open_pair(stack, contender, shape, environment) for contender in Contender}
 

@@ -78,6 +78,48 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw:
+    """To a producer: the turn is over; end leases that nobody will report as read. Answered by `Done`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareLoad:
+    """To a consumer of the topology bench: its rank `rank` will do this load, of which `layers` will be compared.
+
+    Answered by `Done`.
+    """
+
+    rank: int
+    load: Load
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLoad:
+    """To a consumer: do this load and compare `layers` of it. Answered by `LoadResult`.
+
+    There is one ticket from every producer rank that was asked.
+    """
+
+    rank: int
+    load: Load
+    tickets: tuple[Ticket, ...]
+    remote_block_size: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """One load: `size_bytes` and `descriptors` are what was read, which may be more than what was wanted."""
+
+    seconds: float
+    size_bytes: int
+    descriptors: int
+    phases_s: dict[str, float]
+    checked_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLease:
     """To a producer: open a lease that nobody reads. Answered by `Done`."""
 
@@ -116,6 +158,10 @@ Message = (
     | RunTurn
     | TurnResult
     | Settle
+    | Withdraw
+    | PrepareLoad
+    | RunLoad
+    | LoadResult
     | OpenLease
     | TickIdle
     | Quit

@@ -42,7 +42,7 @@ def print_report(report: BenchReport, console: Console) -> None:
     for result in report.transports:
         console.print(_speed_table(report, result))
         console.print(_loop_table(result))
-    console.print(_target_table(report.targets))
+    console.print(target_table(report.targets))
 
 
 def _speed_table(report: BenchReport, result: TransportResult) -> Table:
@@ -111,7 +111,7 @@ def _lag_cells(lag: LagSummary) -> tuple[str, ...]:
     return (str(lag.samples), f"{lag.p50_ms:.2f}", f"{lag.p99_ms:.2f}", f"{lag.max_ms:.2f}")
 
 
-def _target_table(rows: tuple[TargetRow, ...]) -> Table:
+def target_table(rows: tuple[TargetRow, ...]) -> Table:
     table = Table(title="targets", box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("target", "need", "worst", "at", ""):
         table.add_column(heading)

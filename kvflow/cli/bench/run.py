@@ -56,7 +56,7 @@ class BenchReport:
 def run_bench(settings: BenchSettings, note: Note) -> BenchReport:
     """Measure everything; raises BenchError when a child fails or a block does not hold the right bytes."""
     _check_memory(settings)
-    machine = _describe_machine()
+    machine = describe_machine()
     note(f"load average {machine['load_average_1m']:.1f} before the start; others' work is in every number")
     planning = measure_planning()
     transports = tuple(_run_transport(settings, transport, note) for transport in settings.transports)
@@ -145,7 +145,7 @@ def _measure_idle(settings: BenchSettings, pair: Pair) -> tuple[float, LagSummar
 def _check_memory(settings: BenchSettings) -> None:
     """Refuse to start what the machine cannot hold: swapping would be measured otherwise."""
     need = _PROCESSES * (settings.shape.size_bytes + _PROCESS_BASE_BYTES)
-    available = _available_bytes()
+    available = available_bytes()
     if need > available:
         raise BenchError(
             f"{_PROCESSES} processes with caches of {settings.shape.size_bytes >> 20} MB need {need >> 20} MB, "
@@ -153,7 +153,7 @@ def _check_memory(settings: BenchSettings) -> None:
         )
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     with open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
@@ -161,7 +161,7 @@ def _available_bytes() -> int:
     raise BenchError("/proc/meminfo does not say MemAvailable")
 
 
-def _describe_machine() -> dict[str, str | int | float]:
+def describe_machine() -> dict[str, str | int | float]:
     """What a number depends on besides the code. The load is taken before we add our own."""
     packages = {name: version(name) for name in ("torch", "nixl", "numpy", "uvloop")}
     return {

@@ -42,24 +42,24 @@ def judge(transports: Sequence[TransportResult], planning: PlanningResult) -> tu
     rows = [row for result in transports for row in _judge_transport(result)]
     planning_ms = planning.median_s * 1e3
     where = f"{planning.descriptors:,} descriptors"
-    return (*rows, _at_most("planning, ms", PLANNING_MS_MAX, [(planning_ms, where)]))
+    return (*rows, at_most("planning, ms", PLANNING_MS_MAX, [(planning_ms, where)]))
 
 
 def _judge_transport(result: TransportResult) -> Iterator[TargetRow]:
     name = result.transport
     bulk = [size for size in result.sizes if size.size_bytes >= BULK_BYTES]
-    yield _at_least(f"{name}: bulk speed / (b)", RATIO_TO_B_MIN, _ratios(bulk, lambda size: _ours(size)[1]))
-    yield _at_least(f"{name}: bulk speed / (a)", RATIO_TO_A_MIN[name], _ratios(bulk, lambda size: _ours(size)[0]))
+    yield at_least(f"{name}: bulk speed / (b)", RATIO_TO_B_MIN, _ratios(bulk, lambda size: _ours(size)[1]))
+    yield at_least(f"{name}: bulk speed / (a)", RATIO_TO_A_MIN[name], _ratios(bulk, lambda size: _ours(size)[0]))
     one_block = [(_over_b_us(size), size.label) for size in result.sizes if size.blocks == 1]
-    yield _at_most(f"{name}: one block, us over (b)", ONE_BLOCK_OVER_B_US_MAX, one_block)
+    yield at_most(f"{name}: one block, us over (b)", ONE_BLOCK_OVER_B_US_MAX, one_block)
     if name is Transport.SHM:
         loads = [size for size in result.sizes if size.size_bytes >= LAG_BYTES]
         p99 = [(size.lag.p99_ms, size.label) for size in loads]
         worst = [(size.lag.max_ms, size.label) for size in loads]
-        yield _at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
-        yield _at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
+        yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
+        yield at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
     idle = [(result.idle_cpu_percent, "one open lease")]
-    yield _at_most(f"{name}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, idle)
+    yield at_most(f"{name}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, idle)
 
 
 def _ours(size: SizeResult) -> tuple[float, float]:
@@ -76,11 +76,11 @@ def _ratios(sizes: Sequence[SizeResult], value: Callable[[SizeResult], float]) -
     return [(value(size), size.label) for size in sizes]
 
 
-def _at_least(target: str, bound: float, values: Sequence[tuple[float, str]]) -> TargetRow:
+def at_least(target: str, bound: float, values: Sequence[tuple[float, str]]) -> TargetRow:
     return _row(target, f">= {bound:g}", min(values, default=None), lambda value: value >= bound)
 
 
-def _at_most(target: str, bound: float, values: Sequence[tuple[float, str]]) -> TargetRow:
+def at_most(target: str, bound: float, values: Sequence[tuple[float, str]]) -> TargetRow:
     return _row(target, f"<= {bound:g}", max(values, default=None), lambda value: value <= bound)
 
 
