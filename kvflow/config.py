@@ -107,7 +107,7 @@ class Config:
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""
     loads_max: int = 1 << 12
-    """Loads open at once, those with quarantined blocks included."""
+    """Ranks read from at once, over all loads, those with quarantined blocks included."""
     slice_bytes_max: int = 16 * _MIB
     slice_descriptors_max: int = 8192
     slices_in_flight_max: int = 4

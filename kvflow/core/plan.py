@@ -21,6 +21,8 @@ from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
 
+_PLANNED_AT_ONCE = 1 << 16  # descriptors; a slice alone costs some 15 us, many at once a third of that
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptors:
@@ -272,8 +274,10 @@ def plan_slices(
         chunk_bytes, pieces = sum(pairs.chunk_size_bytes for pairs in groups), sum(pairs.pieces for pairs in groups)
         joins = any(len(pairs.local_offsets) == 1 for pairs in groups)  # then it may take far fewer descriptors
         step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
-        for start in range(0, len(some), step):
-            plan = plan_read(groups, some.select(slice(start, start + step)), head)
+        start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
+        while start < len(some):
+            plan = plan_read(groups, some.select(slice(start, stop)), head)
+            start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
             if head is None:
                 yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
             elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:

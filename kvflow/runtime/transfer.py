@@ -148,6 +148,7 @@ class Transfer:
         has the two arguments). Raises the first TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow.
         Cancelling posts no more.
         """
+        assert streams, "a load with blocks to fill reads from somebody"
         self._fire(TransferEvent.POST)
         begun_s = _clock_s()
         async with aclosing(batches):
