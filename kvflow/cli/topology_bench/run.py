@@ -155,7 +155,7 @@ def needed_bytes(settings: TopologySettings) -> int:
     caches = [max(map(settings.cache_bytes, settings.consumers)), *map(settings.cache_bytes, settings.producers)]
     staged = [cut for cut in (*settings.consumers, *settings.producers) if cut.staged]
     processes = 1 + len(settings.producers)
-    scratch = 2 * _LIMITS.scratch_slots * _LIMITS.scratch_slot_bytes  # of two runtimes: their loads take turns
+    scratch = 2 * _LIMITS.scratch_slots_max * _LIMITS.scratch_slot_bytes_max  # of two runtimes: their loads take turns
     return sum(caches) + sum(map(settings.cache_bytes, staged)) + scratch + processes * _PROCESS_BASE_BYTES
 
 
