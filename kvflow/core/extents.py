@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvflow.core.layout import Device, Regions
 from kvflow.core.pairing import HeadSlice, Int64Array, Pairing
 from kvflow.core.plan import BlockIds, Descriptors
+from kvflow.core.regions import Device, Regions
 
 _DESCRIPTOR_S = 2e-6
 _WIRE_BYTE_S = 0.2e-9

@@ -5,7 +5,7 @@ A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four 
 read from the tensors, so permuted views, padded blocks and layers that share one storage all work, as long
 as the bytes of one block of one region are dense and the elements of a head lie together.
 
-The canonical form is a list of regions: one for each layer and part (K, V, or the one latent or fused part),
+The canonical form is a list of regions (`core.regions`): one for each layer and part (K, V, or the one latent or fused part),
 each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any block. A
 tensor that stacks K and V next to each other in a block is two regions too; `pairing` fuses neighbours again where
 both sides allow it.
@@ -21,12 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from kvflow.errors import LayoutError
-
-UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
 LAYERS_MAX = 1 << 15
 PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
@@ -203,13 +198,6 @@ class CacheLayout:
                     raise LayoutError(f"layer {name!r}: {field} is {theirs}, the layout says {ours}")
 
 
-class Device(NamedTuple):
-    """Where memory is: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
-
-    kind: str
-    number: int
-
-
 class BlockShape(NamedTuple):
     """One block of one region: how many tokens and KV heads, and where they lie in it. All in bytes.
 
@@ -227,88 +215,7 @@ class BlockShape(NamedTuple):
         return self.tokens * self.heads * self.run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Regions:
-    """Where a cache lies: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
-
-    Regions are ordered by layer, then by part; `num_blocks` and the shape of a block are the same for all.
-    """
-
-    bases: UInt64Array
-    strides: UInt64Array
-    block: BlockShape
-    parts: tuple[str, ...]
-    """The regions of each layer: K and V, KV (fused), or latent."""
-    num_blocks: int
-    device: Device
-
-    def __len__(self) -> int:
-        return len(self.bases)
-
-    @property
-    def block_size_bytes(self) -> int:
-        """Bytes of one block of one region; the bytes are dense."""
-        return self.block.size_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One contiguous piece of memory to register: the smallest that holds some regions."""
-
-    address: int
-    size_bytes: int
-
-
-def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
-    """Find every region of `kv_caches`; raises LayoutError where a block's bytes are not dense."""
-    layout.check(kv_caches)
-    bases: list[int] = []
-    strides: list[int] = []
-    for name, layer in kv_caches.items():
-        for tensor, offset_bytes in _part_tensors(name, layout.style, layer):
-            bases.append(tensor.data_ptr() + offset_bytes)
-            strides.append(_block_stride_bytes(name, layout, tensor))
-        if len(layout.parts) == 2:
-            _check_parts_apart(name, layout, bases[-2:], strides[-2:])
-    return Regions(
-        bases=np.array(bases, dtype=np.uint64),
-        strides=np.array(strides, dtype=np.uint64),
-        block=layout.block_shape,
-        parts=layout.parts,
-        num_blocks=layout.num_blocks,
-        device=device_of(kv_caches),
-    )
-
-
-def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
-    """The memory to register: one span per tensor, overlapping ones joined.
-
-    Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
-    """
-    pieces = sorted({_extent(tensor) for name, layer in kv_caches.items() for tensor in _tensors(name, layer)})
-    joined: list[tuple[int, int]] = []
-    for start, end in pieces:
-        if joined and start < joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((start, end))
-    return tuple(Span(address=start, size_bytes=end - start) for start, end in joined)
-
-
-def device_of(kv_caches: KVCaches) -> Device:
-    """The one device that holds all tensors; LayoutError if there are several."""
-    found = {
-        Device(tensor.device.type, tensor.device.index or 0): name
-        for name, layer in kv_caches.items()
-        for tensor in _tensors(name, layer)
-    }
-    if len(found) != 1:
-        where = ", ".join(sorted(f"{device.kind}:{device.number} (layer {name!r})" for device, name in found.items()))
-        raise LayoutError(f"device: expected one for all layers, got {where}")
-    return next(iter(found))
-
-
-def _tensors(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
+def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
     tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
     if not tensors or not all(hasattr(tensor, "data_ptr") for tensor in tensors):
         found = ", ".join(type(tensor).__name__ for tensor in tensors) or "nothing"
@@ -317,7 +224,7 @@ def _tensors(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
 
 
 def _infer_style(name: str, layer: LayerCache) -> KVStyle:
-    tensors = _tensors(name, layer)
+    tensors = tensors_of(name, layer)
     if len(tensors) > 1:
         return KVStyle.APART
     shape = tuple(tensors[0].shape)
@@ -344,7 +251,7 @@ def _style_of(style: KVStyle | str) -> KVStyle:
         raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {style!r}") from None
 
 
-def _axes(style: KVStyle, order: str) -> tuple[str, ...]:
+def axes_of(style: KVStyle, order: str) -> tuple[str, ...]:
     inner = _MLA_INNER_AXES if style is KVStyle.MLA else _INNER_AXES[order]
     return _OUTER_AXES[style] + inner
 
@@ -352,11 +259,11 @@ def _axes(style: KVStyle, order: str) -> tuple[str, ...]:
 def _layout_of_layer(
     name: str, layer: LayerCache, style: KVStyle, order: str, layer_names: tuple[str, ...]
 ) -> CacheLayout:
-    tensors = _tensors(name, layer)
+    tensors = tensors_of(name, layer)
     if (len(tensors) == 2) != (style is KVStyle.APART):
         raise LayoutError(f"layer {name!r}: style {style} wants {'a pair' if style is KVStyle.APART else 'one tensor'}")
     first, last = tensors[0], tensors[-1]
-    axes = _axes(style, order)
+    axes = axes_of(style, order)
     for tensor in tensors:
         if len(tensor.shape) != len(axes):
             raise LayoutError(
@@ -391,7 +298,7 @@ def _layout_of_layer(
 
 def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
     """The order of a block's axes that strides give, NHD or HND; axes of one entry do not matter."""
-    axes = _axes(style, order)
+    axes = axes_of(style, order)
     stride = dict(zip(axes, tensor.stride(), strict=True))
     size = dict(zip(axes, tensor.shape, strict=True))
     inner = [axis for axis in axes if axis not in ("kv", "block")]
@@ -419,61 +326,8 @@ def _layer_indices(names: tuple[str, ...], given: Sequence[int] | None) -> tuple
     return tuple(given)
 
 
-def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
-    """(tensor, offset of the part in bytes) for each part of a layer."""
-    tensors = _tensors(name, layer)
-    if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
-        return [(tensor, 0) for tensor in tensors]
-    tensor = tensors[0]
-    kv_stride = tensor.stride()[_OUTER_AXES[style].index("kv")]
-    return [(tensor, 0), (tensor, kv_stride * tensor.element_size())]
-
-
-def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> int:
-    """The distance of two blocks; checks that the bytes inside a block are dense."""
-    axes = _axes(layout.style, layout.order)
-    stride = dict(zip(axes, tensor.stride(), strict=True))
-    size = dict(zip(axes, tensor.shape, strict=True))
-    inner = [axis for axis in axes if axis not in ("kv", "block") and size[axis] > 1]
-    expected = 1
-    for axis in sorted(inner, key=lambda axis: stride[axis]):
-        if stride[axis] != expected:
-            raise LayoutError(
-                f"layer {name!r}: blocks are not contiguous: axis {axis!r} has stride {stride[axis]}, dense is "
-                f"{expected} (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())})"
-            )
-        expected *= size[axis]
-    block_stride = stride["block"] if size["block"] > 1 else expected
-    for what, distance in (("block", block_stride), ("kv", stride.get("kv", expected))):
-        if distance < expected:
-            raise LayoutError(
-                f"layer {name!r}: blocks overlap: axis {what!r} has stride {distance} elements, a block has {expected}"
-            )
-    return block_stride * tensor.element_size()
-
-
-def _check_parts_apart(name: str, layout: CacheLayout, bases: list[int], strides: list[int]) -> None:
-    """K and V must not share bytes: V's blocks lie behind all of K's, or between them, or the other way round."""
-    size = layout.region_block_size_bytes
-    reach = max((layout.num_blocks - 1) * stride + size for stride in strides)
-    offset = abs(bases[1] - bases[0])
-    between = strides[0] == strides[1] and size <= offset % strides[0] <= strides[0] - size
-    if offset < reach and not between:
-        raise LayoutError(
-            f"layer {name!r}: K and V overlap: they start {offset} bytes apart, block strides are {strides} bytes, "
-            f"a block has {size}"
-        )
-
-
-def _extent(tensor: TensorLike) -> tuple[int, int]:
-    """(first byte, one past the last byte) of a tensor."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return (start, start + (reach + 1) * tensor.element_size())
-
-
 def _shape_text(name: str, layer: LayerCache) -> str:
-    return " and ".join(str(tuple(tensor.shape)) for tensor in _tensors(name, layer))
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors_of(name, layer))
 
 
 def _some(names: tuple[str, ...]) -> str:

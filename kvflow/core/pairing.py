@@ -15,7 +15,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.layout import BlockShape, Device, Regions
+from kvflow.core.layout import BlockShape
+from kvflow.core.regions import Device, Regions
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -205,7 +206,7 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
     """Join region pairs of one piece that are neighbours in every block of both sides; also each one's size.
 
     Fusing keeps to one registered span: a fused block is no longer than the stride, so the extents of its regions
-    overlap, and overlapping extents are registered as one (see `layout.map_spans`).
+    overlap, and overlapping extents are registered as one (see `regions.map_spans`).
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():

@@ -15,8 +15,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.layout import Device, UInt64Array
 from kvflow.core.pairing import Int64Array, Pairing, RegionPairs
+from kvflow.core.regions import Device, UInt64Array
 from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array

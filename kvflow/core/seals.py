@@ -25,8 +25,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.layout import Device, Span
 from kvflow.core.plan import Descriptors, Piece
+from kvflow.core.regions import Device, Span
 
 SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)

@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from kvflow.config import RANKS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX
-from kvflow.core.layout import LAYERS_MAX, BlockShape, CacheLayout, Device, Regions
+from kvflow.core.layout import LAYERS_MAX, BlockShape, CacheLayout
+from kvflow.core.regions import Device, Regions
 from kvflow.core.topology import Holding, Rank
 
 PROTOCOL_VERSION = 2
@@ -102,7 +103,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
-    """`layout.Regions` on the wire."""
+    """`regions.Regions` on the wire."""
 
     bases: list[int]
     strides: list[int]

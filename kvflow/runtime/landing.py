@@ -16,9 +16,10 @@ import numpy as np
 
 from kvflow.config import Config
 from kvflow.core.extents import Extents, prefer_scratch
-from kvflow.core.layout import CacheLayout, KVCaches, Regions
+from kvflow.core.layout import CacheLayout, KVCaches
 from kvflow.core.pairing import Pairing
 from kvflow.core.plan import BlockIds, Chunks, Piece, plan_slices
+from kvflow.core.regions import Regions
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.permute import Permutation, Scratch
 from kvflow.runtime.staging import HostBuffers

@@ -15,8 +15,9 @@ from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.core import topology, wire
-from kvflow.core.layout import PLAIN, Regions
+from kvflow.core.layout import PLAIN
 from kvflow.core.pairing import HeadSlice, Pairing
+from kvflow.core.regions import Regions
 from kvflow.core.seals import HOST, SEAL_SIZE_BYTES, trust_s
 from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
 from kvflow.core.topology import Holding, Rank

@@ -17,8 +17,9 @@ from typing import Self
 
 from kvflow.config import Config
 from kvflow.core import wire
-from kvflow.core.layout import CacheLayout, KVCaches, Regions, map_regions, map_spans
+from kvflow.core.layout import CacheLayout, KVCaches
 from kvflow.core.ledger import BlockCounts, BlockLedger
+from kvflow.core.regions import Regions, map_regions, map_spans
 from kvflow.core.seals import HOST, SealTable
 from kvflow.core.states import PeerState
 from kvflow.core.topology import Rank, holding_of

@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import TypeAlias, cast
 
 from kvflow.config import Config
-from kvflow.core.layout import CacheLayout, KVCaches, Regions, map_regions
+from kvflow.core.layout import CacheLayout, KVCaches
 from kvflow.core.plan import BlockIds
+from kvflow.core.regions import Regions, map_regions
 from kvflow.errors import ConfigError
 from kvflow.runtime.copies import CacheTensors, allocate_host_caches, copy_blocks
 from kvflow.runtime.pool import Pool

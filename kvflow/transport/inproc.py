@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvflow.core.layout import Device, Span, UInt64Array
 from kvflow.core.plan import Descriptors
+from kvflow.core.regions import Device, Span, UInt64Array
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,

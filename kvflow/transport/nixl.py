@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvflow.core.layout import Device, Span
 from kvflow.core.plan import Descriptors
+from kvflow.core.regions import Device, Span
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,

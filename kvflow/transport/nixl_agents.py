@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from kvflow.core.layout import Device, Span, UInt64Array
 from kvflow.core.plan import Descriptors
+from kvflow.core.regions import Device, Span, UInt64Array
 from kvflow.errors import ConfigError
 from kvflow.transport.base import AgentName, Event, Notified, PeerGone, PostedRead, ReadEnded, TransportError
 

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvflow.core.layout import BlockShape, Device, KVStyle, Regions, Span, map_regions
+from kvflow.core.layout import BlockShape, KVStyle
 from kvflow.core.pairing import HeadSlice, Pairing, pair_whole
 from kvflow.core.plan import BlockIds, Chunks, Descriptors, match_chunks
+from kvflow.core.regions import Device, Regions, Span, map_regions
 from tests.core.caches import Cache, Recipe, Sides, recipes, sides
 
 CPU = Device("cpu", 0)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvflow.core.backends import BACKEND_LAYOUTS, BackendLayout, known_backends, layout_for_backend, rows_of
-from kvflow.core.layout import CacheLayout, KVStyle, map_regions
+from kvflow.core.layout import CacheLayout, KVStyle
+from kvflow.core.regions import map_regions
 from kvflow.errors import LayoutError
 
 B, N, H, D = 5, 4, 3, 8

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.core.layout import CacheLayout, Device, KVStyle, Regions, device_of, map_regions, map_spans
+from kvflow.core.layout import CacheLayout, KVStyle
+from kvflow.core.regions import Device, Regions, device_of, map_regions, map_spans
 from kvflow.errors import LayoutError
 from tests.core.caches import DTYPES, Cache, Recipe, recipes
 

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.core.layout import BlockShape, CacheLayout, Device, KVStyle, Regions, map_regions, map_spans
+from kvflow.core.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.pairing import HeadSlice, Pairing, RegionPairs, pair_whole
 from kvflow.core.plan import plan_read
+from kvflow.core.regions import Device, Regions, map_regions, map_spans
 from tests.core.caches import Cache, Recipe, Sides, sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,

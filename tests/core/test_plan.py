@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvflow.core import wire
-from kvflow.core.layout import BlockShape, Device, KVStyle, Regions, map_spans
+from kvflow.core.layout import BlockShape, KVStyle
 from kvflow.core.pairing import HeadSlice, Pairing, pair_whole
 from kvflow.core.plan import (
     BlockIds,
@@ -29,6 +29,7 @@ from kvflow.core.plan import (
     plan_read,
     plan_slices,
 )
+from kvflow.core.regions import Device, Regions, map_spans
 from kvflow.errors import RequestError
 from tests.core.caches import Cache, Recipe, Sides
 from tests.core.plans import (

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvflow.core.layout import Device
 from kvflow.core.plan import Piece
+from kvflow.core.regions import Device
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable, fetch_seal, trust_s
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.core.wire import LEASE_ID_CHARS

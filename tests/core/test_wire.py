@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvflow.core import wire
-from kvflow.core.layout import BlockShape, CacheLayout, Device, Regions
+from kvflow.core.layout import BlockShape, CacheLayout
+from kvflow.core.regions import Device, Regions
 from kvflow.core.topology import Holding, Rank
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"

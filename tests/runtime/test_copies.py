@@ -14,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.core.layout import CacheLayout, KVStyle, map_regions
+from kvflow.core.layout import CacheLayout, KVStyle
+from kvflow.core.regions import map_regions
 from kvflow.runtime import copies
 from kvflow.runtime.copies import (
     allocate_host_caches,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvflow.core.layout import Device, Span, UInt64Array
 from kvflow.core.plan import Descriptors
+from kvflow.core.regions import Device, Span, UInt64Array
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import AgentName, Event, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport

@@ -12,9 +12,10 @@ import time
 import numpy as np
 
 from kvflow.cli.bench.samples import PlanningResult
-from kvflow.core.layout import BlockShape, Device, Regions
+from kvflow.core.layout import BlockShape
 from kvflow.core.pairing import Pairing, pair_whole
 from kvflow.core.plan import check_block_ids, match_chunks, plan_slices
+from kvflow.core.regions import Device, Regions
 
 _LAYERS = 32
 _BLOCKS = 2048

@@ -15,9 +15,10 @@ import numpy as np
 
 from kvflow.cli.topology_bench.cuts import HEAD_SIZE, ITEMSIZE, PARTS, Order
 from kvflow.config import Config
-from kvflow.core.layout import BlockShape, Device, Regions
+from kvflow.core.layout import BlockShape
 from kvflow.core.pairing import HeadSlice, Pairing
 from kvflow.core.plan import check_block_ids, match_chunks, plan_slices
+from kvflow.core.regions import Device, Regions
 
 PROMPT_TOKENS = 128 << 10
 _LAYERS = 80
