@@ -5,8 +5,8 @@ A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four 
 read from the tensors, so permuted views, padded blocks and layers that share one storage all work, as long
 as the bytes of one block of one region are dense and the elements of a head lie together.
 
-The canonical form is a list of regions (`core.regions`): one for each layer and part (K, V, or the one latent or fused part),
-each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any block. A
+The canonical form is a list of regions (`core.regions`): one for each layer and part (K, V, or the one latent or fused
+part), each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any block. A
 tensor that stacks K and V next to each other in a block is two regions too; `pairing` fuses neighbours again where
 both sides allow it.
 
