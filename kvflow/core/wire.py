@@ -266,19 +266,31 @@ def _is_dense(block: BlockShape) -> bool:
     return block[3:] in ((heads * run, run), (run, tokens * run))
 
 
-def check_holding(holding: Holding, regions: Regions) -> None:
-    """WireError unless a rank with these regions can hold that."""
+def check_holding(holding: Holding) -> None:
+    """WireError unless a rank can hold that."""
     tp_fits = 0 <= holding.tp_rank < holding.tp_size <= RANKS_MAX
     pp_fits = 0 <= holding.pp_rank < holding.pp_size <= RANKS_MAX
     if not tp_fits or not pp_fits:
         sizes = (holding.tp_rank, holding.tp_size, holding.pp_rank, holding.pp_size)
         raise WireError(f"holding: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
-    layers = set(holding.layers)
-    fits = len(layers) == len(holding.layers) and all(0 <= layer < LAYERS_MAX for layer in layers)
-    if not fits or len(layers) * len(regions.parts) != len(regions):
+    if min(holding.block_size, holding.kv_heads) < 1 or holding.model_kv_heads < 0:
+        raise WireError(
+            f"holding: block_size {holding.block_size}, kv_heads {holding.kv_heads}, "
+            f"model_kv_heads {holding.model_kv_heads}"
+        )
+    count = len(holding.layers)
+    fits = 0 < count <= LAYERS_MAX and len(set(holding.layers)) == count
+    if not fits or not all(0 <= layer < LAYERS_MAX for layer in holding.layers):
+        raise WireError(f"holding: {count} layers, of which some are there twice or no layer's number")
+
+
+def check_holding_of(holding: Holding, regions: Regions) -> None:
+    """WireError unless a rank with these regions can hold that."""
+    check_holding(holding)
+    if len(holding.layers) * len(regions.parts) != len(regions):
         raise WireError(f"holding: {len(holding.layers)} layers, {len(regions)} regions {regions.parts}")
     block = regions.block
-    if (holding.block_size, holding.kv_heads) != (block.tokens, block.heads) or holding.model_kv_heads < 0:
+    if (holding.block_size, holding.kv_heads) != (block.tokens, block.heads):
         raise WireError(
             f"holding: block_size {holding.block_size}, kv_heads {holding.kv_heads}, "
             f"model_kv_heads {holding.model_kv_heads}, blocks of shape {tuple(block)}"

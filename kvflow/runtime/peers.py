@@ -23,6 +23,7 @@ from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
 from kvflow.core.topology import Holding, Rank
 from kvflow.errors import (
     KVFlowError,
+    PeerError,
     PeerIncompatible,
     PeerRefused,
     PeerUnreachable,
@@ -275,11 +276,15 @@ def target_of(peer: Peer) -> wire.Target:
     return wire.Target(peer.engine_id, peer.rank.dp, peer.rank.pp, peer.rank.tp)
 
 
-def _refused(peer: Peer, refusal: wire.Refusal, ours: LocalRank) -> PeerRefused | PeerIncompatible:
+def _refused(peer: Peer, refusal: wire.Refusal, ours: LocalRank) -> PeerError:
     """The error for a peer that said no."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [refusal.reason]
         if refusal.holding is not None:
+            try:
+                wire.check_holding(refusal.holding)
+            except wire.WireError as error:
+                return ProtocolError(f"{peer.address}: {error}", peer=peer.address)
             differences += topology.differences(ours.holding, refusal.holding)
         return _incompatible(peer, differences)
     if refusal.version != wire.PROTOCOL_VERSION:
@@ -312,7 +317,7 @@ def _judge(peer: Peer, metadata: wire.Metadata, ours: LocalRank) -> Regions:
         )
     try:
         regions = wire.regions_from_wire(metadata.regions)
-        wire.check_holding(metadata.holding, regions)
+        wire.check_holding_of(metadata.holding, regions)
         wire.check_seals(metadata.seals)
     except wire.WireError as error:
         raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error

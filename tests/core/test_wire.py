@@ -387,12 +387,12 @@ def holding_and_regions(**changes: Any) -> tuple[Holding, Regions]:
 
 
 def test_a_holding_that_goes_with_its_regions_passes() -> None:
-    wire.check_holding(*holding_and_regions())
-    wire.check_holding(*holding_and_regions(model_kv_heads=0))
-    wire.check_holding(*holding_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
+    wire.check_holding_of(*holding_and_regions())
+    wire.check_holding_of(*holding_and_regions(model_kv_heads=0))
+    wire.check_holding_of(*holding_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
     latent = msgspec.structs.replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
     theirs = msgspec.structs.replace(HOLDING, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
-    wire.check_holding(theirs, wire.regions_from_wire(latent))
+    wire.check_holding_of(theirs, wire.regions_from_wire(latent))
 
 
 @pytest.mark.parametrize(
@@ -425,7 +425,7 @@ def test_a_holding_that_goes_with_its_regions_passes() -> None:
 )
 def test_a_holding_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(wire.WireError, match=r"^holding: ") as caught:
-        wire.check_holding(*holding_and_regions(**changes))
+        wire.check_holding_of(*holding_and_regions(**changes))
     assert len(str(caught.value)) < 300
 
 
@@ -433,9 +433,9 @@ def test_a_latent_has_one_head() -> None:
     """A plan reads one: with more, the rest of a block would be left out."""
     latent = wire.regions_from_wire(msgspec.structs.replace(REGIONS, parts=("latent",)))
     with pytest.raises(wire.WireError, match=r"^holding: .*latent.* 2 heads"):
-        wire.check_holding(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
+        wire.check_holding_of(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
     with pytest.raises(wire.WireError, match=r"^holding: .*latent is False"):
-        wire.check_holding(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
+        wire.check_holding_of(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,30 @@ async def test_region_tables_that_cannot_be_true_or_do_not_fit(
             await load_from(pair, ticket_for(pair, port))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"tp_size": 0}, {"block_size": 0}, {"kv_heads": -1}, {"layers": (1 << 40,)}, {"layers": tuple(range(40_000))}],
+    ids=str,
+)
+async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
+    pair: InprocPair, changes: dict[str, object]
+) -> None:
+    honest = metadata_of(pair)
+    cache = pair.consumer.runtime._cache
+    assert cache is not None
+    refusal = wire.Refusal(
+        reason="no",
+        version=wire.PROTOCOL_VERSION,
+        compatibility=cache.local.compatibility,
+        holding=msgspec.structs.replace(honest.holding, **changes),
+    )
+    async with fake_peer(lambda _: reply_frames(refusal)) as port:
+        with pytest.raises(ProtocolError, match="holding: "):
+            await load_from(pair, ticket_for(pair, port))
+    lease = pair.offer([3])
+    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+
+
 async def test_an_engine_of_another_protocol_version(pair: InprocPair) -> None:
     refusal = wire.Refusal(reason="no", version=7)
     async with fake_peer(lambda _: reply_frames(refusal, version=7)) as port:
