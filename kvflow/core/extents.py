@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvflow.core.pairing import HeadSlice, Int64Array, Pairing
+from kvflow.core.pairing import HeadSlice, Int64Array, Pairing, regions_of
 from kvflow.core.plan import BlockIds, Descriptors
 from kvflow.core.regions import Device, Regions
 
@@ -42,8 +42,7 @@ class Extents:
     def __init__(self, remote: Regions, heads: HeadSlice, layers: Sequence[int]) -> None:
         """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""
         block = remote.block
-        parts = np.arange(len(remote.parts))
-        index = (np.array(layers, dtype=np.int64)[:, None] * len(parts) + parts).ravel()
+        index = regions_of(layers, len(remote.parts))
         self._bases: Int64Array = remote.bases[index].astype(np.int64)
         self._strides: Int64Array = remote.strides[index].astype(np.int64)
         self._device = remote.device

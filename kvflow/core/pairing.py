@@ -82,14 +82,14 @@ class Pairing:
         opaque: bool = False,
     ) -> None:
         ours, theirs = _same_parts(local, remote)
-        common = set(local_layers) & set(remote_layers)
-        self.layers = tuple(layer for layer in local_layers if layer in common)
-        """The model's layers that are read from the peer."""
+        positions = {layer: index for index, layer in enumerate(remote_layers)}
+        self.places = tuple((index, positions[layer]) for index, layer in enumerate(local_layers) if layer in positions)
+        """(our position, their position) of each layer that both have, in our order."""
         self.opaque = opaque
         self.heads = heads
         self.local, self.remote = ours, theirs
         self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
-        self._rows = _rows(ours, theirs, heads, local_layers, remote_layers)
+        self._rows = _rows(ours, theirs, heads, self.places)
         self._groups: dict[int, tuple[RegionPairs, ...]] = {}
 
     @property
@@ -164,14 +164,15 @@ def _split(regions: Regions) -> Regions:
     )
 
 
-def _rows(
-    local: Regions, remote: Regions, heads: HeadSlice, local_layers: Sequence[int], remote_layers: Sequence[int]
-) -> Int64Array:
+def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
+    """The regions of layers, by their positions, part by part."""
+    found: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
+    return found
+
+
+def _rows(local: Regions, remote: Regions, heads: HeadSlice, places: Sequence[tuple[int, int]]) -> Int64Array:
     """(our base, our stride, their base, their stride) of each pair of regions, in the order of our memory."""
-    theirs = {layer: index for index, layer in enumerate(remote_layers)}
-    common = [(index, theirs[layer]) for index, layer in enumerate(local_layers) if layer in theirs]
-    parts = np.arange(len(local.parts))
-    ours_at, theirs_at = ((np.array(side)[:, None] * len(parts) + parts).ravel() for side in zip(*common, strict=True))
+    ours_at, theirs_at = (regions_of(side, len(local.parts)) for side in zip(*places, strict=True))
     rows = np.array(
         (local.bases[ours_at], local.strides[ours_at], remote.bases[theirs_at], remote.strides[theirs_at]),
         dtype=np.int64,

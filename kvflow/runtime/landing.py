@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,9 +21,9 @@ from kvflow.core.pairing import Pairing
 from kvflow.core.plan import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.regions import Regions
 from kvflow.runtime.copier import Copier
-from kvflow.runtime.permute import Permutation, Scratch
+from kvflow.runtime.permute import Permutation, Scratch, Slot
 from kvflow.runtime.staging import HostBuffers
-from kvflow.runtime.transfer import Batch, Read, Stream
+from kvflow.runtime.transfer import Batch, CopyFailed, Read, Stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Part:
     stream: Stream
     pairing: Pairing
     permutation: Permutation | None
-    """How to get at it through scratch memory, where that may be faster."""
+    """How to get at it through scratch memory; None reads it straight."""
     chunks: tuple[Chunks, ...]
 
 
@@ -56,7 +56,7 @@ class Landing:
         self._staging = staging
         self._copier = copier
 
-    def permutation(self, pairing: Pairing | None, remote: Regions, remote_layers: Sequence[int]) -> Permutation | None:
+    def permutation(self, pairing: Pairing | None, remote: Regions) -> Permutation | None:
         """How blocks of a peer are permuted, if they ever may be; to be made once per peer."""
         if pairing is None or pairing.opaque or self._config.scratch == "never":
             return None
@@ -65,29 +65,21 @@ class Landing:
         caches, layout = self._kv_caches, self._layout
         if self._staging is not None:
             caches, layout = self._staging.caches, self._staging.layout
-        extents = Extents(remote, pairing.heads, [list(remote_layers).index(layer) for layer in pairing.layers])
+        extents = Extents(remote, pairing.heads, [theirs for _, theirs in pairing.places])
         return Permutation(caches, layout, pairing, extents, remote.parts)
 
     def batches(self, parts: Sequence[Part], local_ids: BlockIds) -> AsyncGenerator[Batch, None]:
         """Everything to read for a load into `local_ids`, in batches that take buffers when they are asked for."""
-        scratched = self._which_through_scratch(parts)
-        if self._staging is None and not any(scratched) and not any(part.stream.staged for part in parts):
+        parts = [part if self._scratch_pays(part) else _straightened(part) for part in parts]
+        if self._staging is None and not any(part.permutation or part.stream.staged for part in parts):
             return _straight(_in_turn([self._slices(part, part.chunks, 0) for part in parts]))
-        return self._grouped(parts, scratched, local_ids)
+        cut = _Cut(parts, self._staging)
+        if not cut.fits(self._scratch.slot_bytes):
+            parts = [_straightened(part) for part in parts]
+            cut = _Cut(parts, self._staging)
+        return self._grouped(parts, cut, local_ids)
 
-    def _which_through_scratch(self, parts: Sequence[Part]) -> list[bool]:
-        """Which ranks' blocks are read through scratch memory. None if the smallest group has not enough room."""
-        scratched = [self._through_scratch(part) for part in parts]
-        if not any(scratched):
-            return scratched
-        cut = _Cut(parts, scratched, self._staging)
-        # The last block is read twice if it is partly filled, so there has to be room for one more group.
-        crowded = 2 * cut.scratch_bytes > self._scratch.slot_bytes
-        if crowded or (self._staging is not None and cut.local_blocks > self._staging.pool.size):
-            return [False] * len(parts)
-        return scratched
-
-    def _through_scratch(self, part: Part) -> bool:
+    def _scratch_pays(self, part: Part) -> bool:
         """Whether it is better to read a rank's blocks through scratch memory."""
         permutation = part.permutation
         if permutation is None:
@@ -113,41 +105,35 @@ class Landing:
             yield Read(part.stream, descriptors, missing_max, head is not None)
             head = None
 
-    async def _grouped(
-        self, parts: Sequence[Part], scratched: Sequence[bool], local_ids: BlockIds
-    ) -> AsyncGenerator[Batch, None]:
+    async def _grouped(self, parts: Sequence[Part], cut: _Cut, local_ids: BlockIds) -> AsyncGenerator[Batch, None]:
         """Batches of whole blocks of both sides."""
-        cut = _Cut(parts, scratched, self._staging)
         units = cut.units(self._config.slice_bytes_max, self._scratch.slot_bytes)
         for group in cut.groups(local_ids, units):
-            yield await self._group(parts, scratched, group)
+            yield await self._group(parts, group)
 
-    async def _group(self, parts: Sequence[Part], scratched: Sequence[bool], group: _Group) -> Batch:
+    async def _group(self, parts: Sequence[Part], group: _Group) -> Batch:
         """Take the buffers of one group and say what to do with it. Gives them back if it is cancelled meanwhile."""
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:
             host_ids = await self._take_host_blocks(group, releases)
-            slot = None
-            if any(scratched):
-                slot = await self._scratch.take()
-                releases.append(partial(self._scratch.give_back, slot))
+            slot: Slot | None = None
             reads: list[Read] = []
             offset = 0
-            for part, through_scratch in zip(parts, scratched, strict=True):
+            for part in parts:
                 chunks = [_moved(some, group.local_ids, host_ids) for some in group.chunks_of(part)]
                 missing_max = group.missing_max(part)
-                if not through_scratch:
+                if part.permutation is None:
                     reads += self._slices(part, chunks, missing_max)
                     continue
-                assert slot is not None
-                assert part.permutation is not None
-                for some in chunks:
-                    if len(some):
-                        plan = part.permutation.plan(some, slot, offset)
-                        reads.append(Read(part.stream, plan.descriptors, missing_max))
-                        jobs.append(plan.permute)
-                        offset += plan.size_bytes
+                if slot is None:
+                    slot = await self._scratch.take()
+                    releases.append(partial(self._scratch.give_back, slot))
+                for some in filter(len, chunks):
+                    plan = part.permutation.plan(some, slot, offset)
+                    reads.append(Read(part.stream, plan.descriptors, missing_max))
+                    jobs.append(plan.permute)
+                    offset += plan.size_bytes
         except BaseException:
             _run_all(releases)
             raise
@@ -171,6 +157,8 @@ class Landing:
             except asyncio.CancelledError:
                 _give_back_after(fetching, releases.pop())
                 raise
+            except Exception as error:
+                raise CopyFailed(str(error)) from error
         return host_ids
 
 
@@ -202,10 +190,12 @@ class _Group:
 class _Cut:
     """How a load is cut into groups: by units of the larger block where whole remote blocks are read, else by ours."""
 
-    def __init__(self, parts: Sequence[Part], scratched: Sequence[bool], staging: HostBuffers | None) -> None:
+    def __init__(self, parts: Sequence[Part], staging: HostBuffers | None) -> None:
         self._local_tokens = parts[0].pairing.local.block.tokens
         remote_tokens = parts[0].pairing.remote.block.tokens
-        self._unit = max(self._local_tokens, remote_tokens) if any(scratched) else self._local_tokens
+        self._unit = (
+            max(self._local_tokens, remote_tokens) if any(part.permutation for part in parts) else self._local_tokens
+        )
         self._host_blocks = None if staging is None else staging.pool.size
         self._last = max(
             (some.first + len(some) - 1) * part.pairing.chunk_tokens + some.tokens
@@ -215,8 +205,8 @@ class _Cut:
         self._unit_bytes = sum(part.pairing.token_size_bytes for part in parts) * self._unit
         self.scratch_bytes = sum(
             part.permutation.extents.block_bytes * (self._unit // remote_tokens)
-            for part, through in zip(parts, scratched, strict=True)
-            if through and part.permutation is not None
+            for part in parts
+            if part.permutation is not None
         )
         """Scratch memory that a unit takes."""
 
@@ -224,6 +214,11 @@ class _Cut:
     def local_blocks(self) -> int:
         """Blocks of ours in a unit."""
         return self._unit // self._local_tokens
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether the smallest group has room: scratch memory for its blocks and once more for the last, host blocks."""
+        host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
+        return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
 
     def units(self, group_bytes: int, slot_bytes: int) -> int:
         """How many units make a group: not too large for one turn, the scratch buffer, and half the host buffers."""
@@ -246,6 +241,11 @@ class _Cut:
             end = stop // self._local_tokens - first_block
             yield _Group(local_ids[begin:end], start, stop, self._last)
             start += step
+
+
+def _straightened(part: Part) -> Part:
+    """The same, not through scratch memory."""
+    return part if part.permutation is None else replace(part, permutation=None)
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:

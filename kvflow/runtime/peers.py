@@ -235,7 +235,7 @@ class Peers:
         regions = _judge(peer, reply, self._local)
         agent = await self._add_agent(peer, reply)
         pairing, told = _relation(peer, reply, self._local, regions)
-        permutation = self._landing.permutation(pairing, regions, reply.holding.layers)
+        permutation = self._landing.permutation(pairing, regions)
         return Connection(agent, reply, regions.num_blocks, pairing, permutation, told)
 
     async def _ask(self, peer: Peer, request: wire.Request) -> wire.Reply:

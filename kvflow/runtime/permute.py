@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from kvflow.core.layout import CacheLayout, KVCaches
 from kvflow.core.pairing import Pairing
 from kvflow.core.plan import BlockIds, Chunks, Descriptors
 from kvflow.core.regions import Device, Span
-from kvflow.runtime.copies import canonical_parts, chunk_sources, chunk_targets, scatter_tokens
+from kvflow.runtime.copies import CacheTensors, canonical_parts, chunk_sources, chunk_targets, scatter_tokens
 from kvflow.runtime.pool import Pool
 from kvflow.transport.base import Transport
 
@@ -92,15 +92,11 @@ class Permutation:
         self._device = pairing.local.device
         together = layout.parts == tuple(remote_parts)
         self._halve = not together and tuple(remote_parts) == ("KV",)
-        layers = list(kv_caches.values())
+        layers = list(cast(CacheTensors, kv_caches).values())
         parts = [
             part
-            for layer in pairing.layers
-            for part in canonical_parts(
-                layers[layout.layer_indices.index(layer)],  # type: ignore[arg-type]  # caches are of torch here
-                layout,
-                split_fused=not together,
-            )
+            for ours, _ in pairing.places
+            for part in canonical_parts(layers[ours], layout, split_fused=not together)
         ]
         self._targets = chunk_targets(
             parts, chunk_tokens=self._chunk_tokens, head_start=pairing.heads.local_start, head_count=self._heads

@@ -81,7 +81,7 @@ def test_layers_are_paired_by_their_place_in_the_model() -> None:
     )
     case = Sides(local=local.recipe, remote=remote.recipe, local_start=0, remote_start=0, heads=2)
     pairing = pair_sides(case, local, remote)
-    assert pairing.layers == (7, 4)
+    assert pairing.places == ((0, 2), (2, 0))
     copies = rows(plan_read(pairing.groups(4), whole_blocks([5], [1], 4)))
     assert sorted(copies) == sorted(
         (local.block(ours, part, 5).data_ptr(), remote.block(theirs, part, 1).data_ptr(), 4 * 2 * 8)
@@ -112,7 +112,8 @@ def test_a_pairing_knows_its_size(case: Sides, data: st.DataObject) -> None:
     pairing = pair_sides(case, local, remote)
     assert pairing.chunk_tokens == min(case.local.tokens, case.remote.tokens)
     common = set(case.local.indices) & set(case.remote.indices)
-    assert set(pairing.layers) == common
+    assert {case.local.indices[ours] for ours, _ in pairing.places} == common
+    assert all(case.local.indices[ours] == case.remote.indices[theirs] for ours, theirs in pairing.places)
     half = local.infer().kv_head_size * case.local.dtype.itemsize
     assert pairing.token_size_bytes == len(common) * local.kv_count * case.heads * half
     tokens = data.draw(st.integers(1, pairing.chunk_tokens))

@@ -313,6 +313,18 @@ async def test_a_failed_copy_to_the_device_fails_the_load_and_blames_no_peer() -
         assert listener.answered == 1  # no second handshake
 
 
+async def test_a_partly_filled_block_that_cannot_be_fetched_fails_the_load() -> None:
+    async with unreachable_pair() as ((one, _), (other, loaded)):
+        loaded.problem = RuntimeError("the device is on fire")
+        lease = one.runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=2))
+        with pytest.raises(TransferFailed, match="the device is on fire"):
+            await other.runtime.load_blocks(wanted(lease, [0]))
+        assert loaded.calls[0][1] is CopyDirection.TO_HOST
+        assert other.runtime.statistics().buffers_used == 0
+        loaded.problem = None
+        await other.runtime.load_blocks(wanted(lease, [0]))
+
+
 async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended() -> None:
     config = replace(BASE, cancel_grace_s=0.02)
     async with unreachable_pair(config) as ((one, _), (other, loaded)):
