@@ -216,7 +216,7 @@ class _Cut:
         return self._unit // self._local_tokens
 
     def fits(self, slot_bytes: int) -> bool:
-        """Whether the smallest group has room: scratch memory for its blocks and once more for the last, host blocks."""
+        """Whether the smallest group has room: scratch memory, where a tail takes a second unit, and host blocks."""
         host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
         return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
 
