@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +36,7 @@ from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import check_request_id
 from kvflow.runtime.sources import Source, Sources
 from kvflow.runtime.transfer import CopyFailed, Seal, Stream, Transfer
+from kvflow.runtime.world import Clock
 from kvflow.transport.base import Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -95,13 +95,14 @@ class LoadingStatistics:
 class _Stopwatch:
     """Which phase a load is in, and how long each took."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.phase = "queued"
-        self._since_s = time.monotonic()
+        self._clock = clock
+        self._since_s = clock.now_s()
 
     def enter(self, phase: str) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         self.seconds[self.phase] += now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
@@ -156,6 +157,7 @@ class Loader:
         poller: Poller,
         copier: Copier,
         transport: Transport,
+        clock: Clock,
     ) -> None:
         self._config = config
         self._local = local
@@ -167,6 +169,7 @@ class Loader:
         self._poller = poller
         self._copier = copier
         self._transport = transport
+        self._clock = clock
         self._loads: set[_Load] = set()
         self._unsafe: set[Transfer] = set()
         self._quiet = asyncio.Event()
@@ -196,7 +199,7 @@ class Loader:
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
-        watch = _Stopwatch()
+        watch = _Stopwatch(self._clock)
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
@@ -362,7 +365,13 @@ class Loader:
                     f"request {load.request.request_id!r}: {self._seals.count} reads are open (loads_max)"
                 )
             transfer = Transfer(
-                load.request.request_id, load.local_ids, self._ledger, self._poller, self._copier, give_back
+                load.request.request_id,
+                load.local_ids,
+                self._ledger,
+                self._poller,
+                self._copier,
+                self._clock,
+                give_back,
             )
         except KVFlowError:
             give_back(None)

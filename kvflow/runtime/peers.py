@@ -33,7 +33,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.landing import Landing
 from kvflow.runtime.permute import Permutation
-from kvflow.runtime.side_channel import ask
+from kvflow.runtime.side_channel import SideChannel
 from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -138,9 +138,18 @@ class Peer:
 class Peers:
     """All peers of a runtime."""
 
-    def __init__(self, config: Config, transport: Transport, local: LocalRank, landing: Landing, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        side_channel: SideChannel,
+        local: LocalRank,
+        landing: Landing,
+        spawn: Spawn,
+    ) -> None:
         self._config = config
         self._transport = transport
+        self._side_channel = side_channel
         self._local = local
         self._landing = landing
         self._spawn = spawn
@@ -240,13 +249,8 @@ class Peers:
 
     async def _ask(self, peer: Peer, request: wire.Request) -> wire.Reply:
         """Put a question to a peer; its refusal is raised."""
-        reply = await ask(
-            peer.address,
-            request,
-            fingerprint=self._local.compatibility.fingerprint(),
-            timeout_s=self._config.handshake_timeout_s,
-            message_bytes_max=self._config.side_channel_message_bytes_max,
-        )
+        fingerprint = self._local.compatibility.fingerprint()
+        reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint)
         if isinstance(reply, wire.Refusal):
             raise _refused(peer, reply, self._local)
         return reply

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -24,18 +23,17 @@ from kvflow.core.seals import HOST, SealTable
 from kvflow.core.states import PeerState
 from kvflow.core.topology import Rank, holding_of
 from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
-from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing
 from kvflow.runtime.loading import Loader, LoadingStatistics, LoadReport, LoadRequest
 from kvflow.runtime.peers import LocalRank, Peers
 from kvflow.runtime.permute import Scratch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
-from kvflow.runtime.side_channel import Listener, ListenerStatistics
+from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.sources import Sources
 from kvflow.runtime.staging import BlockCopier, HostBuffers
-from kvflow.transport.base import Transport, TransportError, TransportStatistics, choose_buffer_device
-from kvflow.transport.factory import make_transport
+from kvflow.runtime.world import World
+from kvflow.transport.base import TransportError, TransportStatistics, choose_buffer_device
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +88,18 @@ class _Cache:
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    It belongs to the event loop that opened it. `transport` makes one from the agent's name, in place of the one that
-    `config.transport` names.
+    It belongs to the event loop that opened it. Tests give it another `world`.
     """
 
-    def __init__(self, config: Config, *, transport: Callable[[str], Transport] | None = None) -> None:
+    def __init__(self, config: Config, *, world: World = World()) -> None:  # noqa: B008 - frozen
         self._config = config
+        self._world = world
         self._rank = Rank(config.dp_rank, config.pp_rank, config.tp_rank)
-        self._incarnation = secrets.token_hex(8)
+        self._incarnation = world.token_hex(8)
         self._agent_name = wire.agent_name(config.engine_id, self._rank, self._incarnation)
-        self._transport = transport(self._agent_name) if transport else make_transport(config, self._agent_name)
+        self._transport = world.transport(config, self._agent_name)
+        self._side_channel = world.side_channel(config)
+        self._clock = world.clock()
         self._state = RuntimeState.NEW
         self._cause: BaseException | None = None
         self._registering = False
@@ -137,17 +137,12 @@ class Runtime:
         self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         await self._transport.open()
         try:
-            self._listener = Listener(
-                self._config.listen_host,
-                self._config.listen_port,
-                message_bytes_max=self._config.side_channel_message_bytes_max,
-                answer=self._answer,
-            )
+            self._listener = self._side_channel.listen(self._answer)
         except BaseException:
             await self._transport.aclose(self._config.transport_close_timeout_s)
             raise
         self._poller = Poller(self._transport, self._on_notification)
-        self._copier = Copier(f"kvflow-copy {self._agent_name}")
+        self._copier = self._world.copier(f"kvflow-copy {self._agent_name}")
         self._stop = asyncio.Event()
         self._state = RuntimeState.OPEN
         started = asyncio.Event()
@@ -271,7 +266,7 @@ class Runtime:
             self._transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
         )
         landing = Landing(config, kv_caches, layout, scratch, staging, self._copier)
-        peers = Peers(config, self._transport, local, landing, self._spawn)
+        peers = Peers(config, self._transport, self._side_channel, local, landing, self._spawn)
         return _Cache(
             layout=layout,
             regions=regions,
@@ -287,6 +282,8 @@ class Runtime:
                 block_size_bytes=layout.block_size_bytes,
                 staging=staging,
                 copier=self._copier,
+                clock=self._clock,
+                token_hex=self._world.token_hex,
                 incarnation=self._incarnation,
                 port=self._listener.port,
             ),
@@ -301,6 +298,7 @@ class Runtime:
                 poller=self._poller,
                 copier=self._copier,
                 transport=self._transport,
+                clock=self._clock,
             ),
             peers=peers,
             staging=staging,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from kvflow.core.topology import Holding
 from kvflow.errors import RequestError
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.staging import HostBuffers
+from kvflow.runtime.world import Clock, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class _Entry:
 
     lease: Lease
     ids: BlockIds
-    timer: asyncio.TimerHandle
+    timer: Timer
     staged: _Staged | None
 
 
@@ -181,6 +181,8 @@ class Serving:
         block_size_bytes: int,
         staging: HostBuffers | None,
         copier: Copier,
+        clock: Clock,
+        token_hex: Callable[[int], str],
         incarnation: str,
         port: int,
     ) -> None:
@@ -190,6 +192,8 @@ class Serving:
         self._ledger = ledger
         self._staging = staging
         self._copier = copier
+        self._clock = clock
+        self._token_hex = token_hex
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
@@ -346,7 +350,7 @@ class Serving:
         own = RankLease(
             pp_rank=config.pp_rank,
             tp_rank=config.tp_rank,
-            lease_id=secrets.token_hex(wire.LEASE_ID_CHARS // 2),
+            lease_id=self._token_hex(wire.LEASE_ID_CHARS // 2),
             seal_index=seal_index,
             incarnation=self._incarnation,
             host=config.advertise_host or config.listen_host,
@@ -372,7 +376,7 @@ class Serving:
     def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None, ttl_s: float) -> _Entry:
         own = lease.ticket.first
         self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
-        timer = asyncio.get_running_loop().call_later(ttl_s, self._end, lease, LeaseEvent.EXPIRE)
+        timer = self._clock.call_later(ttl_s, partial(self._end, lease, LeaseEvent.EXPIRE))
         entry = self._entries[own.lease_id] = _Entry(lease=lease, ids=ids, timer=timer, staged=staged)
         self._open_requests[lease.request_id] = lease
         self._recent.pop(lease.request_id, None)
@@ -392,7 +396,7 @@ class Serving:
         if len(entry.ids) == 0:
             self._give_back(entry)
         else:
-            asyncio.get_running_loop().call_later(self._config.seal_hold_s, self._held, entry)
+            self._clock.call_later(self._config.seal_hold_s, partial(self._held, entry))
 
     def _held(self, entry: _Entry) -> None:
         """The hold is over; a copy that still runs is waited for."""

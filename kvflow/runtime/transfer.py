@@ -12,7 +12,6 @@ copy thread. A copy under way is as little to be taken back as a read, so it cou
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -24,9 +23,9 @@ from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fir
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.world import Clock
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _STAGED_LOOK_FIRST_S, _STAGED_LOOK_MOST_S = 0.0005, 0.01
 
 
@@ -103,6 +102,7 @@ class Transfer:
         ledger: BlockLedger,
         poller: Poller,
         copier: Copier,
+        clock: Clock,
         on_safe: Callable[[Transfer], None],
     ) -> None:
         ledger.begin_load(ids)
@@ -117,6 +117,7 @@ class Transfer:
         self._ledger = ledger
         self._poller = poller
         self._copier = copier
+        self._clock = clock
         self._on_safe = on_safe
         self._reads: dict[PostedRead, tuple[Stream, _Running | None]] = {}
         self._copies = 0
@@ -150,14 +151,14 @@ class Transfer:
         """
         assert streams, "a load with blocks to fill reads from somebody"
         self._fire(TransferEvent.POST)
-        begun_s = _clock_s()
+        begun_s = self._clock.now_s()
         async with aclosing(batches):
             async for batch in batches:
                 if not await self._begin(batch, in_flight_max):
                     break
         await self._wait_until_below(1)
         intact = all(stream.intact for stream in streams)
-        if intact and _clock_s() - begun_s >= min(stream.seal.trust_s for stream in streams):
+        if intact and self._clock.now_s() - begun_s >= min(stream.seal.trust_s for stream in streams):
             for stream in streams:
                 self._fetch_seal(stream)
             await self._wait_until_below(1)
@@ -329,8 +330,3 @@ class Transfer:
 
     def _fire(self, event: TransferEvent) -> None:
         self.state = fire(TRANSFER_TABLE, self.state, event)
-
-
-def _clock_s() -> float:
-    """A clock that goes on while the machine is suspended, where there is one."""
-    return time.clock_gettime(_CLOCK)

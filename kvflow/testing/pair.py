@@ -13,6 +13,7 @@ from kvflow.core.layout import CacheLayout
 from kvflow.runtime.loading import LoadRequest
 from kvflow.runtime.runtime import Runtime, RuntimeStatistics
 from kvflow.runtime.serving import Lease, ServeRequest
+from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 _UNTOUCHED = -1.0
@@ -96,11 +97,11 @@ async def _engine(
     layout = CacheLayout.infer(kv_caches, order="HND", block_size=block_size)
     made: list[InprocTransport] = []
 
-    def make(agent_name: str) -> InprocTransport:
+    def make(_: Config, agent_name: str) -> InprocTransport:
         made.append(InprocTransport(agent_name, network))
         return made[0]
 
-    async with Runtime(config, transport=make) as runtime:
+    async with Runtime(config, world=World(transport=make)) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         yield TestEngine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
 

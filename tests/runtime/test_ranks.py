@@ -14,6 +14,7 @@ from tests_support import altered, leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
+from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.hand_overs import free_ports
 
@@ -47,7 +48,7 @@ async def open_rank(
 ) -> tuple[Runtime, torch.Tensor]:
     cache = torch.full((2, BLOCKS, BLOCK_SIZE, heads, HEAD_SIZE), fill)
     caches = {"layers.0": cache}
-    runtime = Runtime(config, transport=lambda name: InprocTransport(name, network))
+    runtime = Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network)))
     await stack.enter_async_context(runtime)
     await runtime.register_kv_caches(caches, CacheLayout.infer(caches, order="NHD", block_size=BLOCK_SIZE))
     return runtime, cache

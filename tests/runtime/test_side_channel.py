@@ -27,6 +27,7 @@ from kvflow.errors import (
     ProtocolError,
     TransferFailed,
 )
+from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 
 FAST = Config(engine_id="any", handshake_timeout_s=0.2, drain_timeout_s=1.0)
@@ -226,7 +227,7 @@ async def test_an_incompatible_cache_lists_every_difference(pair: InprocPair) ->
     kv_caches, layout = small_cache(layers=3, block_size=6)
     config = Config(engine_id="odd", listen="tcp://127.0.0.1:0", model="another model")
     network = pair.producer.transport._network
-    async with Runtime(config, transport=lambda name: InprocTransport(name, network)) as runtime:
+    async with Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network))) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         lease = pair.offer([3])
         with pytest.raises(PeerIncompatible) as caught:
@@ -297,7 +298,7 @@ async def test_a_restarted_producer_never_satisfies_an_old_ticket(pair: InprocPa
     await pair.producer.runtime.aclose()
     config = Config(engine_id="producer", listen=f"tcp://127.0.0.1:{port}")
     kv_caches, layout = small_cache(num_blocks=16, fill=5.0)
-    async with Runtime(config, transport=lambda name: InprocTransport(name, network)) as reborn:
+    async with Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network))) as reborn:
         await reborn.register_kv_caches(kv_caches, layout)
         with pytest.raises(TransferFailed, match="is gone"):  # over the connection from before
             await pair.consumer.runtime.load_blocks(pair.wanted(unread, [1]))
