@@ -314,6 +314,11 @@ def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
+def engine_of(name: str) -> str:
+    """The engine in an `agent_name`; nothing sensible for other texts."""
+    return name.rpartition("/")[0]
+
+
 def checksum(data: bytes) -> int:
     return zlib.crc32(data)
 
