@@ -19,6 +19,7 @@ from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
 from kvflow.core.ticket import Ticket
+from kvflow.core.topology import Rank
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -33,6 +34,7 @@ from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
 from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
 from kvflow.runtime.serving import check_request_id
 from kvflow.runtime.sources import Source, Sources
 from kvflow.runtime.transfer import CopyFailed, Seal, Stream, Transfer
@@ -158,6 +160,7 @@ class Loader:
         copier: Copier,
         transport: Transport,
         clock: Clock,
+        observers: Observers,
     ) -> None:
         self._config = config
         self._local = local
@@ -170,6 +173,7 @@ class Loader:
         self._copier = copier
         self._transport = transport
         self._clock = clock
+        self._observers = observers
         self._loads: set[_Load] = set()
         self._unsafe: set[Transfer] = set()
         self._quiet = asyncio.Event()
@@ -209,16 +213,19 @@ class Loader:
             report = await self._run(load)
         except asyncio.CancelledError:
             self._cancelled += 1
+            self._record(load, CANCELLED)
             raise
         except KVFlowError as error:
             self._failed += 1
             logger.info("load %s failed in phase %s: %s", request.request_id, load.watch.phase, error)
+            self._record(load, type(error).__name__, str(error))
             raise
         finally:
             self._loads.discard(load)
             self._note_quiet()
         self._succeeded += 1
         self._bytes += report.bytes
+        self._record(load, LOADED)
         return report
 
     def close(self) -> None:
@@ -389,6 +396,30 @@ class Loader:
             request_id=load.request.request_id,
             peer=ticket.address,
             quarantine=load.quarantine,
+        )
+
+    def _record(self, load: _Load, outcome: str, error: str = "") -> None:
+        """Tell the observers how a load has ended."""
+        if not self._observers.any:
+            return
+        load.watch.enter(load.watch.phase)
+        self._observers.load_ended(
+            LoadRecord(
+                engine_id=self._config.engine_id,
+                rank=str(Rank.of(self._config)),
+                request_id=load.request.request_id,
+                peer_engine_id=load.ticket.engine_id,
+                remote_request_id=load.ticket.request_id,
+                peer=load.ticket.address,
+                outcome=outcome,
+                error=error,
+                phase=load.watch.phase,
+                bytes=sum(transfer.size_bytes for transfer in load.transfers),
+                blocks=len(load.local_ids),
+                descriptors=sum(transfer.descriptor_count for transfer in load.transfers),
+                seconds=load.watch.seconds,
+                traceparent=load.ticket.traceparent,
+            )
         )
 
     def _notify(self, sources: Sequence[Source]) -> None:
