@@ -12,7 +12,7 @@ before reading.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 DRIFT_MAX = 200e-6
 """Seconds per second that two clocks may drift apart: quartz is within 100 parts per million, and there are two."""
@@ -26,8 +26,6 @@ class RemoteClock:
     theirs_s: float
     sent_s: float
     received_s: float
-    measured_s: float
-    """When it was last asked for; the reading may be an older and better one."""
 
     @property
     def offset_s(self) -> float:
@@ -51,4 +49,4 @@ class RemoteClock:
         if self.incarnation != newer.incarnation:
             return newer
         ours_ahead = newer.sure_until_s(0.0) - self.sure_until_s(0.0)
-        return newer if ours_ahead > 0 else replace(self, measured_s=newer.measured_s)
+        return newer if ours_ahead > 0 else self

@@ -13,7 +13,7 @@ from kvflow.core.layout import CacheLayout
 from kvflow.runtime.loading import LoadRequest
 from kvflow.runtime.runtime import Runtime, RuntimeStatistics
 from kvflow.runtime.serving import Lease, ServeRequest
-from kvflow.runtime.world import World
+from kvflow.runtime.world import Clock, SystemClock, World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 _UNTOUCHED = -1.0
@@ -69,17 +69,25 @@ class InprocPair:
 
 @contextlib.asynccontextmanager
 async def inproc_pair(
-    *, num_blocks: int = 16, block_size: int = 4, layers: int = 2, config: Config | None = None
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    layers: int = 2,
+    config: Config | None = None,
+    clocks: tuple[Clock, Clock] | None = None,
 ) -> AsyncIterator[InprocPair]:
     """An open, registered pair. `config` gives limits and timeouts; names and addresses are the pair's own.
+
+    `clocks` are the producer's and the consumer's, such as two `ManualClock`s; without them time passes by itself.
 
     On a clean exit everything must be quiet and everything closed, or AssertionError says what is not.
     """
     base = config or Config(engine_id="any", drain_timeout_s=1.0)
     network = InprocNetwork()
+    clock, other_clock = clocks or (SystemClock(), SystemClock())
     async with (
-        _engine(base, "producer", network, num_blocks, block_size, layers) as producer,
-        _engine(base, "consumer", network, num_blocks, block_size, layers) as consumer,
+        _engine(base, "producer", network, clock, num_blocks, block_size, layers) as producer,
+        _engine(base, "consumer", network, other_clock, num_blocks, block_size, layers) as consumer,
     ):
         _number_elements(producer.kv_caches)
         yield InprocPair(producer=producer, consumer=consumer)
@@ -89,7 +97,7 @@ async def inproc_pair(
 
 @contextlib.asynccontextmanager
 async def _engine(
-    base: Config, engine_id: str, network: InprocNetwork, num_blocks: int, block_size: int, layers: int
+    base: Config, engine_id: str, network: InprocNetwork, clock: Clock, num_blocks: int, block_size: int, layers: int
 ) -> AsyncIterator[TestEngine]:
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc")
     shape = (2, num_blocks, 2, block_size, 8)
@@ -101,7 +109,7 @@ async def _engine(
         made.append(InprocTransport(agent_name, network))
         return made[0]
 
-    async with Runtime(config, world=World(transport=make)) as runtime:
+    async with Runtime(config, world=World(transport=make, clock=lambda: clock)) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         yield TestEngine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
 

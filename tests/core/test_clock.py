@@ -33,13 +33,11 @@ clocks = st.builds(Clock, start=st.fractions(-(10**9), 10**9, max_denominator=10
 
 def read(ours: Clock, theirs: Clock, asked: Fraction, there: Fraction, back: Fraction) -> RemoteClock:
     """Ask at true time `asked`; the question and its answer take `there` and `back`."""
-    received_s = float(ours.at(asked + there + back))
     return RemoteClock(
         incarnation="i",
         theirs_s=float(theirs.at(asked + there)),
         sent_s=float(ours.at(asked)),
-        received_s=received_s,
-        measured_s=received_s,
+        received_s=float(ours.at(asked + there + back)),
     )
 
 
@@ -93,16 +91,15 @@ def test_several_readings_say_what_the_best_of_them_says(
     end_s = float(theirs.at(now + 100))
     assert abs(known.sure_until_s(end_s) - max(one.sure_until_s(end_s) for one in readings)) <= _ROUNDING_S
     assert known.sure_until_s(end_s) <= float(ours.at(now + 100)) + _ROUNDING_S
-    assert known.measured_s == readings[-1].measured_s
 
 
 def test_a_restarted_peer_has_another_clock() -> None:
-    old = RemoteClock(incarnation="old", theirs_s=5.0, sent_s=1.0, received_s=1.1, measured_s=1.1)
+    old = RemoteClock(incarnation="old", theirs_s=5.0, sent_s=1.0, received_s=1.1)
     new = replace(old, incarnation="new", theirs_s=5000.0)
     assert old.combined(new) == new
 
 
 def test_in_numbers() -> None:
-    known = RemoteClock(incarnation="i", theirs_s=1000.0, sent_s=10.0, received_s=10.2, measured_s=10.2)
+    known = RemoteClock(incarnation="i", theirs_s=1000.0, sent_s=10.0, received_s=10.2)
     assert (known.offset_s, round(known.uncertainty_s, 6)) == (989.9, 0.10004)
     assert abs(known.sure_until_s(1030.0) - (40.0 - 30 * DRIFT_MAX)) < 1e-5
