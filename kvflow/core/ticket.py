@@ -30,8 +30,9 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's lease, and where that rank's side channel listens.
 
-    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
-    rank has no host and port: they are where routers look for them.
+    `expires_s` is when the lease ends on the clock of that life of the rank (`incarnation`), and means nothing to
+    anybody who does not know that clock (`core.clock`). `block_ids` are set if the rank's differ from the engine's: it
+    offers host buffers. In a ticket's dict the first rank has no host and port: they are where routers look for them.
     """
 
     pp_rank: Int64
@@ -39,6 +40,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_id: str
     seal_index: Int64
     incarnation: str
+    expires_s: float
     host: str = ""
     port: Int64 = 0
     block_ids: tuple[Int64, ...] | None = None
@@ -57,8 +59,8 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise RequestError(f"ticket: incarnation {self.incarnation[:80]!a} is no name")
         if not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID:
             raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
-        if self.seal_index < 0:
-            raise RequestError(f"ticket: seal_index {self.seal_index}")
+        if self.seal_index < 0 or not math.isfinite(self.expires_s):
+            raise RequestError(f"ticket: seal_index {self.seal_index}, expires_s {self.expires_s}")
         if self.block_ids is not None and len(self.block_ids) != block_count:
             raise RequestError(f"ticket: {block_count} blocks, but {len(self.block_ids)} of tp_rank {self.tp_rank}")
 
@@ -97,7 +99,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What a consumer needs to read one request's blocks.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
-    that the lease had left when the ticket was made; it is a hint for routers, readers trust the seal (`core.seals`).
+    that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
+    the seal (`core.seals`).
     `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
     `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
     first one's.
@@ -256,6 +259,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
                 )
+
+
+def read_ticket(ticket: Ticket | Mapping[str, Any]) -> Ticket:
+    """The ticket, checked; RequestError names what is wrong with it."""
+    if isinstance(ticket, Ticket):
+        ticket.check()
+        return ticket
+    return Ticket.from_params(ticket)
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
