@@ -1,7 +1,7 @@
 """From a ticket to the ranks that a load reads from or has to tell: who they are, their connections, their leases.
 
 A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from how both engines
-are cut (`core.topology`); those that the ticket does not name are asked for their lease.
+are cut (`core.topology`); those whose lease the ticket does not name are asked for it.
 """
 
 from __future__ import annotations
@@ -108,19 +108,24 @@ class Sources:
         self._check_cut(ticket, peer, connection)
         if connection.share == 0:
             return peer, connection, None
-        if named is None:
+        if named is not None:
+            self._check_incarnation(ticket, peer, connection, named.incarnation)
+        if named is None or not named.lease_id:
             named = await self._ask_for_lease(ticket, peer)
             connection = await self._peers.connect(peer, named.incarnation)
-        if connection.incarnation != named.incarnation:
-            raise LeaseExpired(
-                f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
-                f"incarnation {named.incarnation}, the engine is {connection.incarnation}",
-                request_id=ticket.request_id,
-                peer=peer.address,
-            )
+            self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
             raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
         return peer, connection, named
+
+    def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
+        if connection.incarnation != wanted:
+            raise LeaseExpired(
+                f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
+                f"incarnation {wanted}, the engine is {connection.incarnation}",
+                request_id=ticket.request_id,
+                peer=peer.address,
+            )
 
     def _check_cut(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
         """What the ticket says of its engine and what the rank itself says must be the same."""
@@ -134,7 +139,7 @@ class Sources:
             )
 
     async def _ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Ask a rank that the ticket does not name; wait a little if it has not opened its lease yet."""
+        """Ask a rank whose lease the ticket does not name; wait a little if it has not opened its lease yet."""
         question = wire.LeaseRequest(
             reader=self._local.reader,
             target=target_of(peer),
