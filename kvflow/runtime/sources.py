@@ -1,7 +1,7 @@
 """From a ticket to the ranks that a load reads from or has to tell: who they are, their connections, their leases.
 
 A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from how both engines
-are cut (`core.topology`); those that the ticket does not name are asked for their lease.
+are cut (`core.topology`); those whose lease the ticket does not name are asked for it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ class Sources:
         with ours. RequestError if an address cannot be known.
         """
         ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in self._plan(ticket.cut).places]
-        return [(self._peers.get(ticket.engine_id, rank, ticket.address_of(rank)), ticket.find(rank)) for rank in ranks]
+        named = [ticket.find(rank) for rank in ranks]
+        peers = [self._peers.get(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
+        return [(peer, lease if lease and lease.lease_id else None) for peer, lease in zip(peers, named, strict=True)]
 
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
@@ -125,22 +127,27 @@ class Sources:
         self._check_cut(ticket, peer, connection)
         if connection.share == 0:
             return peer, connection, None
-        if named is None:
+        if named is not None:
+            self._check_incarnation(ticket, peer, connection, named.incarnation)
+        if named is None or not named.lease_id:
             named = await self.ask_for_lease(ticket, peer)
             connection = await self._peers.connect(peer, named.incarnation)
-        if connection.incarnation != named.incarnation:
-            raise LeaseExpired(
-                f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
-                f"incarnation {named.incarnation}, the engine is {connection.incarnation}",
-                request_id=ticket.request_id,
-                peer=peer.address,
-            )
+            self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
             raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
         self._peers.keep_clock(peer)
         source = Source(peer, connection, named)
         found(source)
         return peer, connection, source
+
+    def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
+        if connection.incarnation != wanted:
+            raise LeaseExpired(
+                f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
+                f"incarnation {wanted}, the engine is {connection.incarnation}",
+                request_id=ticket.request_id,
+                peer=peer.address,
+            )
 
     def _check_cut(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
         """What the ticket says of its engine and what the rank itself says must be the same."""
@@ -154,7 +161,7 @@ class Sources:
             )
 
     async def ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Ask a rank that the ticket does not name; wait a little if it has not opened its lease yet.
+        """Ask a rank whose lease the ticket does not name; wait a little if it has not opened its lease yet.
 
         Raises a PeerError, or LeaseExpired if there is none.
         """

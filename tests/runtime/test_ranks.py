@@ -248,3 +248,55 @@ async def test_a_lease_lost_on_one_rank_fails_the_load() -> None:
             await both.load(ticket)
         assert not leases[0].done
         leases[0].revoke()
+
+
+def asking(ticket: Ticket, request_id: str = "req") -> Ticket:
+    """A ticket for the same blocks that names its ranks and no lease."""
+    return ticket.without_leases(
+        request_id=request_id, block_ids=ticket.block_ids, num_tokens=ticket.num_tokens, ttl_s=1.0
+    )
+
+
+@pytest.mark.parametrize("fixed_ports", [True, False])
+async def test_a_ticket_without_leases_asks_every_rank(fixed_ports: bool) -> None:
+    async with engines(fixed_ports=fixed_ports) as both:
+        leases = [both.offer(rank) for rank in (0, 1)]
+        await both.load(asking(merge_tickets([lease.ticket for lease in leases])))
+        assert [await lease for lease in leases] == [LeaseOutcome.READ] * 2
+        both.assert_loaded()
+
+
+async def test_a_ticket_without_leases_can_be_there_before_them() -> None:
+    async with engines() as both:
+        introductions = [both.offer(rank, (), 0).ticket for rank in (0, 1)]  # leases of nothing end at once
+        ticket = merge_tickets(introductions).without_leases(
+            request_id="later", block_ids=(1, 2), num_tokens=8, ttl_s=1.0
+        )
+        load = asyncio.create_task(both.load(ticket))
+        while (seen := both.ranks[1].statistics().listener) is None or seen.answered < 3:  # asked and asked again
+            await asyncio.sleep(0)
+        leases = [rank.serve_blocks(ServeRequest("later", block_ids=(1, 2), num_tokens=8)) for rank in both.ranks]
+        await load
+        assert [await lease for lease in leases] == [LeaseOutcome.READ] * 2
+        both.assert_loaded()
+
+
+async def test_a_ticket_without_leases_is_good_for_its_request_only() -> None:
+    async with engines(lease_wait_s=0.02) as both:
+        leases = [both.offer(rank) for rank in (0, 1)]
+        ticket = asking(merge_tickets([lease.ticket for lease in leases]), "another")
+        with pytest.raises(LeaseExpired, match="no lease for it: none within"):
+            await both.load(ticket)
+        for lease in leases:
+            lease.revoke()
+
+
+async def test_a_ticket_without_leases_of_an_earlier_life_is_not_waited_with() -> None:
+    """The ranks' incarnations tell that the engine has restarted, before anybody is asked for a lease."""
+    async with engines(lease_wait_s=60.0) as both:
+        leases = [both.offer(rank) for rank in (0, 1)]
+        ticket = altered(asking(merge_tickets([lease.ticket for lease in leases])), incarnation="earlier")
+        with pytest.raises(LeaseExpired, match="has restarted: the ticket is of incarnation earlier"):
+            await both.load(ticket)
+        for lease in leases:
+            lease.revoke()
