@@ -280,6 +280,10 @@ class Serving:
             incarnation=own.incarnation, lease_id=own.lease_id, seal_index=own.seal_index, block_ids=own.block_ids
         )
 
+    def serves(self, request_id: str | None) -> bool:
+        """Whether there is an open lease for the request."""
+        return request_id in self._open_requests
+
     async def drained(self) -> None:
         """Wait until no lease is open."""
         await self._all_ended.wait()

@@ -19,7 +19,8 @@ from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.core.topology import Cut, Rank
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.peers import Connection, LocalRank, Peer, Peers, target_of
+from kvflow.runtime.connection import Connection, LocalRank
+from kvflow.runtime.peers import Peer, Peers
 
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 
@@ -69,8 +70,7 @@ class Sources:
         Raises a PeerError, LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's
         address cannot be known. Cancelling stops the waiting; handshakes go on.
         """
-        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in self._plan(ticket.cut).places]
-        found = await _all([self._find_one(ticket, rank) for rank in ranks])
+        found = await _all([self._find_one(ticket, rank) for rank in self.ranks(ticket.cut, ticket.dp_rank)])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in found}
         ours = self._local.holding
         problem = topology.missing_layers(ours.layers, list(stages.values()), whole=ours.pp_size == 1)
@@ -78,12 +78,26 @@ class Sources:
             raise self._incompatible(ticket, [problem])
         return [Source(peer, connection, lease) for peer, connection, lease in found if lease is not None]
 
+    def ranks(self, cut: Cut, dp_rank: int) -> list[Rank]:
+        """The ranks of an engine cut like this that we read from or have to tell."""
+        return [Rank(dp_rank, pp, tp) for pp, tp in self._plan(cut).places]
+
+    def succeeded(self, sources: Sequence[Source]) -> None:
+        """Bytes were read from all of them."""
+        for source in sources:
+            self._peers.succeeded(source.connection)
+
+    def failed(self, source: Source, why: str) -> None:
+        """A read from it failed."""
+        self._peers.failed(source.connection, why)
+
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
         plan = self._plan(ticket.cut)
         if plan.problems:
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self._peers.connect(self._peers.get(ticket.engine_id, first, ticket.address), None)  # names them all
+            peer = self._peers.get(ticket.engine_id, first, ticket.address)
+            await self._peers.connect(peer, None, ticket.request_id)  # names them all
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, cut: Cut) -> _Plan:
@@ -104,13 +118,13 @@ class Sources:
         """A rank's connection, and its lease unless we have no layer in common."""
         named = ticket.find(rank)
         peer = self._peers.get(ticket.engine_id, rank, ticket.address_of(rank))
-        connection = await self._peers.connect(peer, named.incarnation if named else None)
+        connection = await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
         self._check_cut(ticket, peer, connection)
         if connection.share == 0:
             return peer, connection, None
         if named is None:
             named = await self._ask_for_lease(ticket, peer)
-            connection = await self._peers.connect(peer, named.incarnation)
+            connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)
         if connection.incarnation != named.incarnation:
             raise LeaseExpired(
                 f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
@@ -137,7 +151,7 @@ class Sources:
         """Ask a rank that the ticket does not name; wait a little if it has not opened its lease yet."""
         question = wire.LeaseRequest(
             reader=self._local.reader,
-            target=target_of(peer),
+            target=peer.at.target,
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
             blocks_digest=wire.digest_of(ticket.block_ids),
