@@ -214,11 +214,10 @@ class Peers:
             return reply.incarnation
         raise ProtocolError(f"{peer.address}: released a lease, got {type(reply).__name__}", peer=peer.address)
 
-    def keep_clock(self, peer: Peer) -> None:
-        """Have the peer's clock asked for if what we know of it has aged; nobody waits for that."""
-        if self._clock.now_s() >= peer.clock_due_s:
-            peer.clock_due_s = self._clock.now_s() + self._config.clock_age_s
-            self._spawn(self._ask_clock(peer), name=f"kvflow-clock {peer.address}")
+    def ask_clock(self, peer: Peer) -> None:
+        """Have a peer's clock asked for, since it is due; nobody waits for that, and a failure may be tried later."""
+        peer.clock_due_s = self._clock.now_s() + self._config.clock_age_s
+        self._spawn(self._ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group ends handshakes."""

@@ -314,7 +314,9 @@ class Runtime:
                 landing=landing,
                 sources=sources,
                 releases=Releases(config, reader=local.reader, sources=sources, peers=peers, transport=self._transport),
-                renewals=Renewals(config, reader=local.reader, transport=self._transport, clock=self._clock),
+                renewals=Renewals(
+                    config, reader=local.reader, peers=peers, transport=self._transport, clock=self._clock
+                ),
                 poller=self._poller,
                 copier=self._copier,
                 clock=self._clock,

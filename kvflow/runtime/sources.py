@@ -35,11 +35,8 @@ class Source:
     peer: Peer
     connection: Connection
     lease: RankLease
-
-    @property
-    def sure_until_s(self) -> float:
-        """Until when, on our clock, the lease cannot have run out unless it was ended."""
-        return self.peer.sure_until_s(self.lease.incarnation, self.lease.expires_s)
+    sure_until_s: float
+    """Until when, on our clock, the lease cannot have run out."""
 
     def __str__(self) -> str:
         return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
@@ -137,8 +134,7 @@ class Sources:
             )
         if connection.seal_address(named.seal_index) is None:
             raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
-        self._peers.keep_clock(peer)
-        source = Source(peer, connection, named)
+        source = Source(peer, connection, named, peer.sure_until_s(named.incarnation, named.expires_s))
         found(source)
         return peer, connection, source
 
