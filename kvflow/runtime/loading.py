@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvflow.config import Config
@@ -283,9 +284,7 @@ class Loader:
                 load.watch.enter("handshake")
                 await self._sources.check(ticket)
                 chunks = self._match(load)
-                sources = await self._sources.find(
-                    ticket, lambda source: self._renewals.keep(load, source, ticket.ttl_s)
-                )
+                sources = await self._sources.find(ticket, partial(self._renewals.keep, load, ticket.ttl_s))
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:

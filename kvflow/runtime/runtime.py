@@ -330,6 +330,8 @@ class Runtime:
             await end(cache.serving, cache.loader, self._config, broken=True)
         elif busy(cache.serving, cache.loader):
             await self._drain(self._config.drain_timeout_s)
+        else:
+            await end(cache.serving, cache.loader, self._config)
         await cache.readers.tell(closing=True)
 
     async def _drain(self, deadline_s: float) -> DrainReport:
