@@ -228,7 +228,7 @@ class InprocTransport:
         return None
 
     def _on_loop(self, callback: Callable[[], None]) -> None:
-        self._loop.call_soon(callback)
+        self._loop.call_soon_threadsafe(callback)  # a notification may come from an agent on another thread's loop
 
     def _require_open(self) -> None:
         if not self._open:
