@@ -124,10 +124,22 @@ class Config:
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""
     loads_max: int = 1 << 12
-    """Ranks read from at once, over all loads, those with quarantined blocks included."""
-    slice_bytes_max: int = 16 * _MIB
+    """Ranks read from at once, over all loads, those with quarantined blocks included; further loads wait."""
+    loads_waiting_max: int = 1 << 12
+    """How many loads may wait; one more is `Overloaded`."""
+    slice_bytes_max: int = 8 * _MIB
+    """What is read at once. Loads take turns by slices, so this is what a small one waits for behind a huge one."""
     slice_descriptors_max: int = 8192
-    slices_in_flight_max: int = 4
+    slices_in_flight_max: int = 2
+    """Slices of one load in flight: a second one keeps the transport busy while the first one's end gets around."""
+    in_flight_bytes_max: int = 256 * _MIB
+    """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight."""
+    in_flight_descriptors_max: int = 1 << 17
+    in_flight_reads_max: int = 512
+    peer_in_flight_bytes_max: int = 20 * _MIB
+    """The same from one rank of an engine: two slices, and room for small reads beside them."""
+    peer_in_flight_descriptors_max: int = 1 << 15
+    peer_in_flight_reads_max: int = 128
     notification_poll_interval_s: float = 0.005
     """How often readers' notifications are looked for; ten times less often when none has come for a while."""
 

@@ -13,6 +13,9 @@ from kvflow.cli.bench.children import BenchError
 from kvflow.cli.bench.report import as_json, print_report
 from kvflow.cli.bench.run import run_bench
 from kvflow.cli.bench.settings import Pattern, SettingsError, Transport, TransportChoice, make_settings
+from kvflow.cli.fairness_bench import report as fairness_report
+from kvflow.cli.fairness_bench import settings as fairness_settings
+from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
@@ -107,6 +110,41 @@ def topology(
     topology_report.print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(topology_report.as_json(report), indent=2) + "\n")
+
+
+@bench.command()
+def fairness(
+    transport: Annotated[
+        Transport, typer.Option(help="Which way the bytes go: shm or tcp (UCX_TLS=tcp).")
+    ] = Transport.SHM,
+    size: Annotated[int, typer.Option(min=1, help="MB (2**20 bytes) of a huge load.")] = 1024,
+    huge_loads: Annotated[int, typer.Option(min=1, help="How many huge loads run at once.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each measures everything once.")] = 9,
+    json_file: Annotated[
+        typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
+    ] = False,
+) -> None:
+    """Measure how long one-block loads take alone, and while huge loads run: at most one slice longer."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        settings = fairness_settings.make_settings(
+            transport=transport,
+            size_mb=size,
+            huge_loads=huge_loads,
+            rounds=rounds,
+            slice_bytes=READER.slice_bytes_max,
+            quick=quick,
+        )
+        report = run_fairness(settings, note=notes.print)
+    except (SettingsError, BenchError) as error:
+        notes.print(f"kvflow bench fairness: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    fairness_report.print_report(report, Console())
+    if json_file is not None:
+        json_file.write(json.dumps(fairness_report.as_json(report), indent=2) + "\n")
 
 
 @app.command()
