@@ -19,11 +19,35 @@ from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
+from kvflow.errors import ConfigError
 from kvflow.integrations.timeline import BadRecords, read_records, timeline
+from kvflow.runtime.keyring import make_key_files
 
 app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+keys = typer.Typer(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="Where the two files go; it is made if need be.")],
+    name: Annotated[str, typer.Option(help="The engine's id; all its ranks share its keys.")],
+) -> None:
+    """Make an engine's key pair: NAME.secret stays with the engine, NAME.public goes to every engine it talks to."""
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        secret, public = make_key_files(folder, name)
+    except ConfigError as error:
+        notes.print(f"kvflow keys new: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    notes.print(f"{secret}: keep it to the machines that run {name}", markup=False)
+    notes.print(f"{public}: copy it into the curve_peers_dir of every engine that talks to {name}", markup=False)
+    Console(highlight=False, soft_wrap=True).print(
+        f'Config(engine_id="{name}", ...,\n    curve_secret_key_file="{secret}",\n    curve_peers_dir="{folder}")',
+        markup=False,
+    )
 
 
 @bench.command()

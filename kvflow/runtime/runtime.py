@@ -137,7 +137,7 @@ class Runtime:
         self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         await self._transport.open()
         try:
-            self._listener = self._side_channel.listen(self._answer)
+            self._listener = await self._side_channel.listen(self._answer)
         except BaseException:
             await self._transport.aclose(self._config.transport_close_timeout_s)
             raise
