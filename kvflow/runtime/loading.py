@@ -170,8 +170,8 @@ class Loader:
         self._copier = copier
         self._transport = transport
         self._clock = clock
-        self._loads: set[_Load] = set()
-        self._unsafe: set[Transfer] = set()
+        self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
+        self._unsafe: dict[Transfer, None] = {}
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = False
@@ -203,7 +203,7 @@ class Loader:
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
-        self._loads.add(load)
+        self._loads[load] = None
         self._quiet.clear()
         try:
             report = await self._run(load)
@@ -215,7 +215,7 @@ class Loader:
             logger.info("load %s failed in phase %s: %s", request.request_id, load.watch.phase, error)
             raise
         finally:
-            self._loads.discard(load)
+            self._loads.pop(load, None)
             self._note_quiet()
         self._succeeded += 1
         self._bytes += report.bytes
@@ -354,7 +354,7 @@ class Loader:
             for index in taken:
                 self._seals.give_back(index)
             if transfer is not None:
-                self._unsafe.discard(transfer)
+                self._unsafe.pop(transfer, None)
                 for source in sources:
                     source.connection.release()
                 self._note_quiet()
@@ -378,7 +378,7 @@ class Loader:
             raise
         for source in sources:
             source.connection.hold()
-        self._unsafe.add(transfer)
+        self._unsafe[transfer] = None
         load.transfers.append(transfer)
         return transfer, taken
 

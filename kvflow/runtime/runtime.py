@@ -105,7 +105,7 @@ class Runtime:
         self._registering = False
         self._cache: _Cache | None = None
         self._early_notifications = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
         self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -315,7 +315,7 @@ class Runtime:
                 self._spawn(self._listener.serve(), name="kvflow-listener")
                 started.set()
                 await self._stop.wait()
-                for task in self._tasks:
+                for task in list(self._tasks):
                     task.cancel()
         except* Exception as problems:  # noqa: BLE001 - whatever killed a service, everybody gets to know
             self._break(problems.exceptions[0])
@@ -325,8 +325,8 @@ class Runtime:
             body.close()
             raise RuntimeClosed("the runtime is closing")
         task = self._group.create_task(body, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def _break(self, cause: BaseException) -> None:

@@ -1,0 +1,109 @@
+"""What may happen in a simulation, as tables: to add something, write a function and give it a row and a weight."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from kvflow.testing.simulator.engine import Engine, Offer
+    from kvflow.testing.simulator.simulation import Simulation
+
+ActionT = TypeVar("ActionT")
+
+
+def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
+    """One row's action, by weight."""
+    return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
+
+
+# --- trouble: what befalls engines and links
+
+
+def crash(simulation: Simulation) -> None:
+    """A process is killed and starts again under the same name."""
+    engine = _running(simulation)
+    if engine is not None:
+        simulation.count("trouble: crash")
+        simulation.crash_and_restart(engine, simulation.rng.uniform(0.0, 0.2))
+
+
+def freeze(simulation: Simulation) -> None:
+    """A process stands still for a while (SIGSTOP, SIGCONT); its memory can be read meanwhile."""
+    engine = _running(simulation)
+    if engine is not None:
+        simulation.count("trouble: freeze")
+        simulation.note(repr(engine), "freezes")
+        engine.life.freeze()
+        simulation.network.later(_duration_s(simulation), engine.life.thaw)
+
+
+def partition(simulation: Simulation) -> None:
+    """Two hosts cannot reach each other for a while; reads between them stand still."""
+    one, other = simulation.rng.sample(simulation.engines, 2)
+    simulation.count("trouble: partition")
+    simulation.note(repr(one), "is cut off from", repr(other))
+    simulation.network.cut(one.host, other.host)
+    simulation.network.later(_duration_s(simulation), simulation.network.heal)
+
+
+def stall_poller(simulation: Simulation) -> None:
+    """An engine does not get round to looking what has ended or arrived."""
+    engine = _running(simulation)
+    if engine is not None:
+        simulation.count("trouble: stalled poller")
+        engine.host.poller_stalled_until_s = simulation.loop.time() + _duration_s(simulation)
+
+
+def lose_agent(simulation: Simulation) -> None:
+    """The transport of a rank dies under it. The engine notices, closes and starts again."""
+    engine = _running(simulation)
+    if engine is not None and engine.host.agents:
+        simulation.count("trouble: lost agent")
+        simulation.note(repr(engine), "loses an agent")
+        simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
+        simulation.later_crash(engine)
+
+
+def reopen(simulation: Simulation) -> None:
+    """An engine shuts down in good order and comes back."""
+    engine = _running(simulation)
+    if engine is not None:
+        simulation.count("trouble: reopen")
+        simulation.spawn(engine.life, simulation.reopen(engine), f"reopen {engine}")
+
+
+TROUBLE: Sequence[tuple[int, Callable[[Simulation], None]]] = (
+    (3, crash),
+    (3, freeze),
+    (3, partition),
+    (2, stall_poller),
+    (1, lose_agent),
+    (1, reopen),
+)
+
+
+# --- calling off: what a producer does about an offer of its own
+
+
+def revoke(simulation: Simulation, offer: Offer) -> None:
+    """The request was aborted."""
+    simulation.note(repr(offer.engine), "revokes", offer.request_id)
+    for lease in offer.leases:
+        lease.revoke()
+
+
+CALL_OFF: Sequence[tuple[int, Callable[[Simulation, Offer], None] | None]] = (
+    (9, None),
+    (1, revoke),
+)
+
+
+def _running(simulation: Simulation) -> Engine | None:
+    return simulation.pick([engine for engine in simulation.engines if engine.running])
+
+
+def _duration_s(simulation: Simulation) -> float:
+    """Mostly short; now and then longer than any limit."""
+    return simulation.rng.choice((0.002, 0.02, 0.1, 0.5)) * (0.5 + simulation.rng.random())
