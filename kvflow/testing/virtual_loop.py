@@ -74,25 +74,22 @@ class Life:
         if self.state is LifeState.FROZEN:
             self.state = LifeState.RUNNING
             self.frozen_s += self._loop.time() - self._since_s
-            self._loop.note_stopped(self, stopped=False)
-            self._loop.run_again(self._waiting)
-            self._waiting = deque()
+            self._resume()
 
     def kill(self) -> None:
         """Run nothing of it ever again. Its tasks are kept: one that is destroyed would run its `finally` clauses."""
         self._remains = self._tasks()
         self.state = LifeState.DEAD
-        self._waiting.clear()
         self._loop.note_stopped(self, stopped=True)
 
     def bury(self) -> list[asyncio.Task[Any]]:
         """After a test: let a dead life's tasks end by cancellation, so that none is destroyed while it is pending."""
         self.state = LifeState.RUNNING
-        self._loop.note_stopped(self, stopped=False)
         tasks = self._tasks()
         for task in tasks:
             task.cancel()
         self._remains.clear()
+        self._resume()
         return tasks
 
     def _tasks(self) -> list[asyncio.Task[Any]]:
@@ -101,8 +98,12 @@ class Life:
 
     def put_off(self, call: _Call) -> None:
         """Only for the loop: something is due while nothing may run."""
-        if self.state is LifeState.FROZEN:
-            self._waiting.append(call)
+        self._waiting.append(call)
+
+    def _resume(self) -> None:
+        self._loop.note_stopped(self, stopped=False)
+        self._loop.run_again(self._waiting)
+        self._waiting = deque()
 
 
 class _Call(asyncio.TimerHandle):

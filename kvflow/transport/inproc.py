@@ -146,6 +146,7 @@ class InprocTransport:
 
     async def remove_peer(self, name: AgentName) -> None:
         self._require_open()
+        assert not any(read.peer == name for read in self._reads), f"{name!r} is removed under a running read"
         self._peers.discard(name)
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:

@@ -17,6 +17,7 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvflow.runtime.serving import LeaseOutcome
 from kvflow.testing.simulator.actions import CALL_OFF, TROUBLE, pick
 from kvflow.testing.simulator.checks import Checks
 from kvflow.testing.simulator.engine import Engine, Load, LoadPlan, Offer
@@ -93,7 +94,8 @@ class Simulation:
                 invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps
             )
             self.note("VIOLATION", invariant, what)
-            self.loop.stop()
+            if self.loop.is_running():
+                self.loop.stop()
 
     def next_poison(self) -> int:
         self._poison += 1
@@ -239,6 +241,8 @@ class Simulation:
                     self.fail("I7", f"{consumer} cannot load from {producer} any more")
 
     async def _works(self, producer: Engine, consumer: Engine, number: int) -> bool:
+        if not producer.running or not consumer.running:
+            return False
         before = self.counts["load: ok"]
         size = producer.shape.block_size
         plan = LoadPlan(cached_blocks=0, deadline_s=5.0, cancel_after_s=None, use_s=0.0)
@@ -250,6 +254,9 @@ class Simulation:
             if len(offer.leases) == producer.shape.tp_size:
                 self._deliver(consumer, offer, offer.ticket(), plan)
             await producer.finish_offer(offer)
+            unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
+            if unread and self.counts["load: ok"] > before:
+                self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
 
         await self.spawn(producer.life, produce(), f"offer {number}")
         await self._settle()
