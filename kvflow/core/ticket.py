@@ -21,6 +21,7 @@ from kvflow.errors import RequestError
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 # Python and JSON know larger integers, but no message of ours can carry them.
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -74,6 +75,7 @@ class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: Int64
     model_kv_heads: Int64
     fixed_ports: bool
+    traceparent: str
     ranks: list[RankLease]
 
 
@@ -114,6 +116,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     model_kv_heads: int
     fixed_ports: bool
     ranks: tuple[RankLease, ...]
+    traceparent: str = ""
+    """W3C trace context of the request, for what observes the load; "" if there is none."""
 
     @property
     def first(self) -> RankLease:
@@ -184,6 +188,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                     kv_heads=self.kv_heads,
                     model_kv_heads=self.model_kv_heads,
                     fixed_ports=self.fixed_ports,
+                    traceparent=self.traceparent,
                     ranks=[first, *self.ranks[1:]],
                 ),
             )
@@ -222,6 +227,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             model_kv_heads=extra.model_kv_heads,
             fixed_ports=extra.fixed_ports,
             ranks=(first, *extra.ranks[1:]),
+            traceparent=extra.traceparent,
         )
         ticket.check()
         return ticket
@@ -241,6 +247,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(
                 f"ticket: block_size {self.block_size}, kv_heads {self.kv_heads}, model_kv_heads {self.model_kv_heads}"
             )
+        check_traceparent(self.traceparent, "ticket")
         if not 0 < len(self.ranks) <= RANKS_MAX:
             raise RequestError(f"ticket: it names {len(self.ranks)} ranks, expected 1 to {RANKS_MAX}")
         for lease in self.ranks:
@@ -271,9 +278,15 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     for ticket in tickets[1:]:
         for name in Ticket.__struct_fields__:
             ours, theirs = getattr(first, name), getattr(ticket, name)
-            if name not in ("ranks", "ttl_s") and ours != theirs:
+            if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
     return merged
+
+
+def check_traceparent(text: str, what: str) -> None:
+    """RequestError unless it is empty or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
+    if text and not _TRACEPARENT.fullmatch(text):
+        raise RequestError(f"{what}: traceparent {text[:80]!a} is no W3C trace context")
 
 
 def _encodes(text: str) -> bool:

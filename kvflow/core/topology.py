@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
 
 
@@ -32,6 +33,11 @@ class Rank(NamedTuple):
 
     def __str__(self) -> str:
         return f"dp {self.dp} pp {self.pp} tp {self.tp}"
+
+    @classmethod
+    def of(cls, config: Config) -> Rank:
+        """The rank that a config describes."""
+        return cls(config.dp_rank, config.pp_rank, config.tp_rank)
 
 
 class Cut(NamedTuple):

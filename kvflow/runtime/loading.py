@@ -19,6 +19,7 @@ from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
 from kvflow.core.ticket import Ticket
+from kvflow.core.topology import Rank
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -33,6 +34,7 @@ from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
 from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
 from kvflow.runtime.serving import check_request_id
 from kvflow.runtime.sources import Source, Sources
 from kvflow.runtime.transfer import CopyFailed, Seal, Stream, Transfer
@@ -158,6 +160,7 @@ class Loader:
         copier: Copier,
         transport: Transport,
         clock: Clock,
+        observers: Observers,
     ) -> None:
         self._config = config
         self._local = local
@@ -172,6 +175,7 @@ class Loader:
         self._clock = clock
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Transfer, None] = {}
+        self._observers = observers
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = False
@@ -209,16 +213,19 @@ class Loader:
             report = await self._run(load)
         except asyncio.CancelledError:
             self._cancelled += 1
+            self._record(load, CANCELLED)
             raise
         except KVFlowError as error:
             self._failed += 1
             logger.info("load %s failed in phase %s: %s", request.request_id, load.watch.phase, error)
+            self._record(load, type(error).__name__, str(error))
             raise
         finally:
             self._loads.pop(load, None)
             self._note_quiet()
         self._succeeded += 1
         self._bytes += report.bytes
+        self._record(load, LOADED)
         return report
 
     def close(self) -> None:
@@ -228,6 +235,11 @@ class Loader:
         for load in self._loads:
             if not load.timeout.expired():  # else it is ending already
                 load.timeout.reschedule(now_s)
+
+    def all_stopped(self) -> None:
+        """The transport was closed in good order, so no byte can land any more: nothing stays quarantined."""
+        for transfer in list(self._unsafe):
+            transfer.all_stopped()
 
     async def drained(self) -> None:
         """Wait until no load is under way and no block is quarantined."""
@@ -389,6 +401,30 @@ class Loader:
             request_id=load.request.request_id,
             peer=ticket.address,
             quarantine=load.quarantine,
+        )
+
+    def _record(self, load: _Load, outcome: str, error: str = "") -> None:
+        """Tell the observers how a load has ended."""
+        if not self._observers.any:
+            return
+        load.watch.enter(load.watch.phase)
+        self._observers.load_ended(
+            LoadRecord(
+                engine_id=self._config.engine_id,
+                rank=str(Rank.of(self._config)),
+                request_id=load.request.request_id,
+                peer_engine_id=load.ticket.engine_id,
+                remote_request_id=load.ticket.request_id,
+                peer=load.ticket.address,
+                outcome=outcome,
+                error=error,
+                phase=load.watch.phase,
+                bytes=sum(transfer.size_bytes for transfer in load.transfers),
+                blocks=len(load.local_ids),
+                descriptors=sum(transfer.descriptor_count for transfer in load.transfers),
+                seconds=load.watch.seconds,
+                traceparent=load.ticket.traceparent,
+            )
         )
 
     def _notify(self, sources: Sequence[Source]) -> None:

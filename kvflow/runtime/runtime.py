@@ -28,6 +28,7 @@ from kvflow.runtime.loading import Loader, LoadingStatistics, LoadReport, LoadRe
 from kvflow.runtime.peers import LocalRank, Peers
 from kvflow.runtime.permute import Scratch
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.sources import Sources
@@ -88,13 +89,21 @@ class _Cache:
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    It belongs to the event loop that opened it. Tests give it another `world`.
+    It belongs to the event loop that opened it. `observers` are told how every load and lease has ended.
+    Tests give it another `world`.
     """
 
-    def __init__(self, config: Config, *, world: World = World()) -> None:  # noqa: B008 - frozen
+    def __init__(
+        self,
+        config: Config,
+        *,
+        observers: Sequence[Observer] = (),
+        world: World = World(),  # noqa: B008 - frozen
+    ) -> None:
         self._config = config
+        self._observers = Observers(observers)
         self._world = world
-        self._rank = Rank(config.dp_rank, config.pp_rank, config.tp_rank)
+        self._rank = Rank.of(config)
         self._incarnation = world.token_hex(8)
         self._agent_name = wire.agent_name(config.engine_id, self._rank, self._incarnation)
         self._transport = world.transport(config, self._agent_name)
@@ -114,6 +123,10 @@ class Runtime:
     @property
     def config(self) -> Config:
         return self._config
+
+    @property
+    def rank(self) -> Rank:
+        return self._rank
 
     @property
     def state(self) -> RuntimeState:
@@ -284,6 +297,7 @@ class Runtime:
                 copier=self._copier,
                 clock=self._clock,
                 token_hex=self._world.token_hex,
+                observers=self._observers,
                 incarnation=self._incarnation,
                 port=self._listener.port,
             ),
@@ -299,6 +313,7 @@ class Runtime:
                 copier=self._copier,
                 transport=self._transport,
                 clock=self._clock,
+                observers=self._observers,
             ),
             peers=peers,
             staging=staging,
@@ -352,6 +367,8 @@ class Runtime:
                 await self._transport.aclose(self._config.transport_close_timeout_s)
             except TransportError as error:
                 raise RuntimeBroken(f"closing {self._config.engine_id!r}: {error}") from error
+            if self._cache and self._cause is None:
+                self._cache.loader.all_stopped()
         finally:
             await self._copier.aclose()
             self._listener.close()

@@ -30,10 +30,11 @@ from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.seals import SealTable
 from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_open
-from kvflow.core.ticket import RankLease, Ticket
-from kvflow.core.topology import Holding
+from kvflow.core.ticket import RankLease, Ticket, check_traceparent
+from kvflow.core.topology import Holding, Rank
 from kvflow.errors import RequestError
 from kvflow.runtime.copier import Copier
+from kvflow.runtime.records import LeaseRecord, Observers
 from kvflow.runtime.staging import HostBuffers
 from kvflow.runtime.world import Clock, Timer
 
@@ -57,6 +58,8 @@ class ServeRequest:
     num_tokens: int
     ttl_s: float | None = None
     reader_count: int = 1
+    traceparent: str = ""
+    """Trace context (W3C) of the request, for the ticket and the records of both sides."""
 
 
 class LeaseOutcome(enum.StrEnum):
@@ -99,6 +102,8 @@ class Lease:
         self.state = LeaseState.OFFERED
         self.held = False
         """Only for `Serving`: whether the hold after its end is over."""
+        self.ended_s = 0.0
+        """Only for `Serving`: when it ended, by the runtime's clock."""
         self._end = end
         self._reader_count = request.reader_count
         self._readers: dict[str, Fraction] = {}
@@ -117,6 +122,11 @@ class Lease:
     @property
     def done(self) -> bool:
         return self._outcome.done()
+
+    @property
+    def readers_done(self) -> int:
+        """How many ranks of consumers have said that they need the blocks no more."""
+        return len(self._readers)
 
     def revoke(self) -> None:
         """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
@@ -154,6 +164,7 @@ class _Entry:
 
     lease: Lease
     ids: BlockIds
+    offered_s: float
     timer: Timer
     staged: _Staged | None
 
@@ -183,6 +194,7 @@ class Serving:
         copier: Copier,
         clock: Clock,
         token_hex: Callable[[int], str],
+        observers: Observers,
         incarnation: str,
         port: int,
     ) -> None:
@@ -194,6 +206,7 @@ class Serving:
         self._copier = copier
         self._clock = clock
         self._token_hex = token_hex
+        self._observers = observers
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
@@ -304,6 +317,7 @@ class Serving:
             )
         if request.reader_count < 1 or not (request.ttl_s is None or 0 < request.ttl_s < float("inf")):
             raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
+        check_traceparent(request.traceparent, what)
         return ids
 
     def _take_host_blocks(self, request: ServeRequest, count: int) -> _Staged | None:
@@ -371,13 +385,16 @@ class Serving:
             model_kv_heads=holding.model_kv_heads,
             fixed_ports=config.listen_port > 0,
             ranks=(own,),
+            traceparent=request.traceparent,
         )
 
     def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None, ttl_s: float) -> _Entry:
         own = lease.ticket.first
         self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
         timer = self._clock.call_later(ttl_s, partial(self._end, lease, LeaseEvent.EXPIRE))
-        entry = self._entries[own.lease_id] = _Entry(lease=lease, ids=ids, timer=timer, staged=staged)
+        entry = self._entries[own.lease_id] = _Entry(
+            lease=lease, ids=ids, offered_s=self._clock.now_s(), timer=timer, staged=staged
+        )
         self._open_requests[lease.request_id] = lease
         self._recent.pop(lease.request_id, None)
         self._all_ended.clear()
@@ -393,6 +410,7 @@ class Serving:
         del self._open_requests[lease.request_id]
         self._remember(lease.request_id)
         lease.fire(event)
+        lease.ended_s = self._clock.now_s()
         if len(entry.ids) == 0:
             self._give_back(entry)
         else:
@@ -416,9 +434,31 @@ class Serving:
         self._ledger.release(entry.ids)
         if entry.staged is not None and self._staging is not None:
             self._staging.pool.give_back(entry.staged.host_ids)
-        self._ended[entry.lease.settle()] += 1
+        outcome = entry.lease.settle()
+        self._ended[outcome] += 1
+        self._record(entry, outcome)
         if not self._entries:
             self._all_ended.set()
+
+    def _record(self, entry: _Entry, outcome: LeaseOutcome) -> None:
+        """Tell the observers how a lease has ended."""
+        if not self._observers.any:
+            return
+        lease = entry.lease
+        seconds = {"offered": lease.ended_s - entry.offered_s, "held": self._clock.now_s() - lease.ended_s}
+        self._observers.lease_ended(
+            LeaseRecord(
+                engine_id=self._config.engine_id,
+                rank=str(Rank.of(self._config)),
+                request_id=lease.request_id,
+                outcome=outcome,
+                blocks=len(entry.ids),
+                tokens=lease.ticket.num_tokens,
+                readers=lease.readers_done,
+                seconds=seconds,
+                traceparent=lease.ticket.traceparent,
+            )
+        )
 
 
 def check_request_id(request_id: str, chars_max: int) -> None:

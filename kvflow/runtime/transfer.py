@@ -221,6 +221,13 @@ class Transfer:
             self._end.exception()  # seen: there may be nobody who waits
         self._wake()
 
+    def all_stopped(self) -> None:
+        """The poller ended first, but then the transport was closed in good order: what was lost has stopped, too."""
+        self._reads.clear()
+        if self.state is TransferState.QUARANTINED and not self._copies:
+            self._end = asyncio.get_running_loop().create_future()
+            self._stop_if_last()
+
     @property
     def _under_way(self) -> int:
         return len(self._reads) + self._copies

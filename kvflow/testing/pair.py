@@ -11,6 +11,7 @@ import torch
 from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
 from kvflow.runtime.loading import LoadRequest
+from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime, RuntimeStatistics
 from kvflow.runtime.serving import Lease, ServeRequest
 from kvflow.runtime.world import World
@@ -69,7 +70,12 @@ class InprocPair:
 
 @contextlib.asynccontextmanager
 async def inproc_pair(
-    *, num_blocks: int = 16, block_size: int = 4, layers: int = 2, config: Config | None = None
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    layers: int = 2,
+    config: Config | None = None,
+    observers: Sequence[Observer] = (),
 ) -> AsyncIterator[InprocPair]:
     """An open, registered pair. `config` gives limits and timeouts; names and addresses are the pair's own.
 
@@ -78,8 +84,8 @@ async def inproc_pair(
     base = config or Config(engine_id="any", drain_timeout_s=1.0)
     network = InprocNetwork()
     async with (
-        _engine(base, "producer", network, num_blocks, block_size, layers) as producer,
-        _engine(base, "consumer", network, num_blocks, block_size, layers) as consumer,
+        _engine(base, "producer", network, num_blocks, block_size, layers, observers) as producer,
+        _engine(base, "consumer", network, num_blocks, block_size, layers, observers) as consumer,
     ):
         _number_elements(producer.kv_caches)
         yield InprocPair(producer=producer, consumer=consumer)
@@ -89,7 +95,13 @@ async def inproc_pair(
 
 @contextlib.asynccontextmanager
 async def _engine(
-    base: Config, engine_id: str, network: InprocNetwork, num_blocks: int, block_size: int, layers: int
+    base: Config,
+    engine_id: str,
+    network: InprocNetwork,
+    num_blocks: int,
+    block_size: int,
+    layers: int,
+    observers: Sequence[Observer],
 ) -> AsyncIterator[TestEngine]:
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc")
     shape = (2, num_blocks, 2, block_size, 8)
@@ -101,7 +113,7 @@ async def _engine(
         made.append(InprocTransport(agent_name, network))
         return made[0]
 
-    async with Runtime(config, world=World(transport=make)) as runtime:
+    async with Runtime(config, observers=observers, world=World(transport=make)) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         yield TestEngine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
 

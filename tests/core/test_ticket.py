@@ -50,6 +50,7 @@ TICKET = Ticket(
     kv_heads=8,
     model_kv_heads=16,
     fixed_ports=True,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ranks=(FIRST, SECOND),
 )
 
@@ -134,6 +135,7 @@ def test_the_field_names_that_routers_forward() -> None:
             "kv_heads": 8,
             "model_kv_heads": 16,
             "fixed_ports": True,
+            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
             "ranks": [
                 {
                     "pp_rank": 0,
@@ -553,7 +555,7 @@ OTHERS: dict[str, object] = {
 
 
 def test_others_are_all_but_what_may_differ() -> None:
-    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s"}
+    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent"}
 
 
 @pytest.mark.parametrize("name", OTHERS)

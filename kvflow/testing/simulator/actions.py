@@ -62,6 +62,7 @@ def lose_agent(simulation: Simulation) -> None:
     if engine is not None and engine.host.agents:
         simulation.count("trouble: lost agent")
         simulation.note(repr(engine), "loses an agent")
+        engine.host.agent_lost = True
         simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
         simulation.later_crash(engine)
 

@@ -18,7 +18,6 @@ from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.errors import (
     BlocksBusy,
     KVFlowError,
-    LeaseExpired,
     LoadError,
     PeerError,
     RequestError,
@@ -202,11 +201,13 @@ class Engine:
                 raise ending
         self._note("closed")
         for rank in self.ranks:
-            self._simulation.checks.closed(self, rank.runtime)
+            if not self.host.agent_lost:
+                self._simulation.checks.closed(self, rank.runtime)
         return True
 
     def renew(self) -> None:
         """Make a new life for a process that starts after one that has ended."""
+        self.host.agent_lost = False
         self.host.life = self._new_life()
 
     def retire(self) -> None:
@@ -393,7 +394,8 @@ class Engine:
                 await quarantine.wait()
             except RuntimeBroken:
                 self._note("lost blocks", load.block_ids)
-                self._simulation.later_crash(self)
+                if self.running:
+                    self._simulation.later_crash(self)
                 await asyncio.get_running_loop().create_future()  # until the process ends
             self._note("safe", load.offer.request_id)
 
@@ -402,8 +404,8 @@ class Engine:
         expected = isinstance(error, LoadError | PeerError | RuntimeClosed | RuntimeBroken)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
             expected = "host_buffer_bytes_max" in str(error)
-        if isinstance(error, LeaseExpired) and not str(error):
-            expected = False
+        if isinstance(error, RuntimeBroken):
+            expected = self.host.agent_lost
         if not expected:
             self._simulation.fail("I5", f"{self}, {request_id}: {type(error).__name__}: {error}")
 

@@ -34,6 +34,8 @@ class Host:
     life: Life
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
+    agent_lost: bool = False
+    """Whether an agent of the process of now was made to die."""
 
 
 @dataclass(slots=True, eq=False)
