@@ -16,6 +16,7 @@ import enum
 import heapq
 import itertools
 import threading
+import weakref
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator
@@ -78,23 +79,19 @@ class Life:
 
     def kill(self) -> None:
         """Run nothing of it ever again. Its tasks are kept: one that is destroyed would run its `finally` clauses."""
-        self._remains = self._tasks()
+        self._remains = self._loop.tasks(self)
         self.state = LifeState.DEAD
         self._loop.note_stopped(self, stopped=True)
 
     def bury(self) -> list[asyncio.Task[Any]]:
         """After a test: let a dead life's tasks end by cancellation, so that none is destroyed while it is pending."""
         self.state = LifeState.RUNNING
-        tasks = self._tasks()
+        tasks = self._loop.tasks(self)
         for task in tasks:
             task.cancel()
         self._remains.clear()
         self._resume()
         return tasks
-
-    def _tasks(self) -> list[asyncio.Task[Any]]:
-        mine = [task for task in asyncio.all_tasks(self._loop) if isinstance(task, _Task) and task.life is self]
-        return sorted(mine, key=hash)
 
     def put_off(self, call: _Call) -> None:
         """Only for the loop: something is due while nothing may run."""
@@ -145,6 +142,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._ready: deque[_Call] = deque()
         self._timers: list[tuple[float, int, _Call]] = []
         self._numbers = itertools.count()
+        self._tasks: weakref.WeakSet[_Task[Any]] = weakref.WeakSet()
         self._stopped_lives: dict[Life, None] = {}
         self._thread = 0
         self._stopping = False
@@ -193,7 +191,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_task(  # type: ignore[override] - typeshed also has the coroutine-like
         self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
     ) -> asyncio.Task[T]:
-        return _Task(coro, self, name, copy_context() if context is None else context)
+        task = _Task(coro, self, name, copy_context() if context is None else context)
+        self._tasks.add(task)
+        return task
+
+    def tasks(self, life: Life | None = None) -> list[asyncio.Task[Any]]:
+        """All tasks that are not done, or those of one life, oldest first."""
+        found = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
+        return sorted(found, key=hash)
 
     def next_number(self) -> int:
         return next(self._numbers)
@@ -310,7 +315,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         while timers and timers[0][2].cancelled():
             heapq.heappop(timers)
         if not timers:
-            waiting = ", ".join(sorted(task.get_name() for task in asyncio.all_tasks(self))) or "nothing"
+            waiting = ", ".join(task.get_name() for task in self.tasks()) or "none"
             raise Deadlock(f"at {self._now_s:.6f} s nothing is ready and no timer is set; tasks that wait: {waiting}")
         self._now_s = max(self._now_s, timers[0][0])
         while timers and timers[0][0] <= self._now_s:

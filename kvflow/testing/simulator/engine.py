@@ -82,9 +82,16 @@ class Load:
     engine: Engine
     plan: LoadPlan
     block_ids: list[int]
-    started_s: float
+    cancelled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RankLoad:
+    """What reads are posted for: one rank's part of a load."""
+
+    load: Load
     last_landing_s: float = 0.0
-    cancelled_s: float | None = None
+    """When bytes came to its blocks last."""
 
 
 class Rank:
@@ -313,12 +320,11 @@ class Engine:
         if block_ids is None:
             self._simulation.count("load: no room")
             return
-        load = Load(offer, self, plan, block_ids, self._simulation.loop.time())
+        load = Load(offer, self, plan, block_ids)
         for block in block_ids:
             self.owners[block] = load
         self.loads[load] = None
         self._note("loads", offer.request_id, repr(offer.engine), block_ids)
-        LOAD.set(load)
         endings = await self._load_on_all_ranks(load, ticket)
         succeeded = self._judge(load, endings)
         if not succeeded:
@@ -345,6 +351,8 @@ class Engine:
         """One rank's load: its report, or what it raised. Success is judged in the very moment it is reported."""
         limits = self._simulation.settings.limits
         deadline_s = limits.load_deadline_s if request.deadline_s is None else request.deadline_s
+        mine = RankLoad(load)
+        LOAD.set(mine)
         try:
             with self._simulation.bounded(self, request.request_id, deadline_s + limits.cancel_grace_s):
                 report = await rank.runtime.load_blocks(request)
@@ -355,16 +363,16 @@ class Engine:
         if wrong is not None:
             self._simulation.fail("I2", f"{self} reports {request.request_id} as loaded, but {wrong}")
         given_back_s = load.offer.given_back_s
-        if load.block_ids and given_back_s is not None and load.last_landing_s > given_back_s:
+        if given_back_s is not None and mine.last_landing_s > given_back_s:
             self._simulation.fail(
                 "I3",
-                f"{request.request_id} succeeded at {self} with bytes read at {load.last_landing_s:.6f} s, but its "
+                f"{request.request_id} succeeded at {self} with bytes read at {mine.last_landing_s:.6f} s, but its "
                 f"blocks were given back at {given_back_s:.6f} s",
             )
         return report
 
     def _cancel(self, load: Load, tasks: Sequence[asyncio.Task[Ending]]) -> None:
-        load.cancelled_s = self._simulation.loop.time()
+        load.cancelled = True
         self._note("cancels", load.offer.request_id)
         for task in tasks:
             task.cancel()
@@ -374,7 +382,7 @@ class Engine:
         for ending in endings:
             self._note("load ended", load.offer.request_id, _short(ending))
             self._simulation.count(f"load: {'ok' if isinstance(ending, LoadReport) else type(ending).__name__}")
-            if isinstance(ending, asyncio.CancelledError) and load.cancelled_s is None:
+            if isinstance(ending, asyncio.CancelledError) and not load.cancelled:
                 self._simulation.fail("I4", f"{load.offer.request_id}: CancelledError without a cancel")
             if isinstance(ending, KVFlowError):
                 self._judge_refusal(load.offer.request_id, ending)
