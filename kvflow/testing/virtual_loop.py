@@ -19,11 +19,14 @@ import threading
 import weakref
 from asyncio import events
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Awaited: TypeAlias = Generator[Any, None, T] | Coroutine[Any, Any, T]
 
 _LIFE: ContextVar[Life | None] = ContextVar("kvflow_life", default=None)
 
@@ -121,7 +124,7 @@ class _Call(asyncio.TimerHandle):
 class _Task(asyncio.Task[T]):
     """A task whose hash is its number: asyncio keeps tasks in sets, whose order must be the same in every run."""
 
-    def __init__(self, body: Coroutine[Any, Any, T], loop: VirtualLoop, name: str | None, context: Context) -> None:
+    def __init__(self, body: Awaited[T], loop: VirtualLoop, name: str | None, context: Context) -> None:
         self._number = loop.next_number()
         self.life = context.get(_LIFE)
         super().__init__(body, loop=loop, name=name or f"task-{self._number}", context=context)
@@ -131,7 +134,7 @@ class _Task(asyncio.Task[T]):
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """See the module. Use it as `asyncio.Runner(loop_factory=VirtualLoop)`."""
+    """See the module. Use it as `asyncio.Runner(loop_factory=new_virtual_loop)`."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -159,25 +162,27 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Virtual seconds since the loop was made."""
         return self._now_s
 
-    def call_soon(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
+    ) -> asyncio.Handle:
         call = _Call(self._now_s, callback, args, self, context)
         self._ready.append(call)
         return call
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
     ) -> asyncio.Handle:
         if self._thread not in (0, threading.get_ident()):
             raise RuntimeError("a virtual loop has one thread: what other threads do has no place in its time")
         return self.call_soon(callback, *args, context=context)
 
     def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self._now_s + delay, callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts], context: Context | None = None
     ) -> asyncio.TimerHandle:
         call = _Call(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), call))
@@ -188,8 +193,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(  # type: ignore[override] - typeshed also has the coroutine-like
-        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+    def create_task(
+        self,
+        coro: Awaited[T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
     ) -> asyncio.Task[T]:
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
@@ -233,9 +242,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._thread = 0
             events._set_running_loop(None)
 
-    def run_until_complete(self, future: Generator[Any, None, T] | Any) -> Any:
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
         """Run a coroutine or future to its end and return its result."""
-        task = asyncio.ensure_future(future, loop=self)
+        task: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
 
         def stop(_: asyncio.Future[Any]) -> None:
             self.stop()
@@ -266,7 +275,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     async def shutdown_asyncgens(self) -> None:
         """There is nothing to do: generators end with who uses them."""
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - asyncio's
         """There is none."""
 
     # --- errors
@@ -326,7 +335,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             raise RuntimeError("the loop is closed")
 
 
+def new_virtual_loop() -> VirtualLoop:
+    """A loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError."""
+    return VirtualLoop()  # type: ignore[abstract]
+
+
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time. Raises what it raises, or Deadlock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=new_virtual_loop) as runner:
         return runner.run(body)

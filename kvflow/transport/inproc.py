@@ -33,7 +33,6 @@ from kvflow.transport.base import (
 )
 from kvflow.transport.mailbox import Mailbox
 
-
 Row: TypeAlias = tuple[int, int, int]
 
 
@@ -99,9 +98,7 @@ class Carrier(Protocol):
 class InprocTransport:
     """See `transport.base.Transport`. Without a `carrier` what is posted is performed in the next turn of the loop."""
 
-    def __init__(
-        self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None
-    ) -> None:
+    def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None) -> None:
         self.name = AgentName(name)
         self.faults = InprocFaults()
         self.held: deque[InprocRead] = deque()

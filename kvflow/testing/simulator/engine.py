@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvflow.config import Config
-from kvflow.core.layout import KVCaches
 from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.errors import (
     BlocksBusy,
@@ -27,7 +26,6 @@ from kvflow.errors import (
 from kvflow.runtime.loading import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
-from kvflow.runtime.staging import CopyDirection
 from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.network import LOAD, Host
 from kvflow.testing.simulator.settings import Shape
@@ -171,7 +169,7 @@ class Engine:
             cache.poison_all(self._simulation.next_poison())
             runtime = Runtime(config, world=world)
             await runtime.__aenter__()
-            copies = self._copier(cache) if self.shape.own_copies else None
+            copies = cache.copy_blocks if self.shape.own_copies else None
             await runtime.register_kv_caches(cache.tensors, cache.layout, copy_blocks=copies)
             ranks.append(Rank(rank, cache, runtime))
         self.ranks = ranks
@@ -429,22 +427,11 @@ class Engine:
         for rank in self.ranks:
             wrong = self._wrong_token(load, rank)
             if wrong is not None:
-                self._simulation.fail("I1", f"{self}: blocks of {load.offer.request_id} changed after the load: {wrong}")
+                self._simulation.fail(
+                    "I1", f"{self}: blocks of {load.offer.request_id} changed after the load: {wrong}"
+                )
 
     # --- copies
-
-    def _copier(self, cache: RankCache):  # type: ignore[no-untyped-def]
-        def copy(host_caches: KVCaches, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
-            for name, tensor in cache.tensors.items():
-                other = host_caches[name]
-                assert not isinstance(other, tuple | list)
-                for device_block, host_block in pairs:
-                    if direction is CopyDirection.TO_HOST:
-                        other[:, host_block] = tensor[:, device_block]
-                    else:
-                        tensor[:, device_block] = other[:, host_block]
-
-        return copy
 
     def landing_blocks(self, local: int, size_bytes: int) -> Iterator[int]:
         for cache in self._caches:

@@ -23,7 +23,7 @@ from kvflow.testing.simulator.checks import Checks
 from kvflow.testing.simulator.engine import Engine, Load, LoadPlan, Offer, RankLoad
 from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
-from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop
+from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row
 
 _EVENTS_KEPT = 60
@@ -90,9 +90,7 @@ class Simulation:
     def fail(self, invariant: str, what: str) -> None:
         """A promise was broken: stop here. Only the first counts."""
         if self.violation is None and not self._over:
-            self.violation = Violation(
-                invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps
-            )
+            self.violation = Violation(invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps)
             self.note("VIOLATION", invariant, what)
             if self.loop.is_running():
                 self.loop.stop()
@@ -374,12 +372,13 @@ def _settle(future: asyncio.Future[None]) -> None:
 def simulate(seed: int) -> Result:
     """Run one seed."""
     settings, rng = draw_settings(seed)
-    loop = VirtualLoop()
+    loop = new_virtual_loop()
     simulation = Simulation(loop, settings, rng)
     level = logging.getLogger("kvflow").level
     logging.getLogger("kvflow").setLevel(logging.CRITICAL + 1)
     try:
         main = loop.create_task(simulation.run(), name="simulation")
+
         def stop(_: object) -> None:
             loop.stop()
 
