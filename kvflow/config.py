@@ -92,6 +92,11 @@ class Config:
     """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
 
     lease_ttl_s: float = 30.0
+    """How long blocks are kept for their readers; a reader that is at it renews that."""
+    lease_lifetime_s: float = 600.0
+    """How long after an offer readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
+    clock_age_s: float = 60.0
+    """How old a reader lets what it knows of a producer's clock become before it asks again, beside its loads."""
     load_deadline_s: float = 30.0
     handshake_timeout_s: float = 5.0
     lease_wait_s: float = 1.0

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from kvflow.core.states import LEASE_TABLE, PEER_TABLE, TRANSFER_TABLE, mermaid
+from kvflow.core.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
 
 ROOT = Path(__file__).parents[1]
-DIAGRAMS = {"peer": mermaid(PEER_TABLE), "lease": mermaid(LEASE_TABLE), "transfer": mermaid(TRANSFER_TABLE)}
+TABLES = {
+    "peer": PEER_TABLE,
+    "lease": LEASE_TABLE,
+    "transfer": TRANSFER_TABLE,
+    "consumer": CONSUMER_TABLE,
+    "producer": PRODUCER_TABLE,
+}
+DIAGRAMS = {name: mermaid(table) for name, table in TABLES.items()}
 
 
 @pytest.mark.parametrize("name", DIAGRAMS)

@@ -3,6 +3,9 @@
 A lease is a promise of one rank. An engine of several ranks makes one on each, under the same request id, and a ticket
 names one or more of them: `merge_tickets` makes one ticket of those that the ranks have made. A reader that needs a
 rank which its ticket does not name works its port out and asks it (`wire.LeaseRequest`), which costs a round trip.
+
+Who makes a ticket need not be where the lease is: `Ticket.without_leases` names an engine's ranks and a request, and
+its readers ask every rank for its lease. The request id is what they ask for, so it has to be a secret of that ticket.
 """
 
 from __future__ import annotations
@@ -30,8 +33,10 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's lease, and where that rank's side channel listens.
 
-    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
-    rank has no host and port: they are where routers look for them.
+    `expires_s` is when the lease ends on the clock of that life of the rank (`incarnation`), and means nothing to
+    anybody who does not know that clock (`core.clock`). `block_ids` are set if the rank's differ from the engine's: it
+    offers host buffers. In a ticket's dict the first rank has no host and port: they are where routers look for them.
+    With an empty `lease_id` the rank has to be asked.
     """
 
     pp_rank: Int64
@@ -39,6 +44,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_id: str
     seal_index: Int64
     incarnation: str
+    expires_s: float
     host: str = ""
     port: Int64 = 0
     block_ids: tuple[Int64, ...] | None = None
@@ -55,10 +61,10 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise RequestError(f"ticket: remote_host {self.host[:80]!a} is no host to connect to")
         if not is_name(self.incarnation, _NAME_CHARS_MAX):
             raise RequestError(f"ticket: incarnation {self.incarnation[:80]!a} is no name")
-        if not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID:
+        if self.lease_id and (not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID):
             raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
-        if self.seal_index < 0:
-            raise RequestError(f"ticket: seal_index {self.seal_index}")
+        if self.seal_index < 0 or not math.isfinite(self.expires_s):
+            raise RequestError(f"ticket: seal_index {self.seal_index}, expires_s {self.expires_s}")
         if self.block_ids is not None and len(self.block_ids) != block_count:
             raise RequestError(f"ticket: {block_count} blocks, but {len(self.block_ids)} of tp_rank {self.tp_rank}")
 
@@ -97,7 +103,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What a consumer needs to read one request's blocks.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
-    that the lease had left when the ticket was made; it is a hint for routers, readers trust the seal (`core.seals`).
+    that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
+    the seal (`core.seals`).
     `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
     `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
     first one's.
@@ -164,6 +171,16 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 f"{(rank.pp, rank.tp)} at port {port}, which is not in 1..{PORT_MAX}"
             )
         return f"tcp://{first.host}:{port}"
+
+    def without_leases(self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float) -> Ticket:
+        """A ticket of the same ranks for another request, whose readers ask each rank for its lease."""
+        ranks = tuple(
+            msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None)
+            for rank in self.ranks
+        )
+        return msgspec.structs.replace(
+            self, request_id=request_id, block_ids=tuple(block_ids), num_tokens=num_tokens, ttl_s=ttl_s, ranks=ranks
+        )
 
     def to_params(self) -> dict[str, Any]:
         """A dict of JSON types that survives any HTTP router."""
@@ -256,6 +273,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
                 )
+
+
+def read_ticket(ticket: Ticket | Mapping[str, Any]) -> Ticket:
+    """The ticket, checked; RequestError names what is wrong with it."""
+    if isinstance(ticket, Ticket):
+        ticket.check()
+        return ticket
+    return Ticket.from_params(ticket)
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:

@@ -177,6 +177,12 @@ def share_of(ours: Holding, theirs: Holding, tellers: int) -> tuple[int, int]:
     return len(set(ours.layers) & set(theirs.layers)), tellers * len(theirs.layers)
 
 
+def report_of(ours: Holding, theirs: Holding) -> tuple[int, int] | None:
+    """(share, whole) that we report to a rank when we are done; None if that rank is none that concerns us."""
+    source = next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
+    return None if source is None else share_of(ours, theirs, source.tellers)
+
+
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
     """What is wrong with a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing.
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.core import topology, wire
+from kvflow.core.clock import RemoteClock
 from kvflow.core.layout import PLAIN
 from kvflow.core.pairing import HeadSlice, Pairing
 from kvflow.core.regions import Regions
@@ -34,6 +36,7 @@ from kvflow.errors import (
 from kvflow.runtime.landing import Landing
 from kvflow.runtime.permute import Permutation
 from kvflow.runtime.side_channel import SideChannel
+from kvflow.runtime.world import Clock
 from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, Transport, TransportError
 
 logger = logging.getLogger(__name__)
@@ -119,9 +122,18 @@ class Peer:
         self.current: Connection | None = None
         self.retired: list[Connection] = []
         self.handshake: asyncio.Future[Connection] | None = None
+        self.clock: RemoteClock | None = None
+        self.clock_due_s = -math.inf
+        """When it is to be asked for its clock, on ours."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
+
+    def sure_until_s(self, incarnation: str, theirs_s: float) -> float:
+        """While our clock shows less, that of this life of the peer has not reached `theirs_s`; -inf if unknown."""
+        if self.clock is None or self.clock.incarnation != incarnation:
+            return -math.inf
+        return self.clock.sure_until_s(theirs_s)
 
     def fire(self, event: PeerEvent, why: str = "") -> None:
         before, self.state = self.state, fire(PEER_TABLE, self.state, event)
@@ -145,6 +157,7 @@ class Peers:
         side_channel: SideChannel,
         local: LocalRank,
         landing: Landing,
+        clock: Clock,
         spawn: Spawn,
     ) -> None:
         self._config = config
@@ -152,6 +165,7 @@ class Peers:
         self._side_channel = side_channel
         self._local = local
         self._landing = landing
+        self._clock = clock
         self._spawn = spawn
         self._peers: dict[tuple[str, Rank, str], Peer] = {}
         self._closed = False
@@ -189,6 +203,22 @@ class Peers:
         if isinstance(reply, wire.LeaseFound | wire.NoLease):
             return reply
         raise ProtocolError(f"{peer.address}: asked for a lease, got {type(reply).__name__}", peer=peer.address)
+
+    async def release(self, peer: Peer, lease_id: str) -> str:
+        """Tell a rank that we need a lease's blocks no more; its incarnation. No connection is made. PeerError."""
+        question = wire.ReleaseRequest(
+            reader=self._local.reader, target=target_of(peer), lease_id=lease_id, holding=self._local.holding
+        )
+        reply = await self._ask(peer, question)
+        if isinstance(reply, wire.Released):
+            return reply.incarnation
+        raise ProtocolError(f"{peer.address}: released a lease, got {type(reply).__name__}", peer=peer.address)
+
+    def keep_clock(self, peer: Peer) -> None:
+        """Have the peer's clock asked for if what we know of it has aged; nobody waits for that."""
+        if self._clock.now_s() >= peer.clock_due_s:
+            peer.clock_due_s = self._clock.now_s() + self._config.clock_age_s
+            self._spawn(self._ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group ends handshakes."""
@@ -248,12 +278,34 @@ class Peers:
         return Connection(agent, reply, regions.num_blocks, pairing, permutation, told)
 
     async def _ask(self, peer: Peer, request: wire.Request) -> wire.Reply:
-        """Put a question to a peer; its refusal is raised."""
+        """Put a question to a peer; its refusal is raised. Answers that show its clock are noted."""
         fingerprint = self._local.compatibility.fingerprint()
+        sent_s = self._clock.now_s()
         reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint)
-        if isinstance(reply, wire.Refusal):
-            raise _refused(peer, reply, self._local)
+        match reply:
+            case wire.Refusal():
+                raise _refused(peer, reply, self._local)
+            case wire.Metadata() | wire.LeaseFound() | wire.ClockShown():
+                self._note_clock(peer, reply.incarnation, reply.clock_s, sent_s)
         return reply
+
+    async def _ask_clock(self, peer: Peer) -> None:
+        """The task that asks for a peer's clock."""
+        try:
+            await self._ask(peer, wire.ClockRequest(reader=self._local.reader, target=target_of(peer)))
+        except PeerError as error:
+            logger.info("no clock from %s: %s", peer.address, error)
+
+    def _note_clock(self, peer: Peer, incarnation: str, theirs_s: float, sent_s: float) -> None:
+        try:
+            wire.check_clock(theirs_s)
+        except wire.WireError as error:
+            raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error
+        now_s = self._clock.now_s()
+        newer = RemoteClock(incarnation=incarnation, theirs_s=theirs_s, sent_s=sent_s, received_s=now_s)
+        peer.clock = peer.clock.combined(newer) if peer.clock else newer
+        peer.clock_due_s = now_s + self._config.clock_age_s
+        logger.debug("clock of %s: ours %+f s, to %f s", peer.address, newer.offset_s, newer.uncertainty_s)
 
     async def _drop_retired(self, peer: Peer) -> None:
         """Give outdated connections back to the transport, each once its last user has left."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvflow.config import Config
 from kvflow.core import wire
@@ -21,6 +21,7 @@ from kvflow.core.ledger import BlockCounts, BlockLedger
 from kvflow.core.regions import Regions, map_regions, map_spans
 from kvflow.core.seals import HOST, SealTable
 from kvflow.core.states import PeerState
+from kvflow.core.ticket import Ticket
 from kvflow.core.topology import Rank, holding_of
 from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime.landing import Landing
@@ -29,6 +30,8 @@ from kvflow.runtime.peers import LocalRank, Peers
 from kvflow.runtime.permute import Scratch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import Observer, Observers
+from kvflow.runtime.releases import Releases
+from kvflow.runtime.renewals import Renewals
 from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.sources import Sources
@@ -143,6 +146,10 @@ class Runtime:
         """Blocks in which bytes may still land although their load has ended; each can be awaited."""
         return self._cache.loader.quarantines if self._cache else ()
 
+    def quarantines_of(self, request_id: str) -> tuple[Quarantine, ...]:
+        """Those of `quarantines` that loads of this request have left: for cancelled ones, whose error carries none."""
+        return tuple(one for one in self.quarantines if one.request_id == request_id)
+
     async def __aenter__(self) -> Self:
         """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had."""
         if self._state is not RuntimeState.NEW:
@@ -227,6 +234,16 @@ class Runtime:
         """
         return await self._require_cache().loader.load(request)
 
+    async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
+        """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
+
+        One message to each rank, no handshake; its lease ends as if we had read. Returns whether all ranks were told,
+        within Config.handshake_timeout_s: a producer that has restarted or cannot be reached is no error, since
+        leases run out. A release that comes late or twice changes nothing. Raises RequestError for a ticket that
+        cannot be right. Cancelling stops it; some ranks may have been told then.
+        """
+        return await self._require_cache().loader.release(ticket)
+
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
         cache = self._cache
@@ -279,7 +296,8 @@ class Runtime:
             self._transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
         )
         landing = Landing(config, kv_caches, layout, scratch, staging, self._copier)
-        peers = Peers(config, self._transport, self._side_channel, local, landing, self._spawn)
+        peers = Peers(config, self._transport, self._side_channel, local, landing, self._clock, self._spawn)
+        sources = Sources(config, local, peers)
         return _Cache(
             layout=layout,
             regions=regions,
@@ -308,10 +326,11 @@ class Runtime:
                 ledger=ledger,
                 seals=fetched,
                 landing=landing,
-                sources=Sources(config, local, peers),
+                sources=sources,
+                releases=Releases(config, reader=local.reader, sources=sources, peers=peers, transport=self._transport),
+                renewals=Renewals(config, reader=local.reader, transport=self._transport, clock=self._clock),
                 poller=self._poller,
                 copier=self._copier,
-                transport=self._transport,
                 clock=self._clock,
                 observers=self._observers,
             ),
@@ -402,11 +421,24 @@ class Runtime:
         rank = Rank(request.target.dp_rank, request.target.pp_rank, request.target.tp_rank)
         if rank != self._rank:
             return _refusal(f"expected {rank}, this is {self._rank}")
-        if isinstance(request, wire.LeaseRequest):
-            return cache.serving.find(request)
+        match request:
+            case wire.LeaseRequest():
+                return cache.serving.find(request)
+            case wire.ReleaseRequest():
+                try:
+                    return cache.serving.release(request)
+                except wire.WireError as error:
+                    return _refusal(str(error))
+            case wire.ClockRequest():
+                return wire.ClockShown(incarnation=self._incarnation, clock_s=self._clock.now_s())
+            case wire.MetadataRequest():
+                return self._metadata(cache)
+
+    def _metadata(self, cache: _Cache) -> wire.Metadata:
         return wire.Metadata(
             engine_id=self._config.engine_id,
             incarnation=self._incarnation,
+            clock_s=self._clock.now_s(),
             holding=cache.local.holding,
             agent_metadata=cache.agent_metadata,
             agent_metadata_crc32=wire.checksum(cache.agent_metadata),

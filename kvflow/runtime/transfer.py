@@ -43,9 +43,11 @@ class Seal(NamedTuple):
 class Stream:
     """What one load reads from one rank, and what it knows of that rank's lease."""
 
-    def __init__(self, agent: AgentName, seal: Seal, *, staged: bool) -> None:
+    def __init__(self, agent: AgentName, seal: Seal, *, sure_until_s: float, staged: bool) -> None:
         self.agent = agent
         self.seal = seal
+        self.sure_until_s = sure_until_s
+        """Until when the lease cannot have run out by its clock; a later read asks for its seal first."""
         self.staged = staged
         """Whether the rank fills host buffers before they can be read, so that reads have to wait for it."""
         self.fetching: PostedRead | None = None
@@ -253,10 +255,15 @@ class Transfer:
         return True
 
     async def _readable(self, read: Read) -> bool:
-        """Whether the lease still stands, as far as is known; waits until a staged rank has the blocks of the read."""
+        """Whether the lease still stands, as far as is known; waits until a staged rank has the blocks of the read.
+
+        Before anything is read from a rank whose lease may have run out its seal is asked for, too.
+        """
         stream = read.stream
-        if not stream.staged:
-            return stream.fetching is None or stream.fetching in self._reads or stream.intact
+        if not stream.staged and stream.fetching is not None:
+            return stream.fetching in self._reads or stream.intact
+        if not stream.staged and self._clock.now_s() < stream.sure_until_s:
+            return True
         look_s = _STAGED_LOOK_FIRST_S
         while stream.fetching is None or (stream.seal.missing() or 0) > read.missing_max:
             if stream.fetching is not None:

@@ -280,7 +280,7 @@ class InprocTransport:
         if self._carrier is not None:
             self._carrier.wake(callback)
         else:
-            self._loop.call_soon(callback)
+            self._loop.call_soon_threadsafe(callback)  # a notification may come from an agent on another thread's loop
 
     def _require_open(self) -> None:
         if not self._open:

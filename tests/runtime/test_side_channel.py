@@ -101,6 +101,21 @@ async def test_a_mute_peer_costs_the_timeout_and_names_it() -> None:
             await load_from(pair, ticket_for(pair, port))
 
 
+async def test_a_mute_producer_costs_a_release_its_bound() -> None:
+    async with inproc_pair(config=FAST) as pair, fake_peer(lambda _: None) as port:
+        ticket = ticket_for(pair, port)
+        assert not await pair.consumer.runtime.release_blocks(ticket)
+        request = LoadRequest("req", ticket=ticket, block_ids=[], deadline_s=0.01)
+        with pytest.raises(DeadlineExceeded, match="in phase 'notify'"):
+            await pair.consumer.runtime.load_blocks(request)
+
+
+@pytest.mark.parametrize("reply", [wire.NoLease(ended=True), wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION)])
+async def test_a_release_that_is_answered_by_something_else_told_nobody(pair: InprocPair, reply: wire.Reply) -> None:
+    async with fake_peer(lambda _: reply_frames(reply)) as port:
+        assert not await pair.consumer.runtime.release_blocks(ticket_for(pair, port))
+
+
 async def test_the_load_deadline_covers_the_handshake(pair: InprocPair) -> None:
     async with fake_peer(lambda frames: None) as port:
         request = LoadRequest("req", ticket=ticket_for(pair, port), block_ids=[0], deadline_s=0.05)
@@ -143,6 +158,7 @@ async def test_flipped_bits_in_agent_metadata_never_reach_the_transport(pair: In
     [
         ({"engine_id": "other"}, PeerRefused, "expected engine 'producer', found 'other'"),
         ({"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
+        ({"clock_s": float("nan")}, ProtocolError, "clock: nan s"),
         ({"seals": wire.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, "seal table: 5 seals at 0"),
     ],
 )
@@ -205,7 +221,7 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
 async def test_an_engine_of_another_protocol_version(pair: InprocPair) -> None:
     refusal = wire.Refusal(reason="no", version=7)
     async with fake_peer(lambda _: reply_frames(refusal, version=7)) as port:
-        with pytest.raises(PeerIncompatible, match="kvflow protocol version: ours 2, theirs 7"):
+        with pytest.raises(PeerIncompatible, match="kvflow protocol version: ours 3, theirs 7"):
             await load_from(pair, ticket_for(pair, port))
 
 
@@ -214,7 +230,7 @@ async def test_the_listener_refuses_another_version_before_it_reads_the_body(pai
     reply = await exchange(pair.producer.runtime.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
     refusal = wire.decode_reply(reply[1])
     assert isinstance(refusal, wire.Refusal)
-    assert refusal.reason == "kvflow protocol version: ours 2, theirs 9"
+    assert refusal.reason == "kvflow protocol version: ours 3, theirs 9"
 
 
 async def test_another_engine_at_the_address_is_named(pair: InprocPair) -> None:
@@ -304,6 +320,11 @@ async def test_a_restarted_producer_never_satisfies_an_old_ticket(pair: InprocPa
             await pair.consumer.runtime.load_blocks(pair.wanted(unread, [1]))
         with pytest.raises(LeaseExpired, match="engine 'producer' has restarted"):
             await pair.consumer.runtime.load_blocks(pair.wanted(unread, [1]))
+        same = reborn.serve_blocks(ServeRequest("unread", block_ids=[4], num_tokens=4))
+        assert not await pair.consumer.runtime.release_blocks(unread.ticket)
+        assert not (await pair.consumer.runtime.load_blocks(pair.wanted(unread, []))).notified
+        assert same.state == "offered"
+        same.revoke()
         lease = reborn.serve_blocks(ServeRequest("new", block_ids=[2], num_tokens=4))
         await pair.consumer.runtime.load_blocks(pair.wanted(lease, [1]))
         assert await lease is LeaseOutcome.READ
