@@ -6,6 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from kvflow.core.ticket import Ticket
+
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import Engine, Offer
     from kvflow.testing.simulator.simulation import Simulation
@@ -98,6 +100,27 @@ def revoke(simulation: Simulation, offer: Offer) -> None:
 CALL_OFF: Sequence[tuple[int, Callable[[Simulation, Offer], None] | None]] = (
     (9, None),
     (1, revoke),
+)
+
+
+# --- deliveries: what a consumer does with a ticket that a router gives it
+
+
+def load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+    if consumer.running:
+        plan = simulation.plan_load(consumer, offer)
+        simulation.spawn(consumer.life, consumer.load(offer, ticket, plan), f"load {offer.number}")
+
+
+def release(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+    """The request was aborted before it was decoded."""
+    if consumer.running:
+        simulation.spawn(consumer.life, consumer.release(offer, ticket), f"release {offer.number}")
+
+
+DELIVERIES: Sequence[tuple[int, Callable[[Simulation, Engine, Offer, Ticket], None]]] = (
+    (19, load),
+    (1, release),
 )
 
 

@@ -293,7 +293,8 @@ class Engine:
     async def finish_offer(self, offer: Offer) -> None:
         """Wait for the leases of all ranks, then take the blocks back."""
         limits = self._simulation.settings.limits
-        bound_s = (offer.ttl_s + limits.seal_hold_s) * _DRIFT + self._simulation.copy_bound_s
+        longest_s = max(offer.ttl_s, limits.lease_lifetime_s)  # readers renew it up to that
+        bound_s = (longest_s + limits.seal_hold_s) * _DRIFT + self._simulation.copy_bound_s
         for lease in list(offer.leases):
             with self._simulation.bounded(self, f"lease of {offer.request_id}", bound_s):
                 outcome = await lease
@@ -332,6 +333,21 @@ class Engine:
             await self._simulation.sleep(plan.use_s)
             self._check_bytes(load)
         self.give_back(load)
+
+    async def release(self, offer: Offer, ticket: Ticket) -> None:
+        """Give an offer up unread, as for a request that was aborted before it was decoded."""
+        if not self.running:
+            return
+        limits = self._simulation.settings.limits
+        for rank in list(self.ranks):
+            try:
+                with self._simulation.bounded(self, f"release of {offer.request_id}", limits.handshake_timeout_s):
+                    told = await rank.runtime.release_blocks(ticket.to_params())
+            except KVFlowError as error:
+                self._judge_refusal(offer.request_id, error)
+                self._simulation.count(f"release: {type(error).__name__}")
+            else:
+                self._simulation.count(f"release: {'told' if told else 'not told'}")
 
     async def _load_on_all_ranks(self, load: Load, ticket: Ticket) -> list[Ending]:
         plan = load.plan

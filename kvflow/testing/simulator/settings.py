@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvflow.config import Config
 
 MODEL_KV_HEADS = 2
-_STEADY_CLOCK_RATES = (1.0,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +27,7 @@ class Shape:
     scratch: str
     clock_offset_s: float
     clock_rate: float
+    """Mostly within what `core.clock` takes for granted; freshness must not depend on that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,6 @@ class Settings:
     """How long requests and trouble come in."""
     trouble: int
     """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
-    extra: dict[str, float] = field(default_factory=dict)
 
     def config(self, shape: Shape, host: str, tp_rank: int) -> dict[str, object]:
         """What differs from `limits` for one rank."""
@@ -124,7 +123,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
         own_copies=staged and rng.random() < 0.5,
         scratch=rng.choice(("auto", "auto", "auto", "never", "always")),
         clock_offset_s=rng.uniform(0.0, 1e6),
-        clock_rate=rng.uniform(0.999, 1.001),
+        clock_rate=1.0 + rng.choice((1.0, 1.0, 1.0, 50.0)) * rng.uniform(-1e-4, 1e-4),
     )
 
 
@@ -132,6 +131,8 @@ def _draw_limits(rng: random.Random) -> Config:
     return Config(
         engine_id="any",
         lease_ttl_s=rng.choice((0.05, 0.2, 1.0)),
+        lease_lifetime_s=rng.choice((0.5, 5.0)),
+        clock_age_s=rng.choice((0.1, 60.0)),
         load_deadline_s=rng.choice((0.1, 0.5, 2.0)),
         handshake_timeout_s=rng.choice((0.05, 0.2, 0.5)),
         lease_wait_s=rng.choice((0.02, 0.1)),

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvflow.runtime.serving import LeaseOutcome
-from kvflow.testing.simulator.actions import CALL_OFF, TROUBLE, pick
+from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
 from kvflow.testing.simulator.checks import Checks
 from kvflow.testing.simulator.engine import Engine, Load, LoadPlan, Offer, RankLoad
 from kvflow.testing.simulator.network import Flight, Network
@@ -189,9 +189,10 @@ class Simulation:
             if rng.random() < 0.3:
                 ticket = offer.leases[rng.randrange(len(offer.leases))].ticket
             late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else self.network.delay_s()
-            self.network.later(late_s, self._deliver, consumer, offer, ticket, self._plan_load(consumer, offer))
+            deliver = pick(DELIVERIES, rng)
+            self.network.later(late_s, deliver, self, consumer, offer, ticket)
 
-    def _plan_load(self, consumer: Engine, offer: Offer) -> LoadPlan:
+    def plan_load(self, consumer: Engine, offer: Offer) -> LoadPlan:
         rng, limits = self.rng, self.settings.limits
         blocks = -(-offer.tokens // consumer.shape.block_size)
         return LoadPlan(
@@ -200,10 +201,6 @@ class Simulation:
             cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,
             use_s=rng.expovariate(1 / 0.05),
         )
-
-    def _deliver(self, consumer: Engine, offer: Offer, ticket: Any, plan: LoadPlan) -> None:
-        if consumer.running:
-            self.spawn(consumer.life, consumer.load(offer, ticket, plan), f"load {offer.number}")
 
     async def _clear_up(self) -> None:
         """The weather clears, links work, nobody is frozen, and who has died is started again."""
@@ -250,7 +247,7 @@ class Simulation:
             if offer is None:
                 return
             if len(offer.leases) == producer.shape.tp_size:
-                self._deliver(consumer, offer, offer.ticket(), plan)
+                self.spawn(consumer.life, consumer.load(offer, offer.ticket(), plan), f"load {number}")
             await producer.finish_offer(offer)
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
             if unread and self.counts["load: ok"] >= before + consumer.shape.tp_size:
