@@ -29,7 +29,7 @@ from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.network import LOAD, Host
 from kvflow.testing.simulator.settings import Shape
-from kvflow.testing.simulator.world import make_world
+from kvflow.testing.simulator.world import DriftingClock, make_world
 from kvflow.testing.virtual_loop import Life
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Engine:
         self._address = f"10.0.0.{index + 1}"
         self._lives = itertools.count(1)
         self._graves: list[tuple[Life, list[Rank]]] = []
-        self.host = Host(self.name, self._new_life())
+        self.host = Host(self.name, f"tcp://{self._address}", self._new_life())
         self._caches = [
             RankCache(
                 order=shape.order,
@@ -157,15 +157,11 @@ class Engine:
     async def start(self) -> None:
         """Open all ranks; in a task of its life. The memory is that of the life before, overwritten."""
         ranks: list[Rank] = []
+        clock = DriftingClock(self._simulation.loop, self.shape.clock_offset_s, self.shape.clock_rate)
         for rank, cache in enumerate(self._caches):
             settings = self._simulation.settings
             config: Config = replace(settings.limits, **settings.config(self.shape, self._address, rank))  # type: ignore[arg-type]
-            world = make_world(
-                self._network,
-                self.host,
-                clock_offset_s=self.shape.clock_offset_s,
-                clock_rate=self.shape.clock_rate,
-            )
+            world = make_world(self._network, self.host, clock)
             cache.poison_all(self._simulation.next_poison())
             runtime = Runtime(config, world=world)
             await runtime.__aenter__()
@@ -182,8 +178,6 @@ class Engine:
         self._simulation.forget_tasks(self.life)
         self.life.kill()
         self._network.detach(self.host)
-        for address in [address for address, one in self._network.listeners.items() if one.host is self.host]:
-            del self._network.listeners[address]
         self._bury()
 
     async def close(self) -> bool:

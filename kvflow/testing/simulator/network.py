@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
-from typing import Any
 
+from kvflow.testing.side_channel import Exchange
 from kvflow.testing.simulator.settings import CALM, Weather
 from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop
 from kvflow.transport.base import PeerGone, TransportError
@@ -31,6 +31,8 @@ class Host:
     """Where an engine runs: its address, the process of now, and the agents of that process."""
 
     name: str
+    address: str
+    """What its listeners' addresses begin with."""
     life: Life
     agents: list[InprocTransport] = field(default_factory=list)
     poller_stalled_until_s: float = 0.0
@@ -63,10 +65,10 @@ class Network:
         self.weather: Weather = CALM
         self.note = note
         self.agents = InprocNetwork()
-        self.listeners: dict[str, Any] = {}
-        """Who answers at an address of the side channel."""
+        self.exchange = Exchange()
         self._on_landing = on_landing
         self._hosts: dict[InprocTransport, Host] = {}
+        self._addresses: dict[str, Host] = {}
         self._flights: dict[Flight, None] = {}
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[Flight] = []
@@ -76,6 +78,7 @@ class Network:
 
     def attach(self, host: Host, name: str) -> InprocTransport:
         """A transport for an agent of a host."""
+        self._addresses[host.address] = host
         transport = InprocTransport(name, self.agents, carrier=_Carrier(self, host))
         host.agents.append(transport)
         self._hosts[transport] = host
@@ -87,6 +90,12 @@ class Network:
             self.agents.agents.pop(agent.name, None)
             del self._hosts[agent]
         host.agents.clear()
+        for address in [address for address in self.exchange.listeners if self.host_at(address) is host]:
+            del self.exchange.listeners[address]
+
+    def host_at(self, address: str) -> Host | None:
+        """Whose address of the side channel this is."""
+        return self._addresses.get(address.rpartition(":")[0])
 
     # --- links
 
