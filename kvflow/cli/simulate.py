@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from kvflow.testing.simulator import Result, simulate
+from kvflow.testing.simulator import Result, describe, simulate
 
 _SEEDS_PER_JOB = 25
 
@@ -23,6 +23,7 @@ class Summary:
     seeds: int = 0
     steps: int = 0
     virtual_s: float = 0.0
+    cpu_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
     failed: list[Result] = field(default_factory=list)
 
@@ -38,6 +39,7 @@ class Summary:
         self.seeds += other.seeds
         self.steps += other.steps
         self.virtual_s += other.virtual_s
+        self.cpu_s += other.cpu_s
         self.counts += other.counts
         self.failed += other.failed
 
@@ -45,6 +47,7 @@ class Summary:
 def run_seeds(seeds: range) -> Summary:
     """Simulate some seeds in this process. Garbage is collected between them, where it costs least."""
     summary = Summary()
+    begun_s = time.process_time()
     gc.disable()
     try:
         for seed in seeds:
@@ -52,6 +55,7 @@ def run_seeds(seeds: range) -> Summary:
     finally:
         gc.enable()
         gc.collect()
+    summary.cpu_s = time.process_time() - begun_s
     return summary
 
 
@@ -91,23 +95,14 @@ def _run_parts(parts: list[range], jobs: int) -> Iterator[Summary]:
 
 
 def print_failure(result: Result, console: Console) -> None:
-    """Everything that is needed to understand and to replay a seed that failed."""
-    violation, settings = result.violation, result.settings
-    assert violation is not None
-    console.rule(f"seed {settings.seed}: {violation.invariant} is broken")
-    for shape in settings.shapes:
-        console.print(f"  {shape}", markup=False, soft_wrap=True)
-    console.print(f"  {settings.weather}", markup=False, soft_wrap=True)
-    console.print(f"  {settings.limits}", markup=False, soft_wrap=True)
-    for event in result.events:
-        console.print(f"  {event}", markup=False, soft_wrap=True)
-    console.print(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}", markup=False, soft_wrap=True)
-    console.print(f"replay: kvflow simulate --seeds 1 --start {settings.seed}")
+    console.rule()
+    console.print(describe(result), markup=False, soft_wrap=True)
 
 
 def print_summary(summary: Summary, seconds: float, console: Console) -> None:
     console.print(
-        f"{summary.seeds} seeds in {seconds:.1f} s: {summary.seeds / seconds:.1f} seeds a second, "
+        f"{summary.seeds} seeds in {seconds:.1f} s: {summary.seeds / seconds:.1f} seeds a second "
+        f"({summary.seeds / summary.cpu_s:.1f} a second of CPU), "
         f"{summary.steps / summary.seeds:.0f} steps and {summary.virtual_s / summary.seeds:.2f} virtual seconds a seed"
     )
     for what, count in sorted(summary.counts.items()):

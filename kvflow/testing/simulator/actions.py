@@ -54,7 +54,7 @@ def stall_poller(simulation: Simulation) -> None:
     """An engine does not get round to looking what has ended or arrived."""
     engine = _running(simulation)
     if engine is not None:
-        simulation.count("trouble: stalled poller")
+        simulation.count("trouble: stall poller")
         engine.host.poller_stalled_until_s = simulation.loop.time() + _duration_s(simulation)
 
 
@@ -62,7 +62,7 @@ def lose_agent(simulation: Simulation) -> None:
     """The transport of a rank dies under it. The engine notices, closes and starts again."""
     engine = _running(simulation)
     if engine is not None and engine.host.agents:
-        simulation.count("trouble: lost agent")
+        simulation.count("trouble: lose agent")
         simulation.note(repr(engine), "loses an agent")
         engine.host.agent_lost = True
         simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
@@ -107,6 +107,7 @@ CALL_OFF: Sequence[tuple[int, Callable[[Simulation, Offer], None] | None]] = (
 
 
 def load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+    """The request is decoded."""
     if consumer.running:
         plan = simulation.plan_load(consumer, offer)
         simulation.spawn(consumer.life, consumer.load(offer, ticket, plan), f"load {offer.number}")

@@ -281,7 +281,7 @@ class Engine:
             rank.served += 1
             offer.leases.append(lease)
             if pause_s and rank is not self.ranks[-1]:
-                await self._simulation.sleep(pause_s)
+                await self._simulation.pass_time(pause_s)
         return offer
 
     async def finish_offer(self, offer: Offer) -> None:
@@ -324,7 +324,7 @@ class Engine:
             await self._safe(load, endings)
         self.loads.pop(load)
         if succeeded and plan.use_s:
-            await self._simulation.sleep(plan.use_s)
+            await self._simulation.pass_time(plan.use_s)
             self._check_bytes(load)
         self.give_back(load)
 

@@ -117,7 +117,7 @@ class Simulation:
         if took_s > bound_s + stalled_s + 1e-6:
             self.fail("I7", f"{engine}: {what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
 
-    async def sleep(self, delay_s: float) -> None:
+    async def pass_time(self, delay_s: float) -> None:
         """Let virtual time pass."""
         done = self.loop.create_future()
         timer = self.loop.call_later(delay_s, _settle, done)
@@ -147,7 +147,7 @@ class Simulation:
         for _ in range(self.settings.trouble):
             trouble = pick(TROUBLE, self.rng)
             self.network.later(self.rng.uniform(0.0, self.settings.span_s), trouble, self)
-        await self.sleep(self.settings.span_s)
+        await self.pass_time(self.settings.span_s)
         await self._clear_up()
         await self._settle()
         await self._all_pairs_work()
@@ -218,7 +218,7 @@ class Simulation:
             if self.loop.time() > give_up_s:
                 self.fail("I7", f"not over {_SETTLE_S} s after all trouble: {[t.get_name() for t in self._tasks]}")
                 return
-            await self.sleep(0.05)
+            await self.pass_time(0.05)
 
     async def _all_pairs_work(self) -> None:
         """After all that, every consumer gets something from every producer."""
@@ -231,7 +231,7 @@ class Simulation:
                     number += 1
                     if await self._works(producer, consumer, number):
                         break
-                    await self.sleep(0.5)
+                    await self.pass_time(0.5)
                 else:
                     self.fail("I7", f"{consumer} cannot load from {producer} any more")
 
@@ -393,3 +393,16 @@ def simulate(seed: int) -> Result:
     finally:
         logging.getLogger("kvflow").setLevel(level)
         loop.close()
+
+
+def describe(result: Result) -> str:
+    """Everything that is needed to understand and to replay a seed."""
+    settings, violation = result.settings, result.violation
+    lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
+    lines += [f"  {shape}" for shape in settings.shapes]
+    lines += [f"  {settings.weather}", f"  {settings.limits}"]
+    lines += [f"  {event}" for event in result.events]
+    if violation is not None:
+        lines.append(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}")
+    lines.append(f"replay: kvflow simulate --seeds 1 --start {settings.seed}")
+    return "\n".join(lines)
