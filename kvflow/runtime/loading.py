@@ -28,9 +28,9 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
-from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
 from kvflow.runtime.releases import Releases
@@ -342,13 +342,14 @@ class Loader:
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):
                 if stream is transfer.failed:
-                    source.peer.retire(source.connection, str(error))
+                    self._sources.failed(source, str(error))
             await transfer.stop(self._config.cancel_grace_s)
             raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
         except BaseException:
             await transfer.stop(self._config.cancel_grace_s)
             raise
         transfer.finish()
+        self._sources.succeeded(read_from)
         if not fresh:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
