@@ -16,11 +16,18 @@ class InlineCopier(Copier):
         self._loop = asyncio.get_running_loop()
         self._duration_s = duration_s
         self._free_at_s = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         self._open += 1
+        self._idle.clear()
         self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
         self._loop.call_at(self._free_at_s, self._run, job, on_end)
+
+    async def aclose(self) -> None:
+        """Wait until all copies have ended: there is no thread that would end after them."""
+        await self._idle.wait()
 
     def _run(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         error: BaseException | None = None
@@ -28,4 +35,9 @@ class InlineCopier(Copier):
             job()
         except Exception as problem:  # noqa: BLE001 - handed to who submitted the copy
             error = problem
-        self._loop.call_soon(self._tell, on_end, error)
+        self._loop.call_soon(self._end_copy, on_end, error)
+
+    def _end_copy(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._tell(on_end, error)
+        if not self.busy:
+            self._idle.set()

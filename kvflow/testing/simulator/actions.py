@@ -74,7 +74,31 @@ def reopen(simulation: Simulation) -> None:
     engine = _running(simulation)
     if engine is not None:
         simulation.count("trouble: reopen")
-        simulation.spawn(engine.life, simulation.reopen(engine), f"reopen {engine}")
+        simulation.spawn(engine.life, simulation.reopen(engine, None), f"reopen {engine}")
+
+
+def drain(simulation: Simulation) -> None:
+    """An engine drains before it shuts down and comes back."""
+    engine = _running(simulation)
+    if engine is not None:
+        simulation.count("trouble: drain")
+        simulation.spawn(engine.life, simulation.reopen(engine, _duration_s(simulation)), f"drain {engine}")
+
+
+def forget(simulation: Simulation) -> None:
+    """An engine forgets a peer, in the middle of whatever it does with it."""
+    engine, other = _running(simulation), _running(simulation)
+    if engine is not None and other is not None and other is not engine:
+        simulation.count("trouble: forget")
+        simulation.spawn(engine.life, engine.forget(other), f"forget {other}")
+
+
+def prewarm(simulation: Simulation) -> None:
+    """An engine connects to another before it needs to."""
+    engine, other = _running(simulation), _running(simulation)
+    if engine is not None and other is not None and other is not engine:
+        simulation.count("trouble: prewarm")
+        simulation.spawn(engine.life, engine.prewarm(other), f"prewarm {other}")
 
 
 TROUBLE: Sequence[tuple[int, Callable[[Simulation], None]]] = (
@@ -84,6 +108,9 @@ TROUBLE: Sequence[tuple[int, Callable[[Simulation], None]]] = (
     (2, stall_poller),
     (1, lose_agent),
     (1, reopen),
+    (2, drain),
+    (1, forget),
+    (1, prewarm),
 )
 
 

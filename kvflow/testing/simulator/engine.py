@@ -7,11 +7,13 @@ moment, and goes to the next request that needs one. Every promise that kvflow m
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvflow import PeerAddress
 from kvflow.config import Config
 from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.errors import (
@@ -22,6 +24,7 @@ from kvflow.errors import (
     RequestError,
     RuntimeBroken,
     RuntimeClosed,
+    RuntimeDraining,
 )
 from kvflow.runtime.loading import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
@@ -184,13 +187,8 @@ class Engine:
         """Close all ranks as an engine that shuts down; in a task of its life. Whether the memory may be reused."""
         self.running = False
         limits = self._simulation.settings.limits
-        bound_s = (
-            2 * (limits.drain_timeout_s + limits.seal_hold_s)
-            + limits.cancel_grace_s
-            + limits.transport_close_timeout_s
-            + self._simulation.settings.weather.slow_s
-        ) * _DRIFT
-        with self._simulation.bounded(self, "aclose", bound_s):
+        bound_s = self._drain_bound_s(limits.drain_timeout_s) + limits.goodbye_timeout_s
+        with self._simulation.bounded(self, "aclose", bound_s + limits.transport_close_timeout_s):
             endings = await asyncio.gather(*(rank.runtime.aclose() for rank in self.ranks), return_exceptions=True)
         for ending in endings:
             if isinstance(ending, RuntimeBroken):
@@ -203,6 +201,35 @@ class Engine:
             if not self.host.agent_lost:
                 self._simulation.checks.closed(self, rank.runtime)
         return True
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take no new work and let what is open end; in a task of its life."""
+        with self._simulation.bounded(self, "drain", self._drain_bound_s(deadline_s)):
+            await asyncio.gather(*(rank.runtime.drain(deadline_s) for rank in self.ranks))
+        self._note("drained")
+
+    async def forget(self, other: Engine) -> None:
+        """Forget a peer; in a task of its life."""
+        bound_s = 2 * self._simulation.settings.limits.handshake_timeout_s
+        for rank in list(self.ranks):
+            with self._simulation.bounded(self, "forget_peer", bound_s), contextlib.suppress(RuntimeClosed):
+                await rank.runtime.forget_peer(other.name)
+
+    async def prewarm(self, other: Engine) -> None:
+        """Connect to a peer; in a task of its life."""
+        address = PeerAddress(engine_id=other.name, address=f"{other.host.address}:5600")
+        bound_s = self._simulation.settings.limits.handshake_timeout_s * (1 + other.shape.tp_size)
+        for rank in list(self.ranks):
+            with (
+                self._simulation.bounded(self, "prewarm", bound_s),
+                contextlib.suppress(RuntimeClosed, RuntimeDraining, RuntimeBroken),
+            ):
+                await rank.runtime.prewarm([address])
+
+    def _drain_bound_s(self, deadline_s: float) -> float:
+        limits = self._simulation.settings.limits
+        ending_s = limits.seal_hold_s * _DRIFT + limits.cancel_grace_s + limits.drain_timeout_s
+        return max(deadline_s + ending_s, limits.goodbye_timeout_s) + self._simulation.copy_bound_s
 
     def renew(self) -> None:
         """Make a new life for a process that starts after one that has ended."""
@@ -417,9 +444,9 @@ class Engine:
 
     def _judge_refusal(self, request_id: str, error: KVFlowError) -> None:
         """Whether an engine that did everything right may get this error."""
-        expected = isinstance(error, LoadError | PeerError | RuntimeClosed | RuntimeBroken)
+        expected = isinstance(error, LoadError | PeerError | RuntimeClosed | RuntimeDraining)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
-            expected = "host_buffer_bytes_max" in str(error)
+            expected = "host_buffer_bytes_max" in str(error) or "peers_max" in str(error)
         if isinstance(error, RuntimeBroken):
             expected = self.host.agent_lost
         if not expected:

@@ -72,6 +72,8 @@ class Network:
         self._flights: dict[Flight, None] = {}
         self._cut: dict[frozenset[str], None] = {}
         self._stalled: list[Flight] = []
+        self._ended: asyncio.Future[None] = loop.create_future()
+        """Of the next flight."""
         self._context = copy_context()
 
     # --- hosts
@@ -152,9 +154,11 @@ class Network:
         self._flights[flight] = None
         self._next(flight)
 
-    def under_way(self, reader: InprocTransport) -> bool:
-        """Whether bytes may still land for a reader."""
-        return any(flight.reader is reader for flight in self._flights)
+    async def landed(self, reader: InprocTransport) -> None:
+        """Wait until no byte can land for a reader any more."""
+        while any(flight.reader is reader for flight in self._flights):
+            self._ended = self.loop.create_future()
+            await asyncio.shield(self._ended)
 
     def _next(self, flight: Flight) -> None:
         self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
@@ -163,7 +167,7 @@ class Network:
         """The next portion of a flight, or its end."""
         reader, target = flight.reader, flight.target
         if flight.lives[0].state is LifeState.DEAD:
-            self._flights.pop(flight)
+            self._forget(flight)
         elif not self.linked(*flight.hosts):
             self._stalled.append(flight)
         elif self.agents.agents.get(target.name) is not target:
@@ -181,9 +185,14 @@ class Network:
             self._end(flight, None)
 
     def _end(self, flight: Flight, error: TransportError | None) -> None:
-        self._flights.pop(flight)
+        self._forget(flight)
         self.note("read", flight.reader.name, flight.target.name, flight.read.size_bytes, str(error or "landed"))
         flight.reader.end(flight.read, error)
+
+    def _forget(self, flight: Flight) -> None:
+        self._flights.pop(flight)
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     def _tear(self, rows: list[Row]) -> deque[list[Row]]:
         """The rows in any order, some of them cut in two, in up to three portions."""
@@ -244,7 +253,4 @@ class _Carrier:
         self._network.wake(self._host, callback)
 
     async def landed(self, reader: InprocTransport) -> None:
-        while self._network.under_way(reader):
-            tick: asyncio.Future[None] = self._network.loop.create_future()
-            self._network.loop.call_later(0.01, tick.set_result, None)
-            await tick
+        await self._network.landed(reader)

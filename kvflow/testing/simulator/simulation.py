@@ -29,6 +29,7 @@ from kvflow.transport.inproc import Row
 _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
+_ROUNDS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +287,10 @@ class Simulation:
         engine.crash()
         self.network.later(down_s, self.restart, engine)
 
-    async def reopen(self, engine: Engine) -> None:
+    async def reopen(self, engine: Engine, drain_s: float | None) -> None:
         """In an engine: shut down, and let the next process begin. Memory that may still be written dies with it."""
+        if drain_s is not None:
+            await engine.drain(drain_s)
         closed = await engine.close()
         life = engine.life
 
@@ -334,16 +337,17 @@ class Simulation:
             engine.host.life.bury()
             for life, _ in engine.graves:
                 life.bury()
-        tasks = self.loop.tasks()
-        for task in tasks:
-            task.cancel()
-        if not tasks:
-            return
-        ends = asyncio.gather(*tasks, return_exceptions=True)
-        stop = self.loop.call_later(_SETTLE_S, ends.cancel)
-        with contextlib.suppress(Deadlock, asyncio.CancelledError):
-            self.loop.run_until_complete(ends)
-        stop.cancel()
+        for _ in range(_ROUNDS_MAX):  # what ends may begin something
+            tasks = self.loop.tasks()
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            ends = asyncio.gather(*tasks, return_exceptions=True)
+            stop = self.loop.call_later(_SETTLE_S, ends.cancel)
+            with contextlib.suppress(Deadlock, asyncio.CancelledError):
+                self.loop.run_until_complete(ends)
+            stop.cancel()
 
     def result(self) -> Result:
         return Result(
