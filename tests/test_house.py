@@ -38,6 +38,7 @@ LOOKING_AGAIN = {
 
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
+    "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -185,3 +186,26 @@ def trace(
         raise typer.Exit(code=1) from error
     out.write_text(json.dumps(timeline(lines)))
     notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; each is one run of several engines.")] = 500,
+    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the seeds.")] = 1,
+    failures: Annotated[int, typer.Option(min=1, help="Stop after so many seeds have failed.")] = 5,
+) -> None:
+    """Run kvflow's engines in virtual time under random faults, and check every promise after every step.
+
+    A seed that fails is printed with the command that replays it; then the exit code is 1.
+    """
+    from kvflow.cli.simulate import print_failure, print_summary, run_all
+
+    console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    begun_s = time.monotonic()
+    summary = run_all(start, seeds, jobs, failures_max=failures, notes=notes)
+    for result in summary.failed:
+        print_failure(result, console)
+    print_summary(summary, time.monotonic() - begun_s, console)
+    if summary.failed:
+        raise typer.Exit(code=1)

@@ -185,9 +185,9 @@ class Loader:
         self._clock = clock
         self._places = Budget((config.loads_max,), (config.loads_max,))
         self._reads = Budget(*_read_limits(config))
+        self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
+        self._unsafe: dict[Transfer, None] = {}
         self._observers = observers
-        self._loads: set[_Load] = set()
-        self._unsafe: set[Transfer] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = False
@@ -231,7 +231,7 @@ class Loader:
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
-        self._loads.add(load)
+        self._loads[load] = None
         self._quiet.clear()
         try:
             report = await self._run(load)
@@ -245,7 +245,7 @@ class Loader:
             self._record(load, type(error).__name__, str(error))
             raise
         finally:
-            self._loads.discard(load)
+            self._loads.pop(load, None)
             self._renewals.forget(load)
             self._note_quiet()
         self._succeeded += 1
@@ -261,6 +261,11 @@ class Loader:
         for load in self._loads:
             if not load.timeout.expired():  # else it is ending already
                 load.timeout.reschedule(now_s)
+
+    def all_stopped(self) -> None:
+        """The transport was closed in good order, so no byte can land any more: nothing stays quarantined."""
+        for transfer in list(self._unsafe):
+            transfer.all_stopped()
 
     async def drained(self) -> None:
         """Wait until no load is under way and no block is quarantined."""
@@ -418,7 +423,7 @@ class Loader:
                 self._seals.give_back(index)
             self._places.give_back(place)
             if transfer is not None:
-                self._unsafe.discard(transfer)
+                self._unsafe.pop(transfer, None)
                 for source in sources:
                     source.connection.release()
                 self._note_quiet()
@@ -441,7 +446,7 @@ class Loader:
             raise
         for source in sources:
             source.connection.hold()
-        self._unsafe.add(transfer)
+        self._unsafe[transfer] = None
         load.transfers.append(transfer)
         return transfer, taken
 

@@ -97,7 +97,7 @@ class Runtime:
         self._registering = False
         self._cache: RegisteredCache | None = None
         self._early_notifications = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
         self._supervisor: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -279,7 +279,7 @@ class Runtime:
                 self._spawn(self._listener.serve(), name="kvflow-listener")
                 started.set()
                 await self._stop.wait()
-                for task in self._tasks:
+                for task in list(self._tasks):
                     task.cancel()
         except* Exception as problems:  # noqa: BLE001 - whatever killed a service, everybody gets to know
             self._break(problems.exceptions[0])
@@ -289,8 +289,8 @@ class Runtime:
             body.close()
             raise RuntimeClosed("the runtime is closing")
         task = self._group.create_task(body, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     def _break(self, cause: BaseException) -> None:
@@ -316,6 +316,8 @@ class Runtime:
                 await self._transport.aclose(self._config.transport_close_timeout_s)
             except TransportError as error:
                 raise RuntimeBroken(f"closing {self._config.engine_id!r}: {error}") from error
+            if self._cache and self._cause is None:
+                self._cache.loader.all_stopped()
         finally:
             await self._copier.aclose()
             self._listener.close()
