@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paged_engine.weights import REQUIRED_MODULES, MissingPackageError, require_modules
 
-SERVER_MODULES = ("fastapi", "uvicorn", "httpx", "prometheus_client", *REQUIRED_MODULES)
+SERVER_MODULES = ("fastapi", "uvicorn", "aiohttp", "prometheus_client", *REQUIRED_MODULES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import httpx
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -26,12 +25,12 @@ from starlette.exceptions import HTTPException
 
 from openai_server.dialects import Chat, Completions, Dialect
 from openai_server.failures import STATUS
-from openai_server.http_server import CLIENT_KEEP_ALIVE_S, serve_http
+from openai_server.http_server import serve_http
 from openai_server.messages import Failure, FailureKind
 from openai_server.metrics import RouterMetrics, add_metrics
 from openai_server.responses import ClientGoneError, LiveStream, unless_gone
 from openai_server.rotation import Rotation, Worker
-from openai_server.router import CONNECT_TIMEOUT_S, AttemptError, Prompt, Router, Stream
+from openai_server.router import AttemptError, Prompt, Router, Stream, open_client
 from openai_server.shapes import (
     ChatRequest,
     CompletionRequest,
@@ -209,7 +208,9 @@ def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
         metrics.request_ended(FailureKind.INVALID)
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"][1:])) or None
-        message = f"{param}: {first['msg']}" if param else first["msg"]
+        unknown = first["type"] == "extra_forbidden"
+        why = "this server does not support it" if unknown else first["msg"].removeprefix("Value error, ")
+        message = f"{param}: {why}" if param else why
         return _json(ErrorReply(error=ErrorBody(message=message, type="invalid_request_error", param=param)), 400)
 
     @app.exception_handler(HTTPException)
@@ -244,10 +245,7 @@ async def run_router(
     rotations = {role: _rotation(role, workers) for role, workers in (("prefill", prefill), ("decode", decode))}
     for role, rotation in rotations.items():
         metrics.watch_workers(role, partial(_up_count, rotation))
-    # The deadline of each request bounds its reads.
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    limits = httpx.Limits(max_connections=None, keepalive_expiry=CLIENT_KEEP_ALIVE_S)
-    async with httpx.AsyncClient(timeout=timeout, limits=limits) as client, asyncio.TaskGroup() as group:
+    async with open_client() as client, asyncio.TaskGroup() as group:
         router = Router(prefill=rotations["prefill"], decode=rotations["decode"], client=client, metrics=metrics)
         watch = group.create_task(router.watch(), name="watch")
         front = Front(router=router, tokenizer=ChatTokenizer(checkpoint), metrics=metrics, deadline_s=deadline_s)

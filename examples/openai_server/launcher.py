@@ -1,7 +1,7 @@
 """All processes of the service: workers and router, each a command of its own, started again when they die.
 
-This stands for what a process manager does in a real deployment. It loads neither torch nor the model itself. The
-processes end with the launcher, even if that is killed.
+This stands for what a process manager does in a real deployment. The processes end with the launcher, even if that is
+killed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 
 COMMAND = Path(__file__).with_name("__main__.py")
 START_TIMEOUT_S = 180.0
@@ -126,11 +127,11 @@ def _commands(service: Service, settings: ServiceSettings, checkpoint: Path) -> 
     commands = {}
     for role, workers in (("prefill", service.prefill), ("decode", service.decode)):
         for name, url in workers.items():
-            parts = httpx.URL(url)
-            commands[name] = [role, "--name", name, "--host", parts.host, "--port", str(parts.port), *model]
-    router = httpx.URL(service.url)
+            parts = urlsplit(url)
+            commands[name] = [role, "--name", name, "--host", str(parts.hostname), "--port", str(parts.port), *model]
+    router = urlsplit(service.url)
     commands["router"] = [
-        *("router", "--host", router.host, "--port", str(router.port), *model),
+        *("router", "--host", str(router.hostname), "--port", str(router.port), *model),
         *("--deadline-s", str(settings.deadline_s)),
         *("--prefill", *(f"{name}={url}" for name, url in service.prefill.items())),
         *("--decode", *(f"{name}={url}" for name, url in service.decode.items())),
@@ -178,19 +179,19 @@ async def _end(process: Process) -> None:
 async def _ready(service: Service) -> None:
     """Wait until the router has found all workers."""
     try:
-        async with asyncio.timeout(START_TIMEOUT_S), httpx.AsyncClient() as client:
-            while not await _healthy(client, service.url):
+        async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as client:
+            while not await _healthy(client, service.url):  # noqa: ASYNC110 - another process is waited for
                 await asyncio.sleep(START_POLL_S)
     except TimeoutError:
         raise StartError(f"{service.url}: not all workers were up within {START_TIMEOUT_S} s") from None
 
 
-async def _healthy(client: httpx.AsyncClient, url: str) -> bool:
+async def _healthy(client: aiohttp.ClientSession, url: str) -> bool:
     try:
-        response = await client.get(f"{url}/health")
-    except httpx.TransportError:
+        async with client.get(f"{url}/health") as response:
+            return (await response.json())["status"] == "ok"
+    except aiohttp.ClientError:
         return False
-    return response.status_code == httpx.codes.OK and response.json()["status"] == "ok"
 
 
 def _exit_text(status: int) -> str:

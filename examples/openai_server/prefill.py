@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from paged_engine import Engine
 
 import kvflow
@@ -88,9 +88,11 @@ class PrefillWorker:
 def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
     """Add the prefill worker's own endpoints."""
 
-    @app.post("/prefill")
-    async def prefill(body: PrefillRequest, request: Request) -> PrefillReply:
-        return await unless_gone(request, worker.prefill(body))
+    @app.post("/prefill", response_model=None)
+    async def prefill(body: PrefillRequest, request: Request) -> Response:
+        reply = await unless_gone(request, worker.prefill(body))
+        # Written by itself: FastAPI would check our own reply once more, between prefill and decode.
+        return Response(reply.model_dump_json(), media_type="application/json")
 
     @app.delete("/prefill/{request_id}", status_code=204)
     async def release(request_id: str) -> None:

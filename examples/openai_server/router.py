@@ -13,12 +13,14 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TypeVar
 
-import httpx
+import aiohttp
 from pydantic import ValidationError
 
 from openai_server.failures import STATUS
+from openai_server.http_server import CLIENT_KEEP_ALIVE_S
 from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Rotation, Worker
@@ -27,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-CONNECT_TIMEOUT_S = 2.0
-PROBE_TIMEOUT_S = 5.0
+# The deadline of each request bounds its reads.
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 PROBE_TICK_S = 0.1
-RELEASE_TIMEOUT_S = 2.0
 
 
 class AttemptError(Exception):
@@ -40,6 +43,15 @@ class AttemptError(Exception):
         super().__init__(failure.message)
         self.failure = failure
         self.worker = worker
+
+
+def open_client() -> aiohttp.ClientSession:
+    """Connections to workers, as many as there are requests; idle ones are kept for the next."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
+        headers={"Content-Type": "application/json"},
+        timeout=REQUEST_TIMEOUT,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -58,11 +70,11 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Router:
-    """Knows all workers; `client` must have no timeout for reads, the deadline is the bound."""
+    """Knows all workers, and asks them through `client` (see `open_client`)."""
 
     prefill: Rotation
     decode: Rotation
-    client: httpx.AsyncClient
+    client: aiohttp.ClientSession
     metrics: RouterMetrics
     attempts_max: int = 3
     _releases: set[asyncio.Task[None]] = field(default_factory=set)
@@ -149,10 +161,11 @@ class Router:
             deadline_s=prompt.remaining_s,
         )
         with self._losses(self.prefill, worker):
-            response = await self.client.post(f"{worker.url}/prefill", content=request.model_dump_json())
-        if response.status_code != httpx.codes.OK:
-            raise AttemptError(_failure_in(response, worker), worker)
-        return PrefillReply.model_validate_json(response.content)
+            async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:
+                body = await response.read()
+        if response.status != HTTPStatus.OK:
+            raise AttemptError(_failure_in(response, body, worker), worker)
+        return PrefillReply.model_validate_json(body)
 
     @asynccontextmanager
     async def _decoding(
@@ -160,12 +173,9 @@ class Router:
     ) -> AsyncIterator[AsyncIterator[Step]]:
         """The steps after the first one; entering it waits until the blocks have been loaded."""
         with self._losses(self.decode, decode):
-            async with self.client.stream(
-                "POST", f"{decode.url}/decode", content=request.model_dump_json()
-            ) as response:
-                if response.status_code != httpx.codes.OK:
-                    await response.aread()
-                    failure = _failure_in(response, decode)
+            async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
+                if response.status != HTTPStatus.OK:
+                    failure = _failure_in(response, await response.read(), decode)
                     again = failure.kind is FailureKind.PREFILL_AGAIN
                     raise AttemptError(failure, prefill if again else decode)
                 yield _steps_in(response, decode)
@@ -175,7 +185,7 @@ class Router:
         """A connection that fails means that the worker is lost."""
         try:
             yield
-        except httpx.TransportError as error:
+        except aiohttp.ClientError as error:
             rotation.lost(worker, asyncio.get_running_loop().time())
             message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()
             raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
@@ -184,8 +194,9 @@ class Router:
         """Tell a prefill worker that nobody is going to load; if it cannot be told the lease runs out by itself."""
 
         async def release() -> None:
-            with suppress(httpx.HTTPError):
-                await self.client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT_S)
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with self.client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT):
+                    pass
 
         task = asyncio.create_task(release(), name=f"release {request_id}")
         self._releases.add(task)
@@ -210,10 +221,10 @@ class Router:
 
     async def _probe(self, worker: Worker) -> bool:
         try:
-            response = await self.client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT_S)
-        except httpx.HTTPError:
+            async with self.client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT) as response:
+                return response.status == HTTPStatus.OK
+        except (aiohttp.ClientError, TimeoutError):
             return False
-        return response.status_code == httpx.codes.OK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,9 +257,9 @@ async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:
         raise AttemptError(failure) from None
 
 
-async def _steps_in(response: httpx.Response, worker: Worker) -> AsyncIterator[Step]:
+async def _steps_in(response: aiohttp.ClientResponse, worker: Worker) -> AsyncIterator[Step]:
     """The steps of a decode worker's answer, up to the last one."""
-    async for line in response.aiter_lines():
+    async for line in response.content:
         step = Step.model_validate_json(line)
         yield step
         if step.finish_reason is not None:
@@ -256,10 +267,10 @@ async def _steps_in(response: httpx.Response, worker: Worker) -> AsyncIterator[S
     raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} ended its answer early"), worker)
 
 
-def _failure_in(response: httpx.Response, worker: Worker) -> Failure:
+def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> Failure:
     """What a worker says of a failure; if it says nothing that we know, it failed."""
     try:
-        failure = Failure.model_validate_json(response.content)
+        failure = Failure.model_validate_json(body)
     except ValidationError:
-        return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status_code}")
+        return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status}")
     return Failure(kind=failure.kind, message=f"{worker.name}: {failure.message}")

@@ -9,14 +9,21 @@ from __future__ import annotations
 import time
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from openai_server.messages import FinishReason
 
 DEFAULT_CHAT_TOKENS = 128
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI has it
 
-Greedy: TypeAlias = Annotated[float, Field(ge=0, le=0, description="the engine is greedy")]
+
+def _zero(temperature: float | None) -> float | None:
+    if temperature:
+        raise ValueError("this server's engine is greedy, so only 0 is possible")
+    return temperature
+
+
+Temperature: TypeAlias = Annotated[float | None, AfterValidator(_zero)]
 
 
 class StreamOptions(BaseModel):
@@ -34,7 +41,7 @@ class GenerationRequest(BaseModel):
     max_tokens: int | None = Field(default=None, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: Greedy | None = None
+    temperature: Temperature = None
     n: Literal[1] | None = None
     deadline_s: float | None = Field(default=None, gt=0)
     """Not OpenAI's: how long the whole answer may take; `extra_body={"deadline_s": 5}` in the openai client."""

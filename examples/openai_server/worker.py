@@ -28,6 +28,11 @@ from openai_server.messages import WorkerHealth
 from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.responses import ClientGoneError
 
+BLOCK_SIZE = 16
+# Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
+CACHE_TOKENS = 4096
+BATCH_SIZE = 8
+
 StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -40,10 +45,6 @@ class WorkerSettings:
     host: str
     port: int
     checkpoint: Path
-    block_size: int = 16
-    cache_tokens: int = 4096
-    """Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token."""
-    batch_size: int = 8
 
 
 def open_engine(settings: WorkerSettings) -> Engine:
@@ -51,9 +52,9 @@ def open_engine(settings: WorkerSettings) -> Engine:
     torch.set_num_threads(1)
     return Engine(
         load_model(settings.checkpoint),
-        block_count=blocks_for(settings.cache_tokens, settings.block_size),
-        block_size=settings.block_size,
-        batch_size=settings.batch_size,
+        block_count=blocks_for(CACHE_TOKENS, BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        batch_size=BATCH_SIZE,
         # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
         shuffle_seed=settings.name,
     )
