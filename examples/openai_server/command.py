@@ -11,8 +11,12 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from paged_engine.weights import REQUIRED_MODULES, MissingPackageError, require_modules
+
+if TYPE_CHECKING:
+    from openai_server.launcher import ServiceSettings
 
 SERVER_MODULES = ("fastapi", "uvicorn", "aiohttp", "prometheus_client", *REQUIRED_MODULES)
 
@@ -106,7 +110,7 @@ def _measure(options: argparse.Namespace) -> int:
     return asyncio.run(run_measurement(_service_settings(options), options.requests))
 
 
-def _service_settings(options: argparse.Namespace):
+def _service_settings(options: argparse.Namespace) -> ServiceSettings:
     from openai_server.launcher import ServiceSettings
 
     return ServiceSettings(
@@ -164,4 +168,5 @@ def _unpack(options: argparse.Namespace) -> None:
 
 
 def _set_up_logging(name: str) -> None:
-    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {name} %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s {name}: %(message)s")
+    logging.getLogger("openai_server").setLevel(logging.INFO)

@@ -81,12 +81,8 @@ class DecodeWorker:
                 async for token in tokens:
                     count += 1
                     self._metrics.tokens.inc()
-                    steps.put_nowait(self._step(token, last=count == request.max_tokens))
-
-    def _step(self, token: int, *, last: bool) -> Step:
-        if token == self._engine.eos_token_id:
-            return Step(token=token, finish_reason="stop")
-        return Step(token=token, finish_reason="length" if last else None)
+                    last = count == request.max_tokens
+                    steps.put_nowait(Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
 
     def _observe_overhead(self, request: DecodeRequest, report: kvflow.LoadReport) -> None:
         """What passed between the prefill worker's reply and now, when the first step is asked for, but the bytes."""

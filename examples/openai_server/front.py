@@ -107,13 +107,13 @@ class Front:
         try:
             async for answer in self._answers(stream, dialect, include_usage=include_usage):
                 yield _event(answer.model_dump_json())
+            yield _event("[DONE]")
             outcome = "ok"
         except AttemptError as error:
             outcome = error.failure.kind
             yield _event(_error_of(error.failure).model_dump_json())
         finally:
             self.metrics.request_ended(outcome)
-        yield _event("[DONE]")
 
     async def _answers(self, stream: Stream, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[BaseModel]:
         """The pieces of an answer. A token that ends in the middle of a character gives no piece of its own."""
@@ -246,11 +246,14 @@ async def run_router(
     for role, rotation in rotations.items():
         metrics.watch_workers(role, partial(_up_count, rotation))
     async with open_client() as client, asyncio.TaskGroup() as group:
-        router = Router(prefill=rotations["prefill"], decode=rotations["decode"], client=client, metrics=metrics)
-        watch = group.create_task(router.watch(), name="watch")
+        router = Router(
+            prefill=rotations["prefill"], decode=rotations["decode"], client=client, tasks=group, metrics=metrics
+        )
+        watching = router.watch()
         front = Front(router=router, tokenizer=ChatTokenizer(checkpoint), metrics=metrics, deadline_s=deadline_s)
         await serve_http(front_app(front), host, port)
-        watch.cancel()
+        for task in watching:
+            task.cancel()
 
 
 def _rotation(role: str, workers: Mapping[str, str]) -> Rotation:

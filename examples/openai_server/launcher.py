@@ -189,7 +189,7 @@ async def _ready(service: Service) -> None:
 async def _healthy(client: aiohttp.ClientSession, url: str) -> bool:
     try:
         async with client.get(f"{url}/health") as response:
-            return (await response.json())["status"] == "ok"
+            return bool((await response.json())["status"] == "ok")
     except aiohttp.ClientError:
         return False
 

@@ -50,6 +50,11 @@ class Step(Message):
     token: int
     finish_reason: FinishReason | None = None
 
+    @classmethod
+    def of(cls, token: int, *, eos_token_id: int, last: bool) -> Self:
+        """An answer ends with the end-of-text token, or with the last token that was asked for."""
+        return cls(token=token, finish_reason="stop" if token == eos_token_id else "length" if last else None)
+
 
 class PrefillRequest(Message):
     """Compute the prompt."""

@@ -51,9 +51,9 @@ class PrefillWorker:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
             token = await self._engine.prefill(request.prompt, block_ids)
             self._metrics.tokens.inc(len(request.prompt))
-            if token == self._engine.eos_token_id or request.max_tokens == 1:
-                reason = "stop" if token == self._engine.eos_token_id else "length"
-                return PrefillReply(step=Step(token=token, finish_reason=reason), ticket=None, replied_at=Instant.now())
+            step = Step.of(token, eos_token_id=self._engine.eos_token_id, last=request.max_tokens == 1)
+            if step.finish_reason is not None:
+                return PrefillReply(step=step, ticket=None, replied_at=Instant.now())
             lease = self._runtime.serve_blocks(
                 kvflow.ServeRequest(
                     request.request_id,
@@ -62,8 +62,9 @@ class PrefillWorker:
                     ttl_s=request.deadline_s,
                 )
             )
+            self._leases[request.request_id] = lease
             self._start_task(self._hold(lease, blocks.pop_all()), f"lease {request.request_id}")
-        return PrefillReply(step=Step(token=token), ticket=lease.ticket.to_params(), replied_at=Instant.now())
+        return PrefillReply(step=step, ticket=lease.ticket.to_params(), replied_at=Instant.now())
 
     def release(self, request_id: str) -> None:
         """Nobody is going to load these blocks. No effect if the lease has ended, or never was."""
@@ -74,7 +75,6 @@ class PrefillWorker:
     async def _hold(self, lease: kvflow.Lease, blocks: AsyncExitStack) -> None:
         """Keep the blocks reserved until the lease has ended, and no reader can take them for good any more."""
         async with blocks:
-            self._leases[lease.request_id] = lease
             try:
                 await lease
             finally:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TypeVar
 
@@ -75,9 +75,10 @@ class Router:
     prefill: Rotation
     decode: Rotation
     client: aiohttp.ClientSession
+    tasks: asyncio.TaskGroup
+    """Where releases and the watch run."""
     metrics: RouterMetrics
     attempts_max: int = 3
-    _releases: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def whole(self, prompt: Prompt) -> list[Step]:
         """The whole answer. Raises AttemptError."""
@@ -186,6 +187,8 @@ class Router:
         try:
             yield
         except aiohttp.ClientError as error:
+            if worker.up:
+                logger.info("%s is down: a request has lost it", worker.name)
             rotation.lost(worker, asyncio.get_running_loop().time())
             message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()
             raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
@@ -198,16 +201,15 @@ class Router:
                 async with self.client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT):
                     pass
 
-        task = asyncio.create_task(release(), name=f"release {request_id}")
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+        self.tasks.create_task(release(), name=f"release {request_id}")
 
-    async def watch(self) -> None:
-        """Probe all workers, until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for rotation in (self.prefill, self.decode):
-                for worker in rotation.workers:
-                    group.create_task(self._watch(rotation, worker), name=f"watch {worker.name}")
+    def watch(self) -> list[asyncio.Task[None]]:
+        """Probe all workers, until these tasks are cancelled."""
+        return [
+            self.tasks.create_task(self._watch(rotation, worker), name=f"watch {worker.name}")
+            for rotation in (self.prefill, self.decode)
+            for worker in rotation.workers
+        ]
 
     async def _watch(self, rotation: Rotation, worker: Worker) -> None:
         loop = asyncio.get_running_loop()
@@ -216,7 +218,7 @@ class Router:
                 was_up, healthy = worker.up, await self._probe(worker)
                 rotation.probed(worker, loop.time(), healthy=healthy)
                 if healthy is not was_up:
-                    logger.warning("%s is %s", worker.name, "up" if healthy else "down")
+                    logger.info("%s is %s", worker.name, "up" if healthy else "down: it does not answer")
             await asyncio.sleep(PROBE_TICK_S)
 
     async def _probe(self, worker: Worker) -> bool:

@@ -25,9 +25,10 @@ class ChatTokenizer:
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A conversation of messages with role and content in the chat template, ready for the next answer."""
-        return self.encode_text(
-            self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
         )
+        return self.encode_text(str(text))
 
     def encode_text(self, text: str) -> list[int]:
         """The text as it is."""
