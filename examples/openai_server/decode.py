@@ -130,7 +130,7 @@ def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:
 async def run_decode(settings: WorkerSettings) -> None:
     """The whole life of a decode worker."""
     async with (
-        open_engine(settings) as engine,
+        open_engine(settings.name, settings.checkpoint) as engine,
         open_runtime(settings, engine) as runtime,
         background_tasks() as start_task,
     ):

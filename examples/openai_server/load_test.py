@@ -14,7 +14,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -67,6 +67,21 @@ class Tally:
         return self.right + len(self.wrong) + self.failed.total() + len(self.unclear)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadResult:
+    """What came of it."""
+
+    tally: Tally
+    killed: str
+    took_s: float
+    recovered_s: float | None
+    """How long after the last answer all workers were up and all blocks free; None if that took too long."""
+
+    @property
+    def good(self) -> bool:
+        return not self.tally.wrong and not self.tally.unclear and self.recovered_s is not None
+
+
 async def run_load_test(service_settings: ServiceSettings, load: LoadSettings) -> int:
     """The whole test; 0 if nothing was wrong."""
     console = Console()
@@ -75,23 +90,22 @@ async def run_load_test(service_settings: ServiceSettings, load: LoadSettings) -
         right = await answers_alone(checkpoint, ALL_QUESTIONS, load.tokens)
         console.print(f"starting {service_settings.prefill} prefill and {service_settings.decode} decode workers")
         async with start_service(replace(service_settings, checkpoint=checkpoint)) as service:
-            tally, began_s = Tally(), time.monotonic()
-            clients = asyncio.gather(*(_client(service, load, index, right, tally) for index in range(load.clients)))
-            killed = await _kill_in_the_middle(service, load, tally)
-            await clients
-            took_s = time.monotonic() - began_s
-            recovered_s = await _recovered(service)
+            result = await put_load(service, load, right)
             retries = await _samples(service.url, "openai_server_retries_total")
-            _print_report(console, load, tally, took_s=took_s)
-            console.print(f"killed: {killed}; the router tried again {sum(retries.values()):.0f} times")
-            console.print(
-                f"all workers up and all blocks free {recovered_s:.1f} s later"
-                if recovered_s is not None
-                else f"[red]after {RECOVERY_TIMEOUT_S} s workers are down, or blocks are not free[/]"
-            )
-    good = not tally.wrong and not tally.unclear and recovered_s is not None
-    console.print("[green]no wrong answer, every error is clear[/]" if good else "[red]not as it should be[/]")
-    return 0 if good else 1
+    _print_report(console, load, result)
+    console.print(f"killed: {result.killed}; the router tried again {sum(retries.values()):.0f} times")
+    return 0 if result.good else 1
+
+
+async def put_load(service: Service, load: LoadSettings, right: Mapping[Question, str]) -> LoadResult:
+    """Have all clients ask, kill a worker in the middle, and wait until the service is whole and idle again."""
+    tally, began_s = Tally(), time.monotonic()
+    async with asyncio.TaskGroup() as clients:
+        for index in range(load.clients):
+            clients.create_task(_client(service, load, index, right, tally), name=f"client {index}")
+        killed = await _kill_in_the_middle(service, load, tally)
+    took_s = time.monotonic() - began_s
+    return LoadResult(tally=tally, killed=killed, took_s=took_s, recovered_s=await _recovered(service))
 
 
 async def run_measurement(service_settings: ServiceSettings, requests: int) -> int:
@@ -123,11 +137,14 @@ async def _checkpoint(settings: ServiceSettings) -> AsyncIterator[Path]:
         yield Path(directory)
 
 
-async def _client(service: Service, load: LoadSettings, index: int, right: dict[Question, str], tally: Tally) -> None:
+async def _client(
+    service: Service, load: LoadSettings, index: int, right: Mapping[Question, str], tally: Tally
+) -> None:
     """One client: its requests one after the other, every second one streamed."""
+    questions = list(right)
     async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for number in range(index, index + load.requests):
-            question = ALL_QUESTIONS[(number * 7) % len(ALL_QUESTIONS)]
+            question = questions[(number * 7) % len(questions)]
             await _ask(client, question, load.tokens, right[question], tally, stream=number % 2 == 0)
 
 
@@ -261,18 +278,22 @@ def quantile(counts: Counter[float], fraction: float) -> float:
     raise ValueError("an empty histogram has no quantiles")
 
 
-def _print_report(console: Console, load: LoadSettings, tally: Tally, *, took_s: float) -> None:
+def _print_report(console: Console, load: LoadSettings, result: LoadResult) -> None:
+    tally = result.tally
     table = Table(title=f"{load.clients} clients, {load.clients * load.requests} requests", show_header=False)
     table.add_row("right answers", str(tally.right))
     table.add_row("wrong answers", str(len(tally.wrong)))
     for code, count in sorted(tally.failed.items()):
         table.add_row(f"failed: {code}", str(count))
     table.add_row("unclear errors", str(len(tally.unclear)))
-    table.add_row("time", f"{took_s:.1f} s, {tally.right * load.tokens / took_s:.0f} tokens/s")
+    table.add_row("time", f"{result.took_s:.1f} s, {tally.right * load.tokens / result.took_s:.0f} tokens/s")
     if tally.seconds:
         table.add_row("request, p50", f"{median(tally.seconds):.2f} s")
     if tally.first_token_s:
         table.add_row("first token, p50", f"{median(tally.first_token_s):.2f} s")
+    back = "not in time" if result.recovered_s is None else f"{result.recovered_s:.1f} s after the last answer"
+    table.add_row("all workers up, all blocks free", back)
+    table.add_row("verdict", "[green]good[/]" if result.good else "[red]not as it should be[/]")
     console.print(table)
     for problem in [*tally.wrong, *tally.unclear][:10]:
         console.print(problem, style="red", markup=False)

@@ -104,7 +104,7 @@ def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
 async def run_prefill(settings: WorkerSettings) -> None:
     """The whole life of a prefill worker."""
     async with (
-        open_engine(settings) as engine,
+        open_engine(settings.name, settings.checkpoint) as engine,
         open_runtime(settings, engine) as runtime,
         background_tasks() as start_task,
     ):

@@ -47,16 +47,17 @@ class WorkerSettings:
     checkpoint: Path
 
 
-def open_engine(settings: WorkerSettings) -> Engine:
+def open_engine(name: str, checkpoint: Path) -> Engine:
+    """An engine; torch takes one thread for all engines of this process."""
     # All workers share the machine's cores, and one thread gives the same sums everywhere.
     torch.set_num_threads(1)
     return Engine(
-        load_model(settings.checkpoint),
+        load_model(checkpoint),
         block_count=blocks_for(CACHE_TOKENS, BLOCK_SIZE),
         block_size=BLOCK_SIZE,
         batch_size=BATCH_SIZE,
         # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
-        shuffle_seed=settings.name,
+        shuffle_seed=name,
     )
 
 

@@ -8,12 +8,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from paged_engine import Engine, blocks_for
 from paged_engine.tokenizer import ChatTokenizer, TextStream
-from paged_engine.weights import load_model
 
-from openai_server.worker import BATCH_SIZE, BLOCK_SIZE, CACHE_TOKENS
+from openai_server.worker import open_engine
 
 BEGINNINGS = (
     "The capital of France is",
@@ -56,20 +53,21 @@ ALL_QUESTIONS = tuple(
 )
 
 
-async def answers_alone(checkpoint: Path, questions: Sequence[Question], tokens: int) -> dict[Question, str]:
-    """The answer to each question, from an engine in this process."""
-    torch.set_num_threads(1)  # as workers do: one thread gives the same sums everywhere
+async def tokens_alone(checkpoint: Path, questions: Sequence[Question], max_tokens: int) -> dict[Question, list[int]]:
+    """The tokens of the answer to each question, from one engine in this process; it takes one thread."""
     tokenizer = ChatTokenizer(checkpoint)
-    async with Engine(
-        load_model(checkpoint),
-        block_count=blocks_for(CACHE_TOKENS, BLOCK_SIZE),
-        block_size=BLOCK_SIZE,
-        batch_size=BATCH_SIZE,
-    ) as engine:
+    async with open_engine("alone", checkpoint) as engine:
 
-        async def answer(question: Question) -> str:
+        async def answer(question: Question) -> list[int]:
             encode = tokenizer.encode_chat if question.chat else tokenizer.encode_text
-            async with aclosing(engine.generate(encode(question.text), max_tokens=tokens)) as generated:
-                return TextStream(tokenizer, [token async for token in generated]).text
+            async with aclosing(engine.generate(encode(question.text), max_tokens=max_tokens)) as generated:
+                return [token async for token in generated]
 
         return dict(zip(questions, await asyncio.gather(*map(answer, questions)), strict=True))
+
+
+async def answers_alone(checkpoint: Path, questions: Sequence[Question], max_tokens: int) -> dict[Question, str]:
+    """The same as text."""
+    tokenizer = ChatTokenizer(checkpoint)
+    tokens = await tokens_alone(checkpoint, questions, max_tokens)
+    return {question: TextStream(tokenizer, token_ids).text for question, token_ids in tokens.items()}

@@ -9,14 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-pytest.importorskip("aiohttp", reason="the example server's packages are not installed")
-pytest.importorskip("fastapi", reason="the example server's packages are not installed")
-
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 from openai_server.failures import STATUS, RequestTooLongError, failure_of
 from openai_server.messages import DecodeRequest, Failure, FailureKind, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics

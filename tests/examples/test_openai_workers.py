@@ -11,10 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("fastapi", reason="the example server's packages are not installed")
-pytest.importorskip("prometheus_client", reason="the example server's packages are not installed")
-
 from openai_server.decode import DecodeWorker
 from openai_server.failures import RequestTooLongError
 from openai_server.messages import DecodeRequest, PrefillReply, PrefillRequest, Step
