@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_process_options(router)
     router.add_argument("--deadline-s", type=float, default=60.0)
     for role in ("prefill", "decode"):
-        router.add_argument(f"--{role}", nargs="+", required=True, metavar="NAME=URL", help=f"{role} workers")
+        router.add_argument(f"--{role}", nargs="+", type=_named_url, required=True, metavar="NAME=URL")
     router.set_defaults(run=_router)
 
     unpack = commands.add_parser("unpack", help="unpack the model, for --checkpoint")
@@ -87,6 +87,13 @@ def _add_process_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--checkpoint", type=Path, required=True, help="the model as `unpack` writes it")
+
+
+def _named_url(text: str) -> tuple[str, str]:
+    name, separator, url = text.partition("=")
+    if not (name and separator and url.startswith("http")):
+        raise argparse.ArgumentTypeError(f"expected NAME=http://HOST:PORT, got {text!r}")
+    return name, url
 
 
 def _serve(options: argparse.Namespace) -> None:
@@ -147,15 +154,14 @@ def _router(options: argparse.Namespace) -> None:
     from openai_server.front import run_router
 
     _set_up_logging("router")
-    prefill, decode = (dict(entry.split("=", 1) for entry in entries) for entries in (options.prefill, options.decode))
     uvloop.run(
         run_router(
             host=options.host,
             port=options.port,
             checkpoint=options.checkpoint,
             deadline_s=options.deadline_s,
-            prefill=prefill,
-            decode=decode,
+            prefill=dict(options.prefill),
+            decode=dict(options.decode),
         )
     )
 

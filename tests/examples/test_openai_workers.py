@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from openai_server.decode import DecodeWorker
 from openai_server.failures import RequestTooLongError
-from openai_server.messages import DecodeRequest, PrefillReply, PrefillRequest, Step
+from openai_server.messages import DecodeRequest, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
 from openai_server.prefill import PrefillWorker
 from openai_server.worker import background_tasks
@@ -243,3 +243,9 @@ class TestBlocks:
                 assert workers.prefill_engine.statistics().blocks_used == 0
 
         run(scenario())
+
+
+def test_clocks_of_two_machines_are_not_compared() -> None:
+    now = Instant.now()
+    assert (now.elapsed_s() or -1) >= 0
+    assert now.model_copy(update={"boot_id": "another machine's"}).elapsed_s() is None
