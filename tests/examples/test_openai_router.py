@@ -272,9 +272,14 @@ class TestRouter:
         assert s.prefill[0].released == ["r-1"]
         assert s.prefill[1].released == []
 
-    async def test_a_decode_worker_that_is_busy_is_avoided(self) -> None:
+    async def test_a_decode_worker_that_is_busy_is_avoided_even_if_it_is_its_turn_again(self) -> None:
         async with scene() as s:
-            s.decode[0].decodes = [failing(FailureKind.BUSY)] * 5
+
+            async def busy(_: web.Request) -> web.StreamResponse:
+                s.router.decode.pick()  # another request takes the other worker's turn meanwhile
+                return await failing(FailureKind.BUSY)()
+
+            s.decode[0].decodes = [busy, busy]
             assert await tokens_of(s) == ANSWER
         assert [len(worker.decoded) for worker in s.decode] == [1, 1]
 
