@@ -1,0 +1,1 @@
+"""Engines that use kvflow: what any connector needs, and the connectors, each imported when it is asked for."""
