@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -25,6 +26,7 @@ _BYTES_BUCKETS = [float(1 << power) for power in range(12, 36, 2)]
 _ABANDONED = "Abandoned"
 
 
+@dataclass
 class KVFlowStats(KVConnectorStats):
     """Loads and leases of one interval, as JSON types."""
 
@@ -33,7 +35,7 @@ class KVFlowStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, list[Any]] = {
+        self.data = {
             "load_seconds": [],
             "load_wire_seconds": [],
             "load_bytes": [],
