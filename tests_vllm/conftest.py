@@ -56,7 +56,6 @@ def pair(site: Site) -> tuple[Server, Server]:
 @pytest.fixture(scope="session")
 def story(site: Site) -> list[int]:
     """More than 2,000 tokens of text."""
-    (server,) = site.have(DECODE)
-    tokens = server.tokens(TEXT.read_text())
+    tokens = site.have(PREFILL, DECODE)[1].tokens(TEXT.read_text())
     assert len(tokens) > 2000
     return tokens
