@@ -1,0 +1,188 @@
+"""A kvflow engine that lives in a process of its own and does what a pipe tells it, several commands at once.
+
+Commands and answers are JSON: `{"call": 3, "verb": "load", "arguments": {...}}` is answered by
+`{"call": 3, "value": ...}` or by `{"call": 3, "error": {...}}`, in whatever order the verbs end. The test's end is
+`engine_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import torch
+import uvloop
+
+import kvflow
+
+BLOCK_SIZE = 16
+LAYERS = 4
+KV_HEADS, HEAD_SIZE = 4, 64
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
+_CLONE_NEWNET = 0x40000000
+_LIMITS = {"drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What one engine is. Every element of its cache is `fill`; port 0 is any free one."""
+
+    engine_id: str
+    fill: float = 0.0
+    num_blocks: int = 64
+    host: str = "127.0.0.1"
+    port: int = 0
+    namespace: str | None = None
+    """The network namespace that it lives in."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_engine(commands: Connection, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
+    """What the process runs: until told to quit, or until the test's end of the pipe is gone."""
+    os.environ.update(environment)
+    if setup.namespace is not None:
+        with open(f"/run/netns/{setup.namespace}") as namespace:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {setup.namespace}")
+    uvloop.run(Engine(commands, brake, setup).run())
+
+
+class Engine:
+    """Each `do_` method is a verb; its parameters are the command's arguments."""
+
+    def __init__(self, commands: Connection, brake: Connection, setup: EngineSetup) -> None:
+        self._commands = commands
+        self._brake = brake
+        self._setup = setup
+        shape = (2, setup.num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+        self._caches = {f"layers.{index}": torch.full(shape, setup.fill).half() for index in range(LAYERS)}
+        self._leases: dict[str, kvflow.Lease] = {}
+        self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
+        self._quit = asyncio.Event()
+
+    async def run(self) -> None:
+        setup = self._setup
+        config = kvflow.Config(
+            engine_id=setup.engine_id, listen=f"tcp://{setup.host}:{setup.port}", **{**_LIMITS, **setup.config}
+        )
+        async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config) as self._runtime:
+            layout = kvflow.CacheLayout.infer(self._caches, order="HND", block_size=BLOCK_SIZE)
+            await self._runtime.register_kv_caches(self._caches, layout)
+            self._answer({"call": 0, "value": "ready"})
+            asyncio.get_running_loop().add_reader(self._commands.fileno(), self._on_command)
+            await self._quit.wait()
+            asyncio.get_running_loop().remove_reader(self._commands.fileno())
+        self._assert_nothing_left()
+
+    def _assert_nothing_left(self) -> None:
+        statistics = self._runtime.statistics()
+        threads = [thread.name for thread in threading.enumerate() if "kvflow" in thread.name]
+        if statistics.transport.open_threads or statistics.tasks or threads:
+            raise SystemExit(f"left behind: {statistics}, {threads}")
+
+    def _on_command(self) -> None:
+        try:
+            command = json.loads(self._commands.recv_bytes())
+        except EOFError:
+            os._exit(1)  # the test is gone
+        if command["verb"] == "quit":
+            self._quit.set()
+        else:
+            self._verbs.create_task(self._do(command["call"], command["verb"], command["arguments"]))
+
+    async def _do(self, call: int, verb: str, arguments: dict[str, Any]) -> None:
+        try:
+            value = await getattr(self, f"do_{verb}")(**arguments)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is the test that judges it
+            quarantine = getattr(error, "quarantine", None)
+            described = {
+                "kind": type(error).__name__,
+                "text": str(error),
+                "phase": getattr(error, "phase", None),
+                "quarantined": list(quarantine.block_ids) if quarantine else [],
+            }
+            self._answer({"call": call, "error": described})
+        else:
+            self._answer({"call": call, "value": value})
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        self._commands.send_bytes(json.dumps(message).encode())
+
+    async def do_offer(self, request_id: str, block_ids: list[int], ttl_s: float | None = None) -> dict[str, Any]:
+        request = kvflow.ServeRequest(request_id, block_ids, len(block_ids) * BLOCK_SIZE, ttl_s=ttl_s)
+        self._leases[request_id] = self._runtime.serve_blocks(request)
+        return self._leases[request_id].ticket.to_params()
+
+    async def do_revoke(self, request_id: str) -> None:
+        self._leases[request_id].revoke()
+
+    async def do_outcome(self, request_id: str) -> str:
+        return str(await self._leases.pop(request_id))
+
+    async def do_load(
+        self, request_id: str, ticket: dict[str, Any], block_ids: list[int], deadline_s: float = 30.0
+    ) -> dict[str, int]:
+        request = kvflow.LoadRequest(request_id, ticket, block_ids, deadline_s=deadline_s)
+        task = self._loads[request_id] = asyncio.ensure_future(self._runtime.load_blocks(request))
+        try:
+            report = await task
+        finally:
+            del self._loads[request_id]
+        return {"bytes": report.bytes, "descriptors": report.descriptors}
+
+    async def do_cancel(self, request_id: str) -> None:
+        self._loads[request_id].cancel()
+
+    async def do_fill(self, block_ids: list[int], value: float) -> None:
+        for tensor in self._caches.values():
+            tensor[:, block_ids] = value
+
+    async def do_values(self, block_ids: list[int]) -> list[float | None]:
+        """For each block the one value that fills it, or None."""
+        return [self._value_of(block) for block in block_ids]
+
+    def _value_of(self, block: int) -> float | None:
+        found = {value for tensor in self._caches.values() for value in tensor[:, block].unique().tolist()}
+        return found.pop() if len(found) == 1 else None
+
+    async def do_statistics(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._runtime.statistics())
+
+    async def do_safe(self) -> None:
+        """Wait until no block is quarantined."""
+        for quarantine in self._runtime.quarantines:
+            await quarantine.wait()
+
+    async def do_stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> None:
+        """Stop the event loop, as an engine's long step does, until the test lets go of the brake.
+
+        Waits before until the transport has been given `after_reads` more reads. With `hold_gil` no other thread can
+        run Python either.
+        """
+        wanted = self._runtime.statistics().transport.reads + after_reads
+        while self._runtime.statistics().transport.reads < wanted:
+            await asyncio.sleep(0)
+        self._brake.send_bytes(b"stalled")
+        if hold_gil:
+            ctypes.PyDLL(None).read(self._brake.fileno(), ctypes.create_string_buffer(64), 64)
+        else:
+            os.read(self._brake.fileno(), 64)
+
+    async def do_resources(self) -> dict[str, int]:
+        process = psutil.Process()
+        return {
+            "rss_bytes": process.memory_info().rss,
+            "fds": process.num_fds(),
+            "threads": process.num_threads(),
+            "tasks": len(asyncio.all_tasks()),
+        }

@@ -1,0 +1,239 @@
+"""Processes that are killed, stopped and started again, at every moment of a read: what survives keeps its promises.
+
+Each test ends with `assert_healthy`: every block of a survivor is free again, and it serves and loads with the next
+healthy peer. Nothing here waits for time to pass: *during a read* means that the consumer's loop was stopped after some
+of a load's reads were posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import pytest
+from engine_main import BLOCK_BYTES, EngineSetup
+from engine_process import Call, EngineError, EngineProcess, Engines
+
+pytestmark = pytest.mark.nixl
+
+BLOCKS = list(range(32))
+SLICES_BEFORE_FAULT = 8
+DEADLINE_S = 1.0
+SHORT_TTL_S = 1.0
+LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 2.0, "cancel_grace_s": 0.1}
+PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS)
+SPARE = EngineSetup(engine_id="spare", fill=7.0, config=LIMITS)
+
+
+class Victim(StrEnum):
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+class Fault(StrEnum):
+    KILLED = "killed"
+    STOPPED = "stopped"
+
+
+class Moment(StrEnum):
+    BEFORE = "before"
+    DURING = "during"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fault, and how a load ends that is under way then: "loaded" or the type of its error, by transport."""
+
+    victim: Victim
+    fault: Fault
+    moment: Moment
+    shm: str | None = None
+    tcp: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.fault}-{self.moment}"
+
+    def expected(self, transport: str) -> str | None:
+        return {"shm": self.shm, "tcp": self.tcp}[transport]
+
+
+# Over shared memory a reader copies by itself, so a stopped producer holds nobody up.
+CASES = [
+    Case(Victim.PRODUCER, Fault.KILLED, Moment.BEFORE, "TransferFailed", "TransferFailed"),
+    Case(Victim.PRODUCER, Fault.KILLED, Moment.DURING, "TransferFailed", "TransferFailed"),
+    Case(Victim.PRODUCER, Fault.KILLED, Moment.AFTER),
+    Case(Victim.PRODUCER, Fault.STOPPED, Moment.BEFORE, "loaded", "DeadlineExceeded"),
+    Case(Victim.PRODUCER, Fault.STOPPED, Moment.DURING, "loaded", "DeadlineExceeded"),
+    Case(Victim.PRODUCER, Fault.STOPPED, Moment.AFTER),
+    Case(Victim.CONSUMER, Fault.KILLED, Moment.BEFORE),
+    Case(Victim.CONSUMER, Fault.KILLED, Moment.DURING),
+    Case(Victim.CONSUMER, Fault.KILLED, Moment.AFTER),
+    Case(Victim.CONSUMER, Fault.STOPPED, Moment.BEFORE, "LeaseExpired", "LeaseExpired"),
+    Case(Victim.CONSUMER, Fault.STOPPED, Moment.DURING, "LeaseExpired", "LeaseExpired"),
+    Case(Victim.CONSUMER, Fault.STOPPED, Moment.AFTER),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -> None:
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    victim = {Victim.PRODUCER: producer, Victim.CONSUMER: consumer}[case.victim]
+    hand_over(producer, consumer, "warm up")
+    ttl_s, deadline_s = (SHORT_TTL_S, None) if victim is consumer else (None, DEADLINE_S)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=ttl_s)
+
+    load = strike(case, consumer, victim, ticket, deadline_s)
+    if victim is consumer:
+        outcome = producer.call("outcome", request_id="r")
+        assert outcome == "expired" or (outcome == "read" and case.moment is Moment.AFTER)
+        producer.call("fill", block_ids=BLOCKS, value=99.0)
+        consumer.resume()
+    if load is not None:
+        assert how_it_ended(load) == case.expected(transport)
+    producer.resume()
+    if victim is producer and case.fault is Fault.STOPPED:
+        producer.call("revoke", request_id="r")
+
+    for survivor in (engine for engine in (producer, consumer) if engine.exit_code is None):
+        assert_healthy(survivor, spare)
+
+
+def strike(
+    case: Case,
+    consumer: EngineProcess,
+    victim: EngineProcess,
+    ticket: Mapping[str, object],
+    deadline_s: float | None,
+) -> Call | None:
+    """Start the load, and do the fault at its moment; the load, if there is still somebody to end it."""
+    do_fault = {Fault.KILLED: victim.kill, Fault.STOPPED: victim.stop}[case.fault]
+    if case.moment is Moment.BEFORE:
+        do_fault()
+        if consumer.exit_code is not None:
+            return None
+    if case.moment is Moment.DURING:
+        consumer.stall(after_reads=SLICES_BEFORE_FAULT)
+    load = start_load(consumer, "r", ticket, deadline_s=deadline_s)
+    if case.moment is Moment.AFTER:
+        assert how_it_ended(load) == "loaded"
+        assert consumer.call("values", block_ids=BLOCKS) == [1.0] * len(BLOCKS)
+        do_fault()
+        return None
+    if case.moment is Moment.DURING:
+        consumer.wait_until_stalled()
+        do_fault()
+        if consumer.exit_code is not None:
+            return None
+        consumer.go_on()
+    return load
+
+
+def test_a_stopped_producer_cannot_be_met(engines: Engines) -> None:
+    """No connection yet: the handshake has its own bound, and the same ticket works once the producer is back."""
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    producer.stop()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    producer.resume()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"
+    assert producer.call("outcome", request_id="r") == "read"
+
+
+def test_a_killed_producer_cannot_be_met(engines: Engines) -> None:
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    producer.kill()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    assert_healthy(consumer, spare)
+
+
+@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+def test_a_restarted_producer_satisfies_no_old_ticket(engines: Engines, met_before: bool) -> None:
+    """Same name, same port, other incarnation."""
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    old = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    if met_before:
+        hand_over(producer, consumer, "before")
+    producer.kill()
+    (producer,) = engines.start(replace(PRODUCER, fill=2.0, port=old["remote_port"]))
+    if met_before:  # the first to use the old connection finds out
+        assert how_it_ended(start_load(consumer, "r", old)) == "TransferFailed"
+    assert how_it_ended(start_load(consumer, "r", old)) == "LeaseExpired"
+    hand_over(producer, consumer, "new", value=2.0)
+    assert how_it_ended(start_load(consumer, "r", old)) == "LeaseExpired"
+    hand_over(producer, consumer, "newer", value=2.0)
+
+
+@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+def test_a_restarted_consumer_is_served(engines: Engines, met_before: bool) -> None:
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    if met_before:
+        hand_over(producer, consumer, "before")
+    consumer.kill()
+    (consumer,) = engines.start(CONSUMER)
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"
+    assert producer.call("outcome", request_id="r") == "read"
+    assert_healthy(producer, consumer)
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_cancelled_load_quarantines_what_may_still_land(engines: Engines, transport: str) -> None:
+    """The producer is stopped, so the reads that were posted are as good as endless until it is back."""
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    hand_over(producer, consumer, "warm up")
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    producer.stop()
+    load = start_load(consumer, "r", ticket)
+    consumer.wait_until(lambda statistics: statistics["transport"]["open_reads"] > 0)
+    consumer.call("cancel", request_id="r")
+    assert how_it_ended(load) == "CancelledError"
+    assert consumer.call("statistics")["blocks"]["quarantined"] == len(BLOCKS)
+    with pytest.raises(EngineError, match="BlocksBusy"):
+        start_load(consumer, "again", ticket).result()
+    hand_over(spare, consumer, "elsewhere", blocks=[40, 41], value=7.0)
+    producer.resume()
+    consumer.call("safe")
+    producer.call("revoke", request_id="r")
+    assert_healthy(consumer, producer)
+
+
+def start_load(
+    consumer: EngineProcess, request_id: str, ticket: Mapping[str, object], *, deadline_s: float | None = None
+) -> Call:
+    arguments = {} if deadline_s is None else {"deadline_s": deadline_s}
+    return consumer.start("load", request_id=request_id, ticket=ticket, block_ids=BLOCKS, **arguments)
+
+
+def how_it_ended(load: Call) -> str:
+    """ "loaded", or the type of its error."""
+    try:
+        load.result()
+    except EngineError as error:
+        return error.kind
+    return "loaded"
+
+
+def hand_over(
+    producer: EngineProcess, consumer: EngineProcess, request_id: str, *, blocks: list[int] = BLOCKS, value: float = 1.0
+) -> None:
+    """One load from offer to outcome; its bytes arrive."""
+    ticket = producer.call("offer", request_id=request_id, block_ids=blocks)
+    consumer.call("load", request_id=request_id, ticket=ticket, block_ids=blocks)
+    assert producer.call("outcome", request_id=request_id) == "read"
+    assert consumer.call("values", block_ids=blocks) == [value] * len(blocks)
+
+
+def assert_healthy(survivor: EngineProcess, peer: EngineProcess) -> None:
+    """Its books balance, and it works with a healthy peer in both directions."""
+    survivor.call("safe")
+    statistics = survivor.wait_until(lambda statistics: statistics["serving"]["open_leases"] == 0)
+    blocks, loading = statistics["blocks"], statistics["loading"]
+    assert blocks["free"] == blocks["total"], blocks
+    assert (loading["open_loads"], loading["quarantines"]) == (0, 0), loading
+    for giver, taker, value in ((peer, survivor, 5.0), (survivor, peer, 6.0)):
+        giver.call("fill", block_ids=BLOCKS, value=value)
+        hand_over(giver, taker, f"{giver.engine_id} to {taker.engine_id}", value=value)
