@@ -28,7 +28,8 @@ BLOCK_SIZE = 16
 LAYERS = 4
 KV_HEADS, HEAD_SIZE = 4, 64
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 _LIMITS = {"drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
 
 
@@ -50,11 +51,22 @@ def run_engine(commands: Connection, brake: Connection, setup: EngineSetup, envi
     """What the process runs: until told to quit, or until the test's end of the pipe is gone."""
     os.environ.update(environment)
     if setup.namespace is not None:
-        with open(f"/run/netns/{setup.namespace}") as namespace:
-            libc = ctypes.CDLL(None, use_errno=True)
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET) != 0:
-                raise OSError(ctypes.get_errno(), f"cannot enter network namespace {setup.namespace}")
+        enter_namespace(setup.namespace)
     uvloop.run(Engine(commands, brake, setup).run())
+
+
+def enter_namespace(name: str) -> None:
+    """Move to another network; with a /sys of its own, where UCX looks for network devices."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as namespace:
+        failed = (
+            libc.setns(namespace.fileno(), _CLONE_NEWNET)
+            or libc.unshare(_CLONE_NEWNS)
+            or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+            or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+        )
+    if failed:
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
 
 
 class Engine:
