@@ -1,6 +1,6 @@
-"""A kvflow engine that lives in a process of its own and does what a pipe tells it, several commands at once.
+"""A kvflow engine that lives in a process of its own and does what it is told, several commands at once.
 
-Commands and answers are JSON: `{"call": 3, "verb": "load", "arguments": {...}}` is answered by
+Commands and answers are lines of JSON: `{"call": 3, "verb": "load", "arguments": {...}}` is answered by
 `{"call": 3, "value": ...}` or by `{"call": 3, "error": {...}}`, in whatever order the verbs end. The test's end is
 `engine_process`.
 """
@@ -13,9 +13,10 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from socket import socket
 from typing import Any
 
 import psutil
@@ -28,6 +29,7 @@ BLOCK_SIZE = 16
 LAYERS = 4
 KV_HEADS, HEAD_SIZE = 4, 64
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
+_LINE_BYTES_MAX = 1 << 24
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 _LIMITS = {"drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
@@ -47,8 +49,8 @@ class EngineSetup:
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
-def run_engine(commands: Connection, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
-    """What the process runs: until told to quit, or until the test's end of the pipe is gone."""
+def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
+    """What the process runs: until told to quit, or until the test's end is gone."""
     os.environ.update(environment)
     if setup.namespace is not None:
         enter_namespace(setup.namespace)
@@ -72,28 +74,27 @@ def enter_namespace(name: str) -> None:
 class Engine:
     """Each `do_` method is a verb; its parameters are the command's arguments."""
 
-    def __init__(self, commands: Connection, brake: Connection, setup: EngineSetup) -> None:
-        self._commands = commands
+    def __init__(self, commands: socket, brake: Connection, setup: EngineSetup) -> None:
+        self._socket = commands
         self._brake = brake
         self._setup = setup
         shape = (2, setup.num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
         self._caches = {f"layers.{index}": torch.full(shape, setup.fill).half() for index in range(LAYERS)}
         self._leases: dict[str, kvflow.Lease] = {}
         self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
-        self._quit = asyncio.Event()
 
     async def run(self) -> None:
         setup = self._setup
         config = kvflow.Config(
             engine_id=setup.engine_id, listen=f"tcp://{setup.host}:{setup.port}", **{**_LIMITS, **setup.config}
         )
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
         async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config) as self._runtime:
             layout = kvflow.CacheLayout.infer(self._caches, order="HND", block_size=BLOCK_SIZE)
             await self._runtime.register_kv_caches(self._caches, layout)
             self._answer({"call": 0, "value": "ready"})
-            asyncio.get_running_loop().add_reader(self._commands.fileno(), self._on_command)
-            await self._quit.wait()
-            asyncio.get_running_loop().remove_reader(self._commands.fileno())
+            while (command := json.loads(await reader.readline()))["verb"] != "quit":
+                self._verbs.create_task(self._do(**command))
         self._assert_nothing_left()
 
     def _assert_nothing_left(self) -> None:
@@ -101,16 +102,6 @@ class Engine:
         threads = [thread.name for thread in threading.enumerate() if "kvflow" in thread.name]
         if statistics.transport.open_threads or statistics.tasks or threads:
             raise SystemExit(f"left behind: {statistics}, {threads}")
-
-    def _on_command(self) -> None:
-        try:
-            command = json.loads(self._commands.recv_bytes())
-        except EOFError:
-            os._exit(1)  # the test is gone
-        if command["verb"] == "quit":
-            self._quit.set()
-        else:
-            self._verbs.create_task(self._do(command["call"], command["verb"], command["arguments"]))
 
     async def _do(self, call: int, verb: str, arguments: dict[str, Any]) -> None:
         try:
@@ -128,7 +119,7 @@ class Engine:
             self._answer({"call": call, "value": value})
 
     def _answer(self, message: dict[str, Any]) -> None:
-        self._commands.send_bytes(json.dumps(message).encode())
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def do_offer(self, request_id: str, block_ids: list[int], ttl_s: float | None = None) -> dict[str, Any]:
         request = kvflow.ServeRequest(request_id, block_ids, len(block_ids) * BLOCK_SIZE, ttl_s=ttl_s)
@@ -155,9 +146,35 @@ class Engine:
     async def do_cancel(self, request_id: str) -> None:
         self._loads[request_id].cancel()
 
+    async def do_offer_briefly(self, offers: list[dict[str, Any]], then: float) -> list[dict[str, Any]]:
+        """Offer several requests; as soon as a lease has ended its blocks are filled with `then`."""
+        tickets = [await self.do_offer(**offer) for offer in offers]
+        for offer in offers:
+            self._verbs.create_task(self._reuse(self._leases.pop(offer["request_id"]), then))
+        return tickets
+
+    async def _reuse(self, lease: kvflow.Lease, value: float) -> None:
+        await lease
+        self._fill(lease.block_ids, value)
+
+    async def do_load_late(self, loads: list[dict[str, Any]], delays_s: list[float]) -> list[str | list[float | None]]:
+        """Load several tickets, each after its delay: what was in the blocks when the load returned, or the error."""
+        return await asyncio.gather(*map(self._load_late, loads, delays_s))
+
+    async def _load_late(self, load: dict[str, Any], delay_s: float) -> str | list[float | None]:
+        await asyncio.sleep(delay_s)
+        try:
+            await self._runtime.load_blocks(kvflow.LoadRequest(**load))
+        except kvflow.errors.KVFlowError as error:
+            return type(error).__name__
+        return [self._value_of(block) for block in load["block_ids"]]
+
     async def do_fill(self, block_ids: list[int], value: float) -> None:
+        self._fill(block_ids, value)
+
+    def _fill(self, block_ids: Sequence[int], value: float) -> None:
         for tensor in self._caches.values():
-            tensor[:, block_ids] = value
+            tensor[:, list(block_ids)] = value
 
     async def do_values(self, block_ids: list[int]) -> list[float | None]:
         """For each block the one value that fills it, or None."""

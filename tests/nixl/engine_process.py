@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -54,7 +55,8 @@ class EngineProcess:
     def __init__(self, setup: EngineSetup, environment: Mapping[str, str]) -> None:
         self.setup = setup
         self.engine_id = setup.engine_id
-        self._commands, commands = _context().Pipe()
+        self._commands, commands = socket.socketpair()
+        self._answers_in = self._commands.makefile("rb")
         self._brake, brake = _context().Pipe()
         self._process = _context().Process(
             target=run_engine, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
@@ -76,15 +78,20 @@ class EngineProcess:
         """Give a command without waiting for its end."""
         self._calls += 1
         command = {"call": self._calls, "verb": verb, "arguments": arguments}
-        self._commands.send_bytes(json.dumps(command).encode())
+        self._commands.sendall(json.dumps(command).encode() + b"\n")
         return Call(self, self._calls, verb)
 
     def wait_for_answer(self, number: int, what: str, timeout_s: float) -> dict[str, Any]:
         until_s = time.monotonic() + timeout_s
         while number not in self._answers:
-            if not self._commands.poll(max(until_s - time.monotonic(), 0)):
-                raise TimeoutError(f"{self.engine_id}: {what}: no answer within {timeout_s} s")
-            answer = json.loads(self._commands.recv_bytes())
+            self._commands.settimeout(max(until_s - time.monotonic(), 1e-3))
+            try:
+                line = self._answers_in.readline()
+            except TimeoutError:
+                raise TimeoutError(f"{self.engine_id}: {what}: no answer within {timeout_s} s") from None
+            if not line:
+                raise ConnectionError(f"{self.engine_id}: {what}: it is gone, exit code {self.wait_for_exit()}")
+            answer = json.loads(line)
             self._answers[answer["call"]] = answer
         return self._answers.pop(number)
 
@@ -116,6 +123,12 @@ class EngineProcess:
     def kill(self) -> None:
         self._process.kill()
         self._process.join(TIMEOUT_S)
+
+    def close(self) -> None:
+        """Kill it if it still runs, and give back what it took of this process."""
+        self.kill()
+        for end in (self._answers_in, self._commands, self._brake, self._process):
+            end.close()
 
     @property
     def exit_code(self) -> int | None:
@@ -153,7 +166,7 @@ class Engines:
                 assert codes == [(engine.engine_id, 0) for engine in running]
         finally:
             for engine in self._started:
-                engine.kill()
+                engine.close()
 
     def start(self, *setups: EngineSetup) -> list[EngineProcess]:
         """Start several at once and wait for all of them."""

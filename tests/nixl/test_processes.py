@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_main import BLOCK_BYTES
-from engine_process import EngineError, Engines
+from engine_process import Engines
 
 NUM_BLOCKS = 64
 
@@ -53,13 +53,3 @@ def test_a_load_goes_on_while_the_producer_is_busy(engines: Engines, hold_gil: b
     producer.go_on()
     stall.result()
     assert producer.call("outcome", request_id="second") == "read"
-
-
-def test_a_ticket_of_an_expired_lease_is_refused(engines: Engines) -> None:
-    producer, consumer = engines.pair()
-    ticket = producer.call("offer", request_id="r", block_ids=[1, 2], ttl_s=0.05)
-    assert producer.call("outcome", request_id="r") == "expired"
-    producer.call("fill", block_ids=[1, 2], value=99.0)
-    with pytest.raises(EngineError) as caught:
-        consumer.call("load", request_id="r", ticket=ticket, block_ids=[1, 2])
-    assert caught.value.kind == "LeaseExpired"
