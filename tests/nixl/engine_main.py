@@ -146,28 +146,44 @@ class Engine:
     async def do_cancel(self, request_id: str) -> None:
         self._loads[request_id].cancel()
 
-    async def do_offer_briefly(self, offers: list[dict[str, Any]], then: float) -> list[dict[str, Any]]:
-        """Offer several requests; as soon as a lease has ended its blocks are filled with `then`."""
-        tickets = [await self.do_offer(**offer) for offer in offers]
+    async def do_offer_many(self, offers: list[dict[str, Any]], then: float) -> list[dict[str, Any]]:
+        """Offer several requests; as soon as a lease has ended its blocks are filled with `then`.
+
+        An offer may say `revoke_after_s`.
+        """
+        tickets = []
         for offer in offers:
-            self._verbs.create_task(self._reuse(self._leases.pop(offer["request_id"]), then))
+            revoke_after_s = offer.pop("revoke_after_s", None)
+            tickets.append(await self.do_offer(**offer))
+            lease = self._leases.pop(offer["request_id"])
+            self._verbs.create_task(self._reuse(lease, then))
+            if revoke_after_s is not None:
+                asyncio.get_running_loop().call_later(revoke_after_s, lease.revoke)
         return tickets
 
     async def _reuse(self, lease: kvflow.Lease, value: float) -> None:
         await lease
         self._fill(lease.block_ids, value)
 
-    async def do_load_late(self, loads: list[dict[str, Any]], delays_s: list[float]) -> list[str | list[float | None]]:
-        """Load several tickets, each after its delay: what was in the blocks when the load returned, or the error."""
-        return await asyncio.gather(*map(self._load_late, loads, delays_s))
+    async def do_load_many(self, loads: list[dict[str, Any]]) -> list[str | list[float | None]]:
+        """Load several tickets: what was in the blocks when each load returned, or the type of its error.
 
-    async def _load_late(self, load: dict[str, Any], delay_s: float) -> str | list[float | None]:
+        A load may say `delay_s` and `cancel_after_s`.
+        """
+        return await asyncio.gather(*(self._load_one(**load) for load in loads))
+
+    async def _load_one(
+        self, delay_s: float = 0.0, cancel_after_s: float | None = None, **request: Any
+    ) -> str | list[float | None]:
         await asyncio.sleep(delay_s)
         try:
-            await self._runtime.load_blocks(kvflow.LoadRequest(**load))
+            async with asyncio.timeout(cancel_after_s):
+                await self._runtime.load_blocks(kvflow.LoadRequest(**request))
+        except TimeoutError:
+            return "cancelled"
         except kvflow.errors.KVFlowError as error:
             return type(error).__name__
-        return [self._value_of(block) for block in load["block_ids"]]
+        return [self._value_of(block) for block in request["block_ids"]]
 
     async def do_fill(self, block_ids: list[int], value: float) -> None:
         self._fill(block_ids, value)
@@ -181,8 +197,9 @@ class Engine:
         return [self._value_of(block) for block in block_ids]
 
     def _value_of(self, block: int) -> float | None:
-        found = {value for tensor in self._caches.values() for value in tensor[:, block].unique().tolist()}
-        return found.pop() if len(found) == 1 else None
+        parts = [tensor[:, block] for tensor in self._caches.values()]
+        value = float(parts[0].flatten()[0])
+        return value if all(bool((part == value).all()) for part in parts) else None
 
     async def do_statistics(self) -> dict[str, Any]:
         return dataclasses.asdict(self._runtime.statistics())

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.nixl
 BATCHES, BATCH_SIZE = 25, 40
 BLOCKS_EACH = 4
 TTL_S = 0.08
-NEAR_S = 0.04
+AROUND_END_S = (0.04, 0.12)
 REUSED = -2.0
 
 
@@ -44,13 +44,12 @@ def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines:
         offers = [
             {"request_id": name, "block_ids": ids, "ttl_s": TTL_S} for name, ids in zip(names, block_ids, strict=True)
         ]
-        tickets = producer.call("offer_briefly", offers=offers, then=REUSED)
+        tickets = producer.call("offer_many", offers=offers, then=REUSED)
         loads = [
-            {"request_id": name, "ticket": ticket, "block_ids": ids}
+            {"request_id": name, "ticket": ticket, "block_ids": ids, "delay_s": random.uniform(*AROUND_END_S)}
             for name, ticket, ids in zip(names, tickets, block_ids, strict=True)
         ]
-        delays_s = [random.uniform(TTL_S - NEAR_S, TTL_S + NEAR_S) for _ in loads]
-        for found in consumer.call("load_late", loads=loads, delays_s=delays_s):
+        for found in consumer.call("load_many", loads=loads):
             endings[str(found) if found != [offered] * BLOCKS_EACH else "fresh"] += 1
         producer.wait_until(lambda statistics: statistics["serving"]["open_leases"] == 0)
     assert set(endings) == {"fresh", "LeaseExpired"}, endings
