@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import cache
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any, Self
 
 from engine_main import EngineSetup, run_engine
@@ -115,7 +116,12 @@ class EngineProcess:
         self._brake.send_bytes(b"go on")
 
     def stop(self) -> None:
+        """Stop it as SIGSTOP does; every thread of it stands still when this returns."""
         self._signal(signal.SIGSTOP)
+        states = Path(f"/proc/{self._process.pid}/task").glob("*/stat")
+        for state in states:
+            while state.read_text().rpartition(")")[2].split()[0] != "T":
+                pass
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

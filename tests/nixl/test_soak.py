@@ -8,7 +8,7 @@ from soak import BATCH_SIZE, soak
 
 pytestmark = pytest.mark.nixl
 
-WARM_UP, BATCHES = 5, 15
+WARM_UP, BATCHES = 3, 9
 RSS_GROWTH_BYTES_MAX = 8 << 20
 
 

@@ -12,8 +12,8 @@ from hand_over import BLOCKS, how_it_ended, start_load
 
 pytestmark = pytest.mark.nixl
 
-BATCHES, BATCH_SIZE = 25, 40
-BLOCKS_EACH = 4
+BATCHES, BATCH_SIZE = 10, 100
+BLOCKS_EACH = 2
 TTL_S = 0.08
 AROUND_END_S = (0.04, 0.12)
 REUSED = -2.0
