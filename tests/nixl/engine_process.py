@@ -53,20 +53,23 @@ class Call:
 class EngineProcess:
     """An engine that is being started; `ready` waits for it."""
 
-    def __init__(self, setup: EngineSetup, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, setup: EngineSetup, environment: Mapping[str, str], run: Callable[..., None] = run_engine
+    ) -> None:
         self.setup = setup
         self.engine_id = setup.engine_id
         self._commands, commands = socket.socketpair()
         self._answers_in = self._commands.makefile("rb")
         self._brake, brake = _context().Pipe()
         self._process = _context().Process(
-            target=run_engine, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
+            target=run, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
         )
         self._process.start()
         for theirs in (commands, brake):
             theirs.close()
         self._answers: dict[int, dict[str, Any]] = {}
         self._calls = 0
+        self._closed = False
 
     def ready(self) -> EngineProcess:
         self.wait_for_answer(0, "start", TIMEOUT_S)
@@ -132,14 +135,20 @@ class EngineProcess:
 
     def close(self) -> None:
         """Kill it if it still runs, and give back what it took of this process."""
+        if self._closed:
+            return
+        self._closed = True
         self.kill()
         for end in (self._answers_in, self._commands, self._brake, self._process):
             end.close()
 
     @property
-    def exit_code(self) -> int | None:
-        """None while it runs; negative is the signal that ended it."""
-        return self._process.exitcode
+    def running(self) -> bool:
+        return not self._closed and self._process.exitcode is None
+
+    def start_to_quit(self) -> None:
+        """Tell it to close its runtime and to end."""
+        self.start("quit")
 
     def wait_for_exit(self) -> int | None:
         """Its exit code, or None if it does not end."""
@@ -147,7 +156,7 @@ class EngineProcess:
         return self._process.exitcode
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.pid is not None and self.exit_code is None:
+        if self.running and self._process.pid is not None:
             os.kill(self._process.pid, number)
 
 
@@ -164,19 +173,19 @@ class Engines:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                running = [engine for engine in self._started if engine.exit_code is None]
+                running = [engine for engine in self._started if engine.running]
                 for engine in running:
                     engine.resume()
-                    engine.start("quit")
+                    engine.start_to_quit()
                 codes = [(engine.engine_id, engine.wait_for_exit()) for engine in running]
                 assert codes == [(engine.engine_id, 0) for engine in running]
         finally:
             for engine in self._started:
                 engine.close()
 
-    def start(self, *setups: EngineSetup) -> list[EngineProcess]:
+    def start(self, *setups: EngineSetup, run: Callable[..., None] = run_engine) -> list[EngineProcess]:
         """Start several at once and wait for all of them."""
-        new = [EngineProcess(setup, self._environment) for setup in setups]
+        new = [EngineProcess(setup, self._environment, run) for setup in setups]
         self._started += new
         return [engine.ready() for engine in new]
 

@@ -99,7 +99,7 @@ def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -
     if victim is producer and case.fault is Fault.STOPPED:
         producer.call("revoke", request_id="r")
 
-    for survivor in (engine for engine in (producer, consumer) if engine.exit_code is None):
+    for survivor in (engine for engine in (producer, consumer) if engine.running):
         assert_healthy(survivor, spare)
 
 
@@ -114,7 +114,7 @@ def strike(
     do_fault = {Fault.KILLED: victim.kill, Fault.STOPPED: victim.stop}[case.fault]
     if case.moment is Moment.BEFORE:
         do_fault()
-        if consumer.exit_code is not None:
+        if not consumer.running:
             return None
     if case.moment is Moment.DURING:
         consumer.stall(after_reads=SLICES_BEFORE_FAULT)
@@ -127,10 +127,33 @@ def strike(
     if case.moment is Moment.DURING:
         consumer.wait_until_stalled()
         do_fault()
-        if consumer.exit_code is not None:
+        if not consumer.running:
             return None
         consumer.go_on()
     return load
+
+
+@pytest.mark.parametrize("victim", list(Victim))
+def test_a_process_closes_during_a_read(engines: Engines, victim: Victim) -> None:
+    """In order, so its exit code is 0; the other one goes on."""
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    hand_over(producer, consumer, "warm up")
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=SHORT_TTL_S)
+    consumer.stall(after_reads=SLICES_BEFORE_FAULT)
+    load = start_load(consumer, "r", ticket)
+    consumer.wait_until_stalled()
+    if victim is Victim.PRODUCER:
+        producer.start_to_quit()
+        assert producer.wait_for_exit() == 0
+        consumer.go_on()
+        assert how_it_ended(load) == "TransferFailed"
+        assert_healthy(consumer, spare)
+    else:
+        consumer.start_to_quit()
+        consumer.go_on()
+        assert consumer.wait_for_exit() == 0
+        assert producer.call("outcome", request_id="r") in ("read", "expired")
+        assert_healthy(producer, spare)
 
 
 def test_a_stopped_producer_cannot_be_met(engines: Engines) -> None:
