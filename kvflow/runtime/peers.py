@@ -119,6 +119,8 @@ class Peer:
         self.current: Connection | None = None
         self.retired: list[Connection] = []
         self.handshake: asyncio.Future[Connection] | None = None
+        self.gone: str | None = None
+        """The last incarnation that a ticket named and a handshake did not find; incarnations never come back."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
@@ -162,17 +164,23 @@ class Peers:
     async def connect(self, peer: Peer, incarnation: str | None) -> Connection:
         """The peer's connection, made if need be; all who ask meanwhile share one handshake.
 
-        A connection to another incarnation than the ticket's is outdated and replaced once; None takes any. Raises a
+        A connection to another incarnation than the ticket's may be outdated and is replaced once, unless that one is
+        known to be gone (adding and removing a live peer costs NIXL file descriptors); None takes any. Raises a
         PeerError. Cancelling stops the waiting, not the handshake.
         """
-        if peer.current is not None and incarnation is not None and peer.current.incarnation != incarnation:
+        if peer.current is not None and incarnation not in (None, peer.gone, peer.current.incarnation):
             peer.retire(peer.current, f"it restarted: {peer.current.incarnation} is not {incarnation}")
         if peer.current is not None:
             return peer.current
-        if peer.handshake is None:
+        joined = peer.handshake is not None
+        if not joined:
             self._start_handshake(peer)
         assert peer.handshake is not None
-        return await asyncio.shield(peer.handshake)
+        connection = await asyncio.shield(peer.handshake)
+        # A handshake that began before may have found a predecessor of the ticket's incarnation.
+        if not joined and incarnation not in (None, connection.incarnation):
+            peer.gone = incarnation
+        return connection
 
     async def find_lease(self, peer: Peer, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
         """Ask a rank for its lease of a request. Raises a PeerError."""
