@@ -345,8 +345,7 @@ class Serving:
             self._late += 1
             return
         self._renewals += 1
-        renewed_s = self._clock.now_s() + entry.lease.ticket.ttl_s
-        entry.expires_s = max(entry.expires_s, min(renewed_s, entry.lifetime_ends_s))
+        entry.expires_s = min(self._clock.now_s() + entry.lease.ticket.ttl_s, entry.lifetime_ends_s)
 
     def _check(self, request: ServeRequest) -> BlockIds:
         what = f"request {request.request_id!r}"
