@@ -204,14 +204,11 @@ class Peers:
             return reply
         raise ProtocolError(f"{peer.address}: asked for a lease, got {type(reply).__name__}", peer=peer.address)
 
-    async def release(self, peer: Peer, lease_id: str) -> str:
-        """Tell a rank that we need a lease's blocks no more; its incarnation. No connection is made. PeerError."""
-        question = wire.ReleaseRequest(
-            reader=self._local.reader, target=target_of(peer), lease_id=lease_id, holding=self._local.holding
-        )
+    async def release(self, peer: Peer, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
+        """Tell a rank that we need a lease's blocks no more. No connection is made. Raises a PeerError."""
         reply = await self._ask(peer, question)
-        if isinstance(reply, wire.Released):
-            return reply.incarnation
+        if isinstance(reply, wire.Released | wire.NoLease):
+            return reply
         raise ProtocolError(f"{peer.address}: released a lease, got {type(reply).__name__}", peer=peer.address)
 
     def ask_clock(self, peer: Peer) -> None:

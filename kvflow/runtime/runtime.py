@@ -313,7 +313,7 @@ class Runtime:
                 seals=fetched,
                 landing=landing,
                 sources=sources,
-                releases=Releases(config, reader=local.reader, sources=sources, peers=peers, transport=self._transport),
+                releases=Releases(config, local=local, sources=sources, peers=peers, transport=self._transport),
                 renewals=Renewals(
                     config, reader=local.reader, peers=peers, transport=self._transport, clock=self._clock
                 ),

@@ -289,7 +289,7 @@ class Serving:
                 for lease_id in lease_ids:
                     self._renew(lease_id, reader)
 
-    def find(self, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
+    def find(self, question: wire.LeaseRequest | wire.ReleaseRequest) -> wire.LeaseFound | wire.NoLease:
         """The open lease for a request, if it is of the same blocks and tokens."""
         lease = self._open_requests.get(question.request_id)
         if lease is None:
@@ -307,7 +307,7 @@ class Serving:
             block_ids=own.block_ids,
         )
 
-    def release(self, question: wire.ReleaseRequest) -> wire.Released:
+    def release(self, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
         """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
         wire.check_holding(question.holding)
         problems = topology.differences(self._holding, question.holding)
@@ -315,7 +315,13 @@ class Serving:
             raise wire.WireError("; ".join(problems))
         share, whole = topology.report_of(question.holding, self._holding) or (0, 1)
         if share > 0:  # else other readers answer for all of it
-            self._note_read(wire.ReadDone(question.lease_id, question.reader, share, whole))
+            lease_id = question.lease_id
+            if lease_id is None:
+                found = self.find(question)
+                if isinstance(found, wire.NoLease):
+                    return found
+                lease_id = found.lease_id
+            self._note_read(wire.ReadDone(lease_id, question.reader, share, whole))
         return wire.Released(incarnation=self._incarnation)
 
     async def drained(self) -> None:

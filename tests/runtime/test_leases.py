@@ -523,14 +523,17 @@ async def test_a_release_needs_a_ticket() -> None:
         lease.revoke()
 
 
-def answer_to_release(timed: Timed, lease: Lease, **change: object) -> wire.Reply:
+def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **change: object) -> wire.Reply:
     """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
     cache = timed.pair.consumer.runtime._cache
     assert cache is not None
     question = wire.ReleaseRequest(
         reader="reader",
         target=wire.Target("producer", 0, 0, 0),
-        lease_id=lease.ticket.lease_id,
+        request_id=lease.request_id,
+        num_tokens=lease.ticket.num_tokens,
+        blocks_digest=wire.digest_of(lease.ticket.block_ids),
+        lease_id=lease.ticket.lease_id if named else None,
         holding=msgspec.structs.replace(cache.local.holding, **change),
     )
     header = wire.our_header(cache.local.compatibility.fingerprint())
@@ -546,13 +549,27 @@ async def test_a_release_by_one_who_cannot_be_a_reader_is_refused(change: dict[s
         lease.revoke()
 
 
-async def test_a_release_by_a_stage_that_holds_none_of_our_layers_changes_nothing() -> None:
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_release_by_a_stage_that_holds_none_of_our_layers_changes_nothing(named: bool) -> None:
     async with timed_pair() as timed:
         lease = timed.pair.offer([3])
-        reply = answer_to_release(timed, lease, pp_size=2, pp_rank=1, layers=(5,))
-        assert isinstance(reply, wire.Released)
-        assert (lease.state, timed.serving.malformed_notifications) == ("offered", 0)
-        lease.revoke()
+        for _ in range(2):  # while it is open, and after it
+            reply = answer_to_release(timed, lease, named=named, pp_size=2, pp_rank=1, layers=(5,))
+            assert isinstance(reply, wire.Released)
+            lease.revoke()
+        assert (timed.serving.malformed_notifications, timed.serving.late_notifications) == (0, 0)
+
+
+async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only() -> None:
+    async with timed_pair() as timed:
+        old = timed.pair.offer([4])
+        old.revoke()
+        lease = timed.pair.offer([3])  # the same request, offered anew
+        assert answer_to_release(timed, old, named=False) == wire.NoLease(ended=True)
+        assert lease.state == "offered"
+        assert isinstance(answer_to_release(timed, lease, named=False), wire.Released)
+        assert lease.state == "read"
+        assert answer_to_release(timed, lease, named=False) == wire.NoLease(ended=True)
 
 
 # --- what a cancelled load leaves
