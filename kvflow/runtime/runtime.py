@@ -204,7 +204,7 @@ class Runtime:
 
         Raises RequestError, a PeerError, LeaseExpired, TransferFailed or DeadlineExceeded; never reports a success
         that is partial or stale. Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the
-        blocks are in `quarantines` (and in the error's `quarantine`) until they are safe.
+        blocks are in `quarantines` (see also `quarantines_of`, and an error's `quarantine`) until they are safe.
         """
         return await self._require_cache().loader.load(request)
 

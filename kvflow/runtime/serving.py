@@ -300,7 +300,7 @@ class Serving:
                 for lease_id in lease_ids:
                     self._renew(lease_id, reader)
 
-    def find(self, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
+    def find(self, question: wire.LeaseRequest | wire.ReleaseRequest) -> wire.LeaseFound | wire.NoLease:
         """The open lease for a request, if it is of the same blocks and tokens."""
         lease = self._open_requests.get(question.request_id)
         if lease is None:
@@ -322,7 +322,7 @@ class Serving:
         """Whether there is an open lease for the request."""
         return request_id in self._open_requests
 
-    def release(self, question: wire.ReleaseRequest) -> wire.Released:
+    def release(self, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
         """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
         wire.check_holding(question.holding)
         problems = topology.differences(self._holding, question.holding)
@@ -330,7 +330,13 @@ class Serving:
             raise wire.WireError("; ".join(problems))
         share, whole = topology.report_of(question.holding, self._holding) or (0, 1)
         if share > 0:  # else other readers answer for all of it
-            self._note_read(wire.ReadDone(question.lease_id, question.reader, share, whole))
+            lease_id = question.lease_id
+            if lease_id is None:
+                found = self.find(question)
+                if isinstance(found, wire.NoLease):
+                    return found
+                lease_id = found.lease_id
+            self._note_read(wire.ReadDone(lease_id, question.reader, share, whole))
         return wire.Released(incarnation=self._incarnation)
 
     async def drained(self) -> None:
@@ -360,8 +366,7 @@ class Serving:
             self._late += 1
             return
         self._renewals += 1
-        renewed_s = self._clock.now_s() + entry.lease.ticket.ttl_s
-        entry.expires_s = max(entry.expires_s, min(renewed_s, entry.lifetime_ends_s))
+        entry.expires_s = min(self._clock.now_s() + entry.lease.ticket.ttl_s, entry.lifetime_ends_s)
 
     def _check(self, request: ServeRequest) -> BlockIds:
         what = f"request {request.request_id!r}"
