@@ -14,11 +14,11 @@ from tests_support import altered
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core import wire
-from kvflow.core.clock import RemoteClock
 from kvflow.core.topology import Rank
 from kvflow.errors import LeaseExpired, RequestError
+from kvflow.runtime.clocks import PeerClocks
+from kvflow.runtime.connection import Address
 from kvflow.runtime.loading import LoadingStatistics
-from kvflow.runtime.peers import Peer
 from kvflow.runtime.serving import ServingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.world import Timer, World
@@ -381,11 +381,14 @@ async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None
 
 
 def test_what_is_sure_about_a_clock_says_nothing_about_another_life_of_its_peer() -> None:
-    peer = Peer("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
-    assert peer.sure_until_s("new", 50.0) == -math.inf
-    peer.clock = RemoteClock(incarnation="new", theirs_s=10.0, sent_s=1.0, received_s=1.5)
-    assert peer.sure_until_s("new", 50.0) == pytest.approx(41.0, abs=0.01)
-    assert peer.sure_until_s("old", 50.0) == -math.inf
+    clocks = PeerClocks(BASE, ManualClock(1.5))
+    peer = Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
+    assert clocks.sure_until_s(peer, "new", 50.0) == -math.inf
+    clocks.note(peer, "new", 10.0, sent_s=1.0)
+    assert clocks.sure_until_s(peer, "new", 50.0) == pytest.approx(41.0, abs=0.01)
+    assert clocks.sure_until_s(peer, "old", 50.0) == -math.inf
+    clocks.forget(peer)
+    assert clocks.sure_until_s(peer, "new", 50.0) == -math.inf
 
 
 # --- revoking

@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvflow import PeerAddress
 from kvflow.config import Config
 from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.errors import (
@@ -26,6 +25,7 @@ from kvflow.errors import (
     RuntimeDraining,
 )
 from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.prewarm import PeerAddress
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 from kvflow.testing.clock import LoopClock
