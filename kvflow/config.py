@@ -104,10 +104,27 @@ class Config:
     """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
 
     lease_ttl_s: float = 30.0
+    """How long blocks are kept for their readers; a reader that is at it renews that."""
+    lease_lifetime_s: float = 600.0
+    """How long after an offer readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
+    clock_age_s: float = 60.0
+    """How old a reader lets what it knows of a producer's clock become before it asks again, beside its loads."""
     load_deadline_s: float = 30.0
     handshake_timeout_s: float = 5.0
     lease_wait_s: float = 1.0
     """How long a reader waits for the lease of a rank that its ticket does not name: ranks open theirs one by one."""
+    peer_backoff_first_s: float = 0.2
+    """How long a peer is not asked after a failure; doubled with each further one in a row."""
+    peer_backoff_max_s: float = 10.0
+    peer_idle_s: float = 600.0
+    """Connections that no load has used for so long are given up. Making one again costs a handshake, and NIXL keeps a
+    file descriptor or two of each that it gives up, so do not set it low."""
+    peers_max: int = 1024
+    """Ranks of remote engines that are remembered at once."""
+    goodbye_timeout_s: float = 1.0
+    """How long draining and closing take at most to tell readers."""
+    readers_max: int = 1024
+    """Readers that are remembered, to tell them."""
     cancel_grace_s: float = 1.0
     """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
     drain_timeout_s: float = 10.0
@@ -119,10 +136,22 @@ class Config:
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""
     loads_max: int = 1 << 12
-    """Ranks read from at once, over all loads, those with quarantined blocks included."""
-    slice_bytes_max: int = 16 * _MIB
+    """Ranks read from at once, over all loads, those with quarantined blocks included; further loads wait."""
+    loads_waiting_max: int = 1 << 12
+    """How many loads may wait; one more is `Overloaded`."""
+    slice_bytes_max: int = 8 * _MIB
+    """What is read at once. Loads take turns by slices, so this is what a small one waits for behind a huge one."""
     slice_descriptors_max: int = 8192
-    slices_in_flight_max: int = 4
+    slices_in_flight_max: int = 2
+    """Slices of one load in flight: a second one keeps the transport busy while the first one's end gets around."""
+    in_flight_bytes_max: int = 256 * _MIB
+    """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight."""
+    in_flight_descriptors_max: int = 1 << 17
+    in_flight_reads_max: int = 512
+    peer_in_flight_bytes_max: int = 20 * _MIB
+    """The same from one rank of an engine: two slices, and room for small reads beside them."""
+    peer_in_flight_descriptors_max: int = 1 << 15
+    peer_in_flight_reads_max: int = 128
     notification_poll_interval_s: float = 0.005
     """How often readers' notifications are looked for; ten times less often when none has come for a while."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,14 @@ from kvflow.cli.bench.children import BenchError
 from kvflow.cli.bench.report import as_json, print_report
 from kvflow.cli.bench.run import run_bench
 from kvflow.cli.bench.settings import Pattern, SettingsError, Transport, TransportChoice, make_settings
+from kvflow.cli.fairness_bench import report as fairness_report
+from kvflow.cli.fairness_bench import settings as fairness_settings
+from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
 from kvflow.errors import ConfigError
+from kvflow.integrations.timeline import BadRecords, read_records, timeline
 from kvflow.runtime.keyring import make_key_files
 
 app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
@@ -130,3 +135,77 @@ def topology(
     topology_report.print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(topology_report.as_json(report), indent=2) + "\n")
+
+
+@bench.command()
+def fairness(
+    transport: Annotated[
+        Transport, typer.Option(help="Which way the bytes go: shm or tcp (UCX_TLS=tcp).")
+    ] = Transport.SHM,
+    size: Annotated[int, typer.Option(min=1, help="MB (2**20 bytes) of a huge load.")] = 1024,
+    huge_loads: Annotated[int, typer.Option(min=1, help="How many huge loads run at once.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each measures everything once.")] = 9,
+    json_file: Annotated[
+        typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
+    ] = False,
+) -> None:
+    """Measure how long one-block loads take alone, and while huge loads run: at most one slice longer."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        settings = fairness_settings.make_settings(
+            transport=transport,
+            size_mb=size,
+            huge_loads=huge_loads,
+            rounds=rounds,
+            slice_bytes=READER.slice_bytes_max,
+            quick=quick,
+        )
+        report = run_fairness(settings, note=notes.print)
+    except (SettingsError, BenchError) as error:
+        notes.print(f"kvflow bench fairness: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    fairness_report.print_report(report, Console())
+    if json_file is not None:
+        json_file.write(json.dumps(fairness_report.as_json(report), indent=2) + "\n")
+
+
+@app.command()
+def trace(
+    files: Annotated[list[Path], typer.Argument(help="Files that timeline.RecordFile has written.", exists=True)],
+    out: Annotated[Path, typer.Option(help="The timeline to write; open it at ui.perfetto.dev.")] = Path("trace.json"),
+) -> None:
+    """Make one timeline of the records of several engines."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        lines = [line for file in files for line in read_records(file)]
+    except (BadRecords, OSError) as error:
+        notes.print(f"kvflow trace: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    out.write_text(json.dumps(timeline(lines)))
+    notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; each is one run of several engines.")] = 500,
+    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the seeds.")] = 1,
+    failures: Annotated[int, typer.Option(min=1, help="Stop after so many seeds have failed.")] = 5,
+) -> None:
+    """Run kvflow's engines in virtual time under random faults, and check every promise after every step.
+
+    A seed that fails is printed with the command that replays it; then the exit code is 1.
+    """
+    from kvflow.cli.simulate import print_failure, print_summary, run_all
+
+    console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    begun_s = time.monotonic()
+    summary = run_all(start, seeds, jobs, failures_max=failures, notes=notes)
+    for result in summary.failed:
+        print_failure(result, console)
+    print_summary(summary, time.monotonic() - begun_s, console)
+    if summary.failed:
+        raise typer.Exit(code=1)

@@ -1,4 +1,4 @@
-"""The life of a peer, a lease and a read, each as one transition table.
+"""The life of a peer, a lease, a read and an engine's request, each as one transition table.
 
 `fire` is the only way a state changes: it looks the (state, event) pair up and returns the next state; a pair that
 is not in the table raises `IllegalTransition` and changes nothing. Questions about a state are functions with a
@@ -36,17 +36,21 @@ def knows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
 class PeerState(enum.StrEnum):
     """One rank of a remote engine, as a reader sees it."""
 
-    UNKNOWN = "unknown"  # no connection: never made, or the handshake failed
+    UNKNOWN = "unknown"  # no connection was made, or the peer asked to be asked later
     CONNECTING = "connecting"  # one handshake is under way, everybody waits on it
     READY = "ready"
+    DRAINING = "draining"  # connected; it has said that it takes no new work
     BROKEN = "broken"  # the connection is dead or outdated; the next load makes a new one
+    BACKING_OFF = "backing_off"  # it failed; nobody asks it until its wait is over (`core.circuit`)
     CLOSED = "closed"
 
 
 class PeerEvent(enum.StrEnum):
-    CONNECT = "connect"
+    CONNECT = "connect"  # also while connected, if a ticket is of another life of the peer
     CONNECTED = "connected"
-    CONNECT_FAILED = "connect_failed"
+    POSTPONE = "postpone"
+    BACK_OFF = "back_off"
+    DRAIN = "drain"
     BREAK = "break"
     CLOSE = "close"
 
@@ -55,11 +59,21 @@ PEER_TABLE: Table[PeerState, PeerEvent] = {
     (PeerState.UNKNOWN, PeerEvent.CONNECT): PeerState.CONNECTING,
     (PeerState.UNKNOWN, PeerEvent.CLOSE): PeerState.CLOSED,
     (PeerState.CONNECTING, PeerEvent.CONNECTED): PeerState.READY,
-    (PeerState.CONNECTING, PeerEvent.CONNECT_FAILED): PeerState.UNKNOWN,
+    (PeerState.CONNECTING, PeerEvent.POSTPONE): PeerState.UNKNOWN,
+    (PeerState.CONNECTING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
+    (PeerState.READY, PeerEvent.CONNECT): PeerState.CONNECTING,
+    (PeerState.READY, PeerEvent.DRAIN): PeerState.DRAINING,
     (PeerState.READY, PeerEvent.BREAK): PeerState.BROKEN,
+    (PeerState.READY, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
     (PeerState.READY, PeerEvent.CLOSE): PeerState.CLOSED,
+    (PeerState.DRAINING, PeerEvent.CONNECT): PeerState.CONNECTING,
+    (PeerState.DRAINING, PeerEvent.BREAK): PeerState.BROKEN,
+    (PeerState.DRAINING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
+    (PeerState.DRAINING, PeerEvent.CLOSE): PeerState.CLOSED,
     (PeerState.BROKEN, PeerEvent.CONNECT): PeerState.CONNECTING,
     (PeerState.BROKEN, PeerEvent.CLOSE): PeerState.CLOSED,
+    (PeerState.BACKING_OFF, PeerEvent.CONNECT): PeerState.CONNECTING,
+    (PeerState.BACKING_OFF, PeerEvent.CLOSE): PeerState.CLOSED,
 }
 
 
@@ -123,6 +137,66 @@ TRANSFER_TABLE: Table[TransferState, TransferEvent] = {
 def transfer_blocks_safe(state: TransferState) -> bool:
     """Whether no byte can land in the local blocks any more (invariant I1)."""
     return state in (TransferState.PENDING, TransferState.LANDED, TransferState.STOPPED)
+
+
+class ConsumerState(enum.StrEnum):
+    """A request whose prompt may come from a remote engine, as an engine's scheduler sees it (`core.scheduling`)."""
+
+    EXPECTED = "expected"  # it has no blocks yet
+    RECEIVING = "receiving"  # a load writes its blocks
+    ABANDONED = "abandoned"  # it has ended, and a load may still write its blocks
+    LOCAL = "local"  # it needs nothing remote any more
+    ENDED = "ended"
+
+
+class ConsumerEvent(enum.StrEnum):
+    RECEIVE = "receive"
+    SKIP = "skip"
+    RECEIVED = "received"
+    END = "end"
+
+
+CONSUMER_TABLE: Table[ConsumerState, ConsumerEvent] = {
+    (ConsumerState.EXPECTED, ConsumerEvent.RECEIVE): ConsumerState.RECEIVING,
+    (ConsumerState.EXPECTED, ConsumerEvent.SKIP): ConsumerState.LOCAL,
+    (ConsumerState.EXPECTED, ConsumerEvent.END): ConsumerState.ENDED,
+    (ConsumerState.RECEIVING, ConsumerEvent.RECEIVED): ConsumerState.LOCAL,
+    (ConsumerState.RECEIVING, ConsumerEvent.END): ConsumerState.ABANDONED,
+    (ConsumerState.ABANDONED, ConsumerEvent.RECEIVED): ConsumerState.ENDED,
+    (ConsumerState.LOCAL, ConsumerEvent.END): ConsumerState.ENDED,
+}
+
+
+class ProducerState(enum.StrEnum):
+    """A request whose prompt is computed for a remote engine, as an engine's scheduler sees it."""
+
+    COMPUTING = "computing"
+    SAVED = "saved"  # its prompt is computed and its lease open; nobody has its ticket
+    SENDING = "sending"  # it has finished, its ticket is out
+    ENDED = "ended"
+
+
+class ProducerEvent(enum.StrEnum):
+    SAVE = "save"
+    PREEMPT = "preempt"
+    SEND = "send"
+    SENT = "sent"
+    END = "end"
+
+
+PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
+    (ProducerState.COMPUTING, ProducerEvent.SAVE): ProducerState.SAVED,
+    (ProducerState.COMPUTING, ProducerEvent.END): ProducerState.ENDED,
+    (ProducerState.SAVED, ProducerEvent.PREEMPT): ProducerState.COMPUTING,
+    (ProducerState.SAVED, ProducerEvent.SEND): ProducerState.SENDING,
+    (ProducerState.SAVED, ProducerEvent.END): ProducerState.ENDED,
+    (ProducerState.SENDING, ProducerEvent.SENT): ProducerState.ENDED,
+}
+
+
+def request_blocks_held(state: ConsumerState | ProducerState) -> bool:
+    """Whether blocks of the request must stay as they are, although it may have ended for the engine."""
+    return state in (ConsumerState.RECEIVING, ConsumerState.ABANDONED, ProducerState.SENDING)
 
 
 def mermaid(table: Table[StateT, EventT]) -> str:

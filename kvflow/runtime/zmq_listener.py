@@ -183,8 +183,9 @@ class ZmqListener:
             request = wire.decode_request(body_frame)
         except wire.WireError as error:
             return wire.Refusal(reason=str(error), version=wire.PROTOCOL_VERSION)
-        if engine not in (None, wire.engine_of(request.reader)):
-            reason = f"the request is in the name of {request.reader[:300]!r}, its key belongs to {engine!r}"
+        claimed = wire.asked_by(request)
+        if engine not in (None, claimed):
+            reason = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
             return wire.Refusal(reason=reason, version=wire.PROTOCOL_VERSION)
         return self._answer(header, request)
 

@@ -1,4 +1,4 @@
-"""The three machines: illegal events change nothing, every life ends, and what `safe` and `open` promise holds."""
+"""The machines: illegal events change nothing, every life ends, and what `safe` and `open` promise holds."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.states import (
+    CONSUMER_TABLE,
     LEASE_TABLE,
     PEER_TABLE,
+    PRODUCER_TABLE,
     TRANSFER_TABLE,
+    ConsumerEvent,
+    ConsumerState,
     IllegalTransition,
     LeaseEvent,
     LeaseState,
     PeerEvent,
     PeerState,
+    ProducerEvent,
+    ProducerState,
     TransferEvent,
     TransferState,
     fire,
     knows,
     lease_open,
     mermaid,
+    request_blocks_held,
     transfer_blocks_safe,
 )
 
@@ -65,6 +72,12 @@ MACHINES = {
         TransferEvent,
         TransferState.PENDING,
         frozenset({TransferState.LANDED, TransferState.STOPPED}),
+    ),
+    "consumer": Machine(
+        CONSUMER_TABLE, ConsumerState, ConsumerEvent, ConsumerState.EXPECTED, frozenset({ConsumerState.ENDED})
+    ),
+    "producer": Machine(
+        PRODUCER_TABLE, ProducerState, ProducerEvent, ProducerState.COMPUTING, frozenset({ProducerState.ENDED})
     ),
 }
 machines = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
@@ -119,8 +132,8 @@ def test_the_diagram_has_each_row_once(machine: Machine) -> None:
 
 
 def test_a_peer_has_one_handshake_at_a_time() -> None:
-    for state in (PeerState.CONNECTING, PeerState.READY, PeerState.CLOSED):
-        assert not knows(PEER_TABLE, state, PeerEvent.CONNECT)
+    idle = {state for state in PeerState if knows(PEER_TABLE, state, PeerEvent.CONNECT)}
+    assert idle == set(PeerState) - {PeerState.CONNECTING, PeerState.CLOSED}
 
 
 def test_a_peer_is_ready_only_by_a_handshake() -> None:
@@ -130,9 +143,29 @@ def test_a_peer_is_ready_only_by_a_handshake() -> None:
 
 def test_a_broken_peer_can_become_ready_again() -> None:
     state = PeerState.READY
-    for event in (PeerEvent.BREAK, PeerEvent.CONNECT, PeerEvent.CONNECT_FAILED, PeerEvent.CONNECT, PeerEvent.CONNECTED):
+    for event in (PeerEvent.BREAK, PeerEvent.CONNECT, PeerEvent.BACK_OFF, PeerEvent.CONNECT, PeerEvent.CONNECTED):
         state = fire(PEER_TABLE, state, event)
     assert state is PeerState.READY
+
+
+# --- requests of an engine
+
+
+def test_held_blocks_are_given_back_by_a_workers_report_only() -> None:
+    """An abort keeps the blocks held; what ends the holding is that a load, or a lease, has ended."""
+    reports = {ConsumerEvent.RECEIVED, ProducerEvent.SENT}
+    for table in (CONSUMER_TABLE, PRODUCER_TABLE):
+        for (state, event), after in table.items():
+            if request_blocks_held(state) and not request_blocks_held(after):
+                assert event in reports
+
+
+def test_a_prompt_is_received_at_most_once() -> None:
+    assert ConsumerState.RECEIVING not in MACHINES["consumer"].after(ConsumerState.LOCAL)
+
+
+def test_a_ticket_that_is_out_stays_out() -> None:
+    assert MACHINES["producer"].after(ProducerState.SENDING) == {ProducerState.SENDING, ProducerState.ENDED}
 
 
 # --- leases

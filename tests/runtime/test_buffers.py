@@ -361,6 +361,28 @@ async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
         assert one.runtime.statistics().buffers_used == 0
 
 
+async def test_a_lease_that_is_revoked_while_it_is_copied_keeps_its_blocks_until_then() -> None:
+    async with unreachable_pair() as ((one, saved), (other, _)):
+        saved.gate.clear()
+        lease = offer(one, [3, 4])
+        load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0, 1])))
+        while other.transport.statistics.reads < 2:
+            await asyncio.sleep(0)
+        lease.revoke()
+        while not lease.held:
+            await asyncio.sleep(0)
+        lease.revoke()
+        assert not lease.done
+        blocks = one.runtime.statistics().blocks
+        assert blocks is not None
+        assert blocks.leased == 2
+        with pytest.raises(LeaseExpired):
+            await load
+        saved.gate.set()
+        assert await ended(lease) is LeaseOutcome.REVOKED
+        assert one.runtime.statistics().buffers_used == 0
+
+
 SMALL = replace(BASE, host_buffer_bytes_max=3 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
 
 

@@ -1,0 +1,333 @@
+"""The runtime for engines that are not asyncio programs: the verbs, their bounds, and that no thread is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from tests_support import small_cache
+
+from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
+from kvflow.blocking import Runtime
+from kvflow.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    LeaseExpired,
+    RequestError,
+    RuntimeBroken,
+    RuntimeClosed,
+    UsageError,
+)
+from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.world import World
+from kvflow.testing import assert_closed, assert_quiet
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+CONFIG = Config(engine_id="any", listen="tcp://127.0.0.1:0", drain_timeout_s=1.0, seal_hold_s=0.01)
+
+
+@dataclass(frozen=True)
+class Engine:
+    runtime: Runtime
+    kv_caches: dict[str, torch.Tensor]
+    transport: InprocTransport | None
+
+
+@contextlib.contextmanager
+def engine(engine_id: str, network: InprocNetwork | None, *, fill: float, config: Config = CONFIG) -> Iterator[Engine]:
+    """One side; over real NIXL without a network."""
+    made: list[InprocTransport] = []
+
+    def make(_: Config, name: str) -> InprocTransport:
+        assert network is not None
+        made.append(InprocTransport(name, network))
+        return made[0]
+
+    kv_caches, layout = small_cache(fill=fill)
+    config = replace(config, engine_id=engine_id)
+    with Runtime(config, world=World(transport=make) if network else World(), call_timeout_s=20.0) as runtime:
+        runtime.register_kv_caches(kv_caches, layout)
+        yield Engine(runtime, kv_caches, made[0] if made else None)
+
+
+@dataclass(frozen=True)
+class Pair:
+    producer: Engine
+    consumer: Engine
+
+    def request(self, ticket: dict[str, Any]) -> LoadRequest:
+        return LoadRequest("req", ticket=ticket, block_ids=[5, 6])
+
+
+OFFER = ServeRequest("req", block_ids=[1, 2], num_tokens=8)
+
+
+@pytest.fixture(params=["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    network = InprocNetwork() if request.param == "inproc" else None
+    before = set(threading.enumerate())
+    with engine("producer", network, fill=1.0) as producer, engine("consumer", network, fill=-1.0) as consumer:
+        yield Pair(producer, consumer)
+        for side in (producer, consumer):
+            assert_quiet(side.runtime.statistics())
+    for side in (producer, consumer):
+        assert_closed(side.runtime.statistics())
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.fixture
+def inproc_pair() -> Iterator[Pair]:
+    network = InprocNetwork()
+    with engine("producer", network, fill=1.0) as producer, engine("consumer", network, fill=-1.0) as consumer:
+        yield Pair(producer, consumer)
+
+
+def test_a_hand_over(pair: Pair) -> None:
+    lease = pair.producer.runtime.serve_blocks(OFFER)
+    assert (lease.request_id, lease.block_ids) == ("req", (1, 2))
+    report = pair.consumer.runtime.load_blocks(pair.request(lease.ticket.to_params()))
+    assert report.blocks == 2
+    assert lease.wait(10.0) is LeaseOutcome.READ
+    for layer in pair.consumer.kv_caches.values():
+        assert (layer[:, [5, 6]] == 1.0).all()
+        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+
+
+def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
+    lease = pair.producer.runtime.serve_blocks(OFFER)
+    pending = pair.consumer.runtime.start_load(pair.request(lease.ticket.to_params()))
+    called: concurrent.futures.Future[bool] = concurrent.futures.Future()
+    pending.add_done_callback(lambda ended: called.set_result(ended is pending))
+    assert called.result(10.0)
+    assert pending.done
+    assert pending.result().bytes > 0
+    assert lease.outcome.result(10.0) is LeaseOutcome.READ
+
+
+def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
+    lease = pair.producer.runtime.serve_blocks(OFFER)
+    lease.revoke()
+    assert lease.wait(10.0) is LeaseOutcome.REVOKED
+    with pytest.raises(LeaseExpired):
+        pair.consumer.runtime.load_blocks(pair.request(lease.ticket.to_params()))
+
+
+def test_errors_come_out_where_the_verb_was_called(inproc_pair: Pair) -> None:
+    with pytest.raises(RequestError, match="99"):
+        inproc_pair.producer.runtime.serve_blocks(replace(OFFER, block_ids=[99]))
+    pending = inproc_pair.consumer.runtime.start_load(inproc_pair.request({}))
+    with pytest.raises(RequestError, match="ticket"):
+        pending.result(10.0)
+
+
+def test_many_threads_use_one_runtime(inproc_pair: Pair) -> None:
+    producer, consumer = inproc_pair.producer.runtime, inproc_pair.consumer.runtime
+
+    def hand_over(index: int) -> LeaseOutcome:
+        lease = producer.serve_blocks(ServeRequest(f"r{index}", block_ids=[index], num_tokens=4))
+        consumer.load_blocks(LoadRequest(f"r{index}", ticket=lease.ticket, block_ids=[index]))
+        return lease.wait(10.0)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert set(threads.map(hand_over, range(8))) == {LeaseOutcome.READ}
+
+
+def test_a_wait_for_a_lease_has_a_bound_and_changes_nothing(inproc_pair: Pair) -> None:
+    lease = inproc_pair.producer.runtime.serve_blocks(OFFER)
+    with pytest.raises(TimeoutError):
+        lease.wait(0.0)
+    assert inproc_pair.producer.runtime.statistics().serving is not None
+    assert inproc_pair.consumer.runtime.load_blocks(inproc_pair.request(lease.ticket.to_params())).blocks == 2
+    assert lease.wait(10.0) is LeaseOutcome.READ
+
+
+def test_a_cancelled_load_is_done_when_its_bytes_have_stopped(inproc_pair: Pair) -> None:
+    transport = inproc_pair.consumer.transport
+    assert transport is not None
+    lease = inproc_pair.producer.runtime.serve_blocks(OFFER)
+    transport.faults.hold = True
+    pending = inproc_pair.consumer.runtime.start_load(inproc_pair.request(lease.ticket.to_params()))
+    on_loop(inproc_pair.consumer.runtime, lambda runtime: wait_for_reads(runtime, 1))
+    pending.cancel()
+    assert not pending.done
+    on_loop(inproc_pair.consumer.runtime, lambda _: perform(transport))
+    with pytest.raises(concurrent.futures.CancelledError):
+        pending.result(10.0)
+    lease.revoke()
+    assert lease.wait(10.0) is LeaseOutcome.REVOKED
+
+
+def test_quarantined_blocks_can_be_waited_for() -> None:
+    network = InprocNetwork()
+    config = replace(CONFIG, cancel_grace_s=0.01)
+    with (
+        engine("producer", network, fill=1.0) as producer,
+        engine("consumer", network, fill=-1.0, config=config) as consumer,
+    ):
+        transport = consumer.transport
+        assert transport is not None
+        first = producer.runtime.serve_blocks(OFFER)  # the handshake is no part of the deadline below
+        consumer.runtime.load_blocks(LoadRequest("req", ticket=first.ticket, block_ids=[5, 6]))
+        assert first.wait(10.0) is LeaseOutcome.READ
+        lease = producer.runtime.serve_blocks(OFFER)
+        transport.faults.hold = True
+        with pytest.raises(DeadlineExceeded) as caught:
+            consumer.runtime.load_blocks(
+                LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[5, 6], deadline_s=0.5)
+            )
+        quarantine = caught.value.quarantine
+        assert quarantine is not None
+        with pytest.raises(TimeoutError):
+            consumer.runtime.wait_safe(quarantine, 0.0)
+        on_loop(consumer.runtime, lambda _: perform(transport))
+        consumer.runtime.wait_safe(quarantine, 10.0)
+        assert quarantine.safe
+        lease.revoke()
+
+
+def on_loop(runtime: Runtime, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, None]]) -> None:
+    runtime.start(work).result(10.0)
+
+
+async def wait_for_reads(runtime: asynchronous.Runtime, count: int) -> None:
+    while runtime.statistics().transport.open_reads < count:
+        await asyncio.sleep(0)
+
+
+async def perform(transport: InprocTransport) -> None:
+    transport.perform()
+
+
+# --- opening, closing, dying
+
+
+def runtime() -> Runtime:
+    network = InprocNetwork()
+    return Runtime(CONFIG, world=World(transport=lambda _, name: InprocTransport(name, network)))
+
+
+def test_closing_twice_is_fine_and_nothing_works_afterwards() -> None:
+    closed = runtime()
+    closed.open()
+    closed.close()
+    closed.close()
+    assert closed.statistics().state is RuntimeState.CLOSED
+    for verb in (lambda: closed.serve_blocks(OFFER), lambda: closed.start_load(LoadRequest("r", {}, []))):
+        with pytest.raises(RuntimeClosed):
+            verb()
+    with pytest.raises(UsageError, match="opened once"):
+        closed.open()
+
+
+def test_a_runtime_that_was_never_opened_is_closed_without_a_thread() -> None:
+    unopened = runtime()
+    with pytest.raises(UsageError, match="not open yet"):
+        unopened.serve_blocks(OFFER)
+    assert unopened.statistics().state is RuntimeState.NEW
+    unopened.close()
+    with pytest.raises(UsageError, match="opened once"):
+        unopened.open()
+
+
+def test_what_cannot_be_opened_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    with runtime() as first:
+        port = int(on_loop_result(first).rpartition(":")[2])
+        second = Runtime(replace(CONFIG, listen=f"tcp://127.0.0.1:{port}", transport="inproc"))
+        with pytest.raises(ConfigError, match="cannot bind"):
+            second.open()
+        second.close()
+    assert set(threading.enumerate()) <= before
+
+
+def on_loop_result(opened: Runtime) -> str:
+    async def address(inner: asynchronous.Runtime) -> str:
+        return inner.address
+
+    return opened.start(address).result(10.0)
+
+
+def test_closing_settles_who_still_waits() -> None:
+    opened = runtime()
+    opened.open()
+    waiting = opened.start(lambda _: asyncio.Event().wait())
+    opened.close()
+    with pytest.raises(RuntimeClosed):
+        waiting.result(10.0)
+
+
+def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread() -> None:
+    before = set(threading.enumerate())
+    opened = runtime()
+    opened.open()
+    opened.register_kv_caches(*small_cache())
+    lease = opened.serve_blocks(OFFER)
+    waiting = opened.start(lambda _: asyncio.Event().wait())
+
+    async def die(_: asynchronous.Runtime) -> None:
+        raise SystemExit("killed by a test")
+
+    dead = opened.start(die)
+    with pytest.raises(SystemExit):
+        dead.result(10.0)
+    for pending in (waiting, lease.outcome):
+        with pytest.raises((RuntimeBroken, RuntimeClosed, concurrent.futures.CancelledError)):
+            pending.result(10.0)
+    with pytest.raises(RuntimeBroken, match="died: killed by a test"):
+        opened.close()
+    opened.close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_its_own_thread_cannot_wait_for_itself() -> None:
+    with runtime() as opened:
+
+        async def serve_from_within(_: asynchronous.Runtime) -> None:
+            opened.serve_blocks(OFFER)
+
+        with pytest.raises(UsageError, match="wait for itself"):
+            opened.start(serve_from_within).result(10.0)
+
+
+def test_work_cancelled_before_it_began_never_begins() -> None:
+    begun = []
+    with runtime() as opened:
+
+        async def block_and_cancel(_: asynchronous.Runtime) -> None:
+            late = opened.start(note)
+            late._cancel()  # as if the loop had got `cancel` first
+            with pytest.raises(concurrent.futures.CancelledError):
+                while not late.done:
+                    await asyncio.sleep(0)
+                late.result()
+
+        async def note(_: asynchronous.Runtime) -> None:
+            begun.append(True)
+
+        opened.start(block_and_cancel).result(10.0)
+    assert begun == []
+
+
+FORGETFUL = """
+from kvflow import Config
+from kvflow.blocking import Runtime
+runtime = Runtime(Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc"))
+runtime.open()
+import atexit
+atexit._run_exitfuncs()
+print(runtime.statistics().state, runtime._thread.is_alive())
+"""
+
+
+def test_a_forgotten_runtime_does_not_keep_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["closed", "False"])
