@@ -38,6 +38,7 @@ LOOKING_AGAIN = {
 
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
+    "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
 }
@@ -149,7 +150,8 @@ print(*sorted(name for name in ("torch", "zmq", "nixl", "asyncio", "kvflow.trans
 
 def test_nixl_and_zmq_have_one_home_each() -> None:
     assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl_agents.py"}
-    assert importers("zmq") == {"kvflow/runtime/side_channel.py"}
+    side_channel = {"zmq_side_channel", "zmq_listener", "keyring"}
+    assert importers("zmq") == {f"kvflow/runtime/{name}.py" for name in side_channel}
 
 
 def test_nothing_can_run_code_from_a_message() -> None:

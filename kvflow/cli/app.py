@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -19,11 +20,35 @@ from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
+from kvflow.errors import ConfigError
 from kvflow.integrations.timeline import BadRecords, read_records, timeline
+from kvflow.runtime.keyring import make_key_files
 
 app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+keys = typer.Typer(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="Where the two files go; it is made if need be.")],
+    name: Annotated[str, typer.Option(help="The engine's id; all its ranks share its keys.")],
+) -> None:
+    """Make an engine's key pair: NAME.secret stays with the engine, NAME.public goes to every engine it talks to."""
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        secret, public = make_key_files(folder, name)
+    except ConfigError as error:
+        notes.print(f"kvflow keys new: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    notes.print(f"{secret}: keep it to the machines that run {name}", markup=False)
+    notes.print(f"{public}: copy it into the curve_peers_dir of every engine that talks to {name}", markup=False)
+    Console(highlight=False, soft_wrap=True).print(
+        f'Config(engine_id="{name}", ...,\n    curve_secret_key_file="{secret}",\n    curve_peers_dir="{folder}")',
+        markup=False,
+    )
 
 
 @bench.command()
@@ -161,3 +186,26 @@ def trace(
         raise typer.Exit(code=1) from error
     out.write_text(json.dumps(timeline(lines)))
     notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)
+
+
+@app.command()
+def simulate(
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds; each is one run of several engines.")] = 500,
+    start: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the seeds.")] = 1,
+    failures: Annotated[int, typer.Option(min=1, help="Stop after so many seeds have failed.")] = 5,
+) -> None:
+    """Run kvflow's engines in virtual time under random faults, and check every promise after every step.
+
+    A seed that fails is printed with the command that replays it; then the exit code is 1.
+    """
+    from kvflow.cli.simulate import print_failure, print_summary, run_all
+
+    console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    begun_s = time.monotonic()
+    summary = run_all(start, seeds, jobs, failures_max=failures, notes=notes)
+    for result in summary.failed:
+        print_failure(result, console)
+    print_summary(summary, time.monotonic() - begun_s, console)
+    if summary.failed:
+        raise typer.Exit(code=1)

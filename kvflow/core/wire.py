@@ -85,11 +85,33 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
     tp_rank: int
 
 
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to tell when the asked rank goes, and where: the reader's own side channel."""
+
+    target: Target
+    address: str
+
+
 class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metadata"):
     """Who are you, and where is your cache?"""
 
     reader: str
     target: Target
+    request_id: str | None = None
+    """Whose lease the reader has a ticket of; a rank that drains connects nobody else."""
+    caller: Caller | None = None
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """A rank tells a reader (`target`) that it takes no new work, or that it closes now.
+
+    It is believed if `incarnation` is that of the reader's connection. A forged one costs a handshake at most.
+    """
+
+    target: Target
+    sender: Target
+    incarnation: str
+    closing: bool
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
@@ -194,12 +216,18 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
     reason: str
     version: int
+    passing: bool = False
+    """Whether the answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
     holding: Holding | None = None
 
 
-Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest
-Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Refusal
+class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
+    """The answer to what is no question."""
+
+
+Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | Goodbye
+Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Noted | Refusal
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
@@ -372,6 +400,11 @@ def check_seals(location: SealLocation) -> None:
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     """The transport agent's name: unique per life of a rank, so a restarted producer is somebody else."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
+
+
+def asked_by(request: Request) -> str:
+    """The engine in whose name a request is; nothing sensible where a reader's name is no `agent_name`."""
+    return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]
 
 
 def checksum(data: bytes) -> int:

@@ -63,7 +63,7 @@ _GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_open_leases", "Leases open.", "", lambda now: {"": now.serving.open_leases if now.serving else 0}),
     ("kvflow_open_reads", "Reads posted and not ended.", "", lambda now: {"": now.transport.open_reads}),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
-    ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(map(str, now.peers))),
+    ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
 )
 _COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_read_bytes", "Bytes that reads have brought.", "", lambda now: {"": now.transport.bytes_read}),

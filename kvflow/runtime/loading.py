@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvflow.config import Config
@@ -31,9 +32,9 @@ from kvflow.errors import (
     TransferFailed,
 )
 from kvflow.runtime.budget import Budget, InFlight
+from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
-from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.phases import Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
@@ -184,9 +185,9 @@ class Loader:
         self._clock = clock
         self._places = Budget((config.loads_max,), (config.loads_max,))
         self._reads = Budget(*_read_limits(config))
+        self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
+        self._unsafe: dict[Transfer, None] = {}
         self._observers = observers
-        self._loads: set[_Load] = set()
-        self._unsafe: set[Transfer] = set()
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._closed = False
@@ -230,7 +231,7 @@ class Loader:
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
-        self._loads.add(load)
+        self._loads[load] = None
         self._quiet.clear()
         try:
             report = await self._run(load)
@@ -244,7 +245,7 @@ class Loader:
             self._record(load, type(error).__name__, str(error))
             raise
         finally:
-            self._loads.discard(load)
+            self._loads.pop(load, None)
             self._renewals.forget(load)
             self._note_quiet()
         self._succeeded += 1
@@ -260,6 +261,11 @@ class Loader:
         for load in self._loads:
             if not load.timeout.expired():  # else it is ending already
                 load.timeout.reschedule(now_s)
+
+    def all_stopped(self) -> None:
+        """The transport was closed in good order, so no byte can land any more: nothing stays quarantined."""
+        for transfer in list(self._unsafe):
+            transfer.all_stopped()
 
     async def drained(self) -> None:
         """Wait until no load is under way and no block is quarantined."""
@@ -299,9 +305,7 @@ class Loader:
                 load.watch.enter("handshake")
                 await self._sources.check(ticket)
                 chunks = self._match(load)
-                sources = await self._sources.find(
-                    ticket, lambda source: self._renewals.keep(load, source, ticket.ttl_s)
-                )
+                sources = await self._sources.find(ticket, partial(self._renewals.keep, load, ticket.ttl_s))
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:
@@ -353,13 +357,14 @@ class Loader:
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):
                 if stream is transfer.failed:
-                    source.peer.retire(source.connection, str(error))
+                    self._sources.failed(source, str(error))
             await transfer.stop(self._config.cancel_grace_s)
             raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
         except BaseException:
             await transfer.stop(self._config.cancel_grace_s)
             raise
         transfer.finish()
+        self._sources.succeeded(read_from)
         if not fresh:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
@@ -418,7 +423,7 @@ class Loader:
                 self._seals.give_back(index)
             self._places.give_back(place)
             if transfer is not None:
-                self._unsafe.discard(transfer)
+                self._unsafe.pop(transfer, None)
                 for source in sources:
                     source.connection.release()
                 self._note_quiet()
@@ -441,7 +446,7 @@ class Loader:
             raise
         for source in sources:
             source.connection.hold()
-        self._unsafe.add(transfer)
+        self._unsafe[transfer] = None
         load.transfers.append(transfer)
         return transfer, taken
 
@@ -491,11 +496,3 @@ def _read_limits(config: Config) -> tuple[InFlight, InFlight]:
             config.peer_in_flight_bytes_max, config.peer_in_flight_descriptors_max, config.peer_in_flight_reads_max
         ),
     )
-
-
-def _ticket_of(request: LoadRequest) -> Ticket:
-    """The request's ticket, checked; RequestError names what is wrong with it."""
-    if isinstance(request.ticket, Ticket):
-        request.ticket.check()
-        return request.ticket
-    return Ticket.from_params(request.ticket)

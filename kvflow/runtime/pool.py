@@ -40,7 +40,7 @@ class Pool:
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled():
                 self.give_back(granted.result())
-            else:
+            elif waiter in self._waiters:  # else it was passed over already: its future was cancelled a moment ago
                 self._waiters.remove(waiter)
                 self._grant()
             raise

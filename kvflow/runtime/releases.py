@@ -18,7 +18,8 @@ from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.errors import LeaseExpired, PeerError
-from kvflow.runtime.peers import Connection, Peer, Peers
+from kvflow.runtime.connection import Connection
+from kvflow.runtime.peers import Peer, Peers
 from kvflow.runtime.sources import Source, Sources, wait_for_all
 from kvflow.transport.base import Transport
 

@@ -318,6 +318,10 @@ class Serving:
             block_ids=own.block_ids,
         )
 
+    def serves(self, request_id: str | None) -> bool:
+        """Whether there is an open lease for the request."""
+        return request_id in self._open_requests
+
     def release(self, question: wire.ReleaseRequest) -> wire.Released:
         """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
         wire.check_holding(question.holding)

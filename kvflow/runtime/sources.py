@@ -19,7 +19,8 @@ from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.core.topology import Cut, Rank
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.peers import Connection, LocalRank, Peer, Peers, target_of
+from kvflow.runtime.connection import Connection, LocalRank
+from kvflow.runtime.peers import Peer, Peers
 
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 
@@ -35,11 +36,8 @@ class Source:
     peer: Peer
     connection: Connection
     lease: RankLease
-
-    @property
-    def sure_until_s(self) -> float:
-        """Until when, on our clock, the lease cannot have run out unless it was ended."""
-        return self.peer.sure_until_s(self.lease.incarnation, self.lease.expires_s)
+    sure_until_s: float
+    """Until when, on our clock, the lease cannot have run out; it may have been ended."""
 
     def __str__(self) -> str:
         return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
@@ -75,7 +73,7 @@ class Sources:
         LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's address cannot be known.
         Cancelling stops the waiting; handshakes go on.
         """
-        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in self._plan(ticket.cut).places]
+        ranks = self.ranks_of(ticket.cut, ticket.dp_rank)
         all_found = await wait_for_all([self._find_one(ticket, rank, found) for rank in ranks])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in all_found}
         ours = self._local.holding
@@ -90,17 +88,31 @@ class Sources:
         Nobody is asked, so some may hold nothing of what we hold. There is none if the ticket's engine does not go
         with ours. RequestError if an address cannot be known.
         """
-        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in self._plan(ticket.cut).places]
+        ranks = self.ranks_of(ticket.cut, ticket.dp_rank)
         named = [ticket.find(rank) for rank in ranks]
         peers = [self._peers.get(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
         return [(peer, lease if lease and lease.lease_id else None) for peer, lease in zip(peers, named, strict=True)]
+
+    def ranks_of(self, cut: Cut, dp_rank: int) -> list[Rank]:
+        """The ranks of an engine cut like this that we read from or have to tell."""
+        return [Rank(dp_rank, pp, tp) for pp, tp in self._plan(cut).places]
+
+    def succeeded(self, sources: Sequence[Source]) -> None:
+        """Bytes were read from all of them."""
+        for source in sources:
+            self._peers.succeeded(source.peer)
+
+    def failed(self, source: Source, why: str) -> None:
+        """A read from it failed."""
+        self._peers.failed(source.connection, why)
 
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
         plan = self._plan(ticket.cut)
         if plan.problems:
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self._peers.connect(self._peers.get(ticket.engine_id, first, ticket.address), None)  # names them all
+            peer = self._peers.get(ticket.engine_id, first, ticket.address)
+            await self._peers.connect(peer, None, ticket.request_id)  # names them all
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, cut: Cut) -> _Plan:
@@ -123,7 +135,7 @@ class Sources:
         """A rank's connection, and it as a source unless we have no layer in common."""
         named = ticket.find(rank)
         peer = self._peers.get(ticket.engine_id, rank, ticket.address_of(rank))
-        connection = await self._peers.connect(peer, named.incarnation if named else None)
+        connection = await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
         self._check_cut(ticket, peer, connection)
         if connection.share == 0:
             return peer, connection, None
@@ -131,12 +143,12 @@ class Sources:
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if named is None or not named.lease_id:
             named = await self.ask_for_lease(ticket, peer)
-            connection = await self._peers.connect(peer, named.incarnation)
+            connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
             raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
-        self._peers.keep_clock(peer)
-        source = Source(peer, connection, named)
+        sure_until_s = self._peers.sure_until_s(peer, named.incarnation, named.expires_s)
+        source = Source(peer, connection, named, sure_until_s)
         found(source)
         return peer, connection, source
 
@@ -167,7 +179,7 @@ class Sources:
         """
         question = wire.LeaseRequest(
             reader=self._local.reader,
-            target=target_of(peer),
+            target=peer.at.target,
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
             blocks_digest=wire.digest_of(ticket.block_ids),

@@ -144,6 +144,7 @@ class Transfer:
         self._priority = priority
         self._watch = watch
         self._reads: dict[PostedRead, _UnderWay] = {}
+        self._lost: list[_Running] = []
         self._copies = 0
         self._error: TransportError | CopyFailed | None = None
         self._progress: asyncio.Future[None] | None = None
@@ -240,11 +241,23 @@ class Transfer:
 
     def read_lost(self, read: PostedRead, error: RuntimeBroken) -> None:
         """From the poller: it ended, so it will never be known when these bytes have stopped."""
-        self._reads.pop(read, None)
+        _, running, turn = self._reads.pop(read)
+        self._budget.give_back(turn)
+        if running is not None:
+            self._lost.append(running)
         if not self._end.done():
             self._end.set_exception(error)
             self._end.exception()  # seen: there may be nobody who waits
         self._wake()
+
+    def all_stopped(self) -> None:
+        """The poller ended first, but then the transport was closed in good order: what was lost has stopped, too."""
+        lost, self._lost = self._lost, []
+        for running in lost:
+            self._ended(running, intact=False)
+        if self.state is TransferState.QUARANTINED and not self._copies:
+            self._end = asyncio.get_running_loop().create_future()
+            self._stop_if_last()
 
     @property
     def _under_way(self) -> int:

@@ -14,7 +14,7 @@ from kvflow.runtime.loading import LoadRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime, RuntimeStatistics
 from kvflow.runtime.serving import Lease, ServeRequest
-from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 _UNTOUCHED = -1.0
@@ -76,20 +76,20 @@ async def inproc_pair(
     layers: int = 2,
     config: Config | None = None,
     observers: Sequence[Observer] = (),
-    clocks: tuple[Clock, Clock] | None = None,
+    producer_world: World = World(),  # noqa: B008 - frozen
+    consumer_world: World = World(),  # noqa: B008 - frozen
 ) -> AsyncIterator[InprocPair]:
-    """An open, registered pair. `config` gives limits and timeouts; names and addresses are the pair's own.
+    """An open, registered pair. `config` gives limits and timeouts; names, addresses and transports are the pair's own.
 
-    `clocks` are the producer's and the consumer's, such as two `ManualClock`s; without them time passes by itself.
+    Another world may have another clock, such as a `ManualClock`.
 
     On a clean exit everything must be quiet and everything closed, or AssertionError says what is not.
     """
     base = config or Config(engine_id="any", drain_timeout_s=1.0)
     network = InprocNetwork()
-    clock, other_clock = clocks or (SystemClock(), SystemClock())
     async with (
-        _engine(base, "producer", network, clock, observers, (layers, num_blocks, block_size)) as producer,
-        _engine(base, "consumer", network, other_clock, observers, (layers, num_blocks, block_size)) as consumer,
+        _engine(base, "producer", network, producer_world, observers, (layers, num_blocks, block_size)) as producer,
+        _engine(base, "consumer", network, consumer_world, observers, (layers, num_blocks, block_size)) as consumer,
     ):
         _number_elements(producer.kv_caches)
         yield InprocPair(producer=producer, consumer=consumer)
@@ -102,7 +102,7 @@ async def _engine(
     base: Config,
     engine_id: str,
     network: InprocNetwork,
-    clock: Clock,
+    world: World,
     observers: Sequence[Observer],
     size: tuple[int, int, int],
 ) -> AsyncIterator[TestEngine]:
@@ -117,8 +117,7 @@ async def _engine(
         made.append(InprocTransport(agent_name, network))
         return made[0]
 
-    world = World(transport=make, clock=lambda: clock)
-    async with Runtime(config, observers=observers, world=world) as runtime:
+    async with Runtime(config, observers=observers, world=replace(world, transport=make)) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         yield TestEngine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
 

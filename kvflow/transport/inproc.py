@@ -13,7 +13,8 @@ import asyncio
 import ctypes
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -31,6 +32,8 @@ from kvflow.transport.base import (
     TransportStatistics,
 )
 from kvflow.transport.mailbox import Mailbox
+
+Row: TypeAlias = tuple[int, int, int]
 
 
 class InprocNetwork:
@@ -53,6 +56,12 @@ class InprocRead(PostedRead):
         self.peer = peer
         self.descriptors = descriptors
 
+    def rows(self) -> list[Row]:
+        """Its pieces: local address, remote address, size in bytes."""
+        descriptors = self.descriptors
+        columns = (descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.sizes.tolist())
+        return list(zip(*columns, strict=True))
+
 
 class InprocFaults:
     """What goes wrong, for one agent's reads and notifications; the defaults are a perfect network."""
@@ -70,18 +79,35 @@ class InprocFaults:
         """The agent is unreachable for others: their reads from it fail with PeerGone."""
 
 
-class InprocTransport:
-    """See `transport.base.Transport`."""
+class Carrier(Protocol):
+    """How the bytes of one agent travel, instead of at once: when its reads land and its notifications arrive."""
 
-    def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK) -> None:
+    def carry(self, reader: InprocTransport, read: InprocRead) -> None:
+        """Perform a posted read some time: `InprocTransport.refusal`, `copy` in any portions, and `end` once."""
+
+    def send(self, target: InprocTransport, payload: bytes) -> None:
+        """Let a notification arrive by `InprocTransport.deliver`: some time, several times, or never."""
+
+    def wake(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the loop, when the agent gets round to telling that something has happened."""
+
+    async def landed(self, reader: InprocTransport) -> None:
+        """Wait until no read of the agent is under way."""
+
+
+class InprocTransport:
+    """See `transport.base.Transport`. Without a `carrier` what is posted is performed in the next turn of the loop."""
+
+    def __init__(self, name: str, network: InprocNetwork = DEFAULT_NETWORK, *, carrier: Carrier | None = None) -> None:
         self.name = AgentName(name)
         self.faults = InprocFaults()
         self.held: deque[InprocRead] = deque()
         self._network = network
+        self._carrier = carrier
         self._spans: list[Span] = []
         self._keepalive: list[object] = []
         self._peers: set[AgentName] = set()
-        self._reads: set[InprocRead] = set()
+        self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
         self._open = False
 
@@ -117,13 +143,17 @@ class InprocTransport:
 
     async def remove_peer(self, name: AgentName) -> None:
         self._require_open()
+        assert not any(read.peer == name for read in self._reads), f"{name!r} is removed under a running read"
         self._peers.discard(name)
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         self._require_open()
         read = InprocRead(peer, descriptors)
         self._counts["reads"] += 1
-        self._reads.add(read)
+        self._reads[read] = None
+        if self._carrier is not None:
+            self._carrier.carry(self, read)
+            return read
         self.held.append(read)
         if not self.faults.hold:
             self._loop.call_soon(self.perform)
@@ -134,11 +164,17 @@ class InprocTransport:
         todo = len(self.held) if count is None else min(count, len(self.held))
         for _ in range(todo):
             read = self.held.popleft()
-            error = self._perform(read)
-            if error is None and self.faults.never_finish:
-                continue
-            self._mailbox.put(ReadEnded(read, error, 0.0))
+            error = self.refusal(read)
+            if error is None:
+                self.copy(read.rows())
+                if self.faults.never_finish:
+                    continue
+            self.end(read, error)
         return todo
+
+    def end(self, read: InprocRead, error: TransportError | None) -> None:
+        """A read has stopped for good."""
+        self._mailbox.put(ReadEnded(read, error, 0.0))
 
     def notify(self, peer: AgentName, payload: bytes) -> None:
         self._require_open()
@@ -147,6 +183,9 @@ class InprocTransport:
             self._counts["unsent"] += 1
             return
         self._counts["sent"] += 1
+        if self._carrier is not None:
+            self._carrier.send(target, payload)
+            return
         if self.faults.drop_notifications:
             return
         for _ in range(2 if self.faults.duplicate_notifications else 1):
@@ -160,7 +199,7 @@ class InprocTransport:
         def count_and_deliver(event: Event) -> None:
             match event:
                 case ReadEnded(read=InprocRead() as read, error=error):
-                    self._reads.discard(read)
+                    self._reads.pop(read, None)
                     self._counts["failed"] += error is not None
                     self._counts["bytes"] += read.size_bytes if error is None else 0
                 case Notified():
@@ -179,10 +218,17 @@ class InprocTransport:
         if not self._open:
             return
         self._open = False
+        under_way = len(self.held)
+        if self._carrier is not None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._carrier.landed(self)
+            except TimeoutError:
+                under_way = len(self._reads)
         self._network.agents.pop(self.name, None)
         self._mailbox.close(TransportBroken("the transport was closed"))
-        if self.held:
-            raise TransportError(f"{len(self.held)} reads have not stopped; the memory stays until they have")
+        if under_way:
+            raise TransportError(f"{under_way} reads have not stopped; the memory stays until they have")
         self._reads.clear()
         self._peers.clear()
         self._spans.clear()
@@ -211,7 +257,8 @@ class InprocTransport:
             inside |= (addresses >= start) & (addresses + sizes <= end)
         return bool(inside.all())
 
-    def _perform(self, read: InprocRead) -> TransportError | None:
+    def refusal(self, read: InprocRead) -> TransportError | None:
+        """Why a read cannot be performed, if so."""
         target = self._network.agents.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
             return PeerGone(f"agent {read.peer!r} is gone")
@@ -222,13 +269,18 @@ class InprocTransport:
             return TransportError("a local range is not registered")
         if not target.covers(descriptors.remote, descriptors.sizes):
             return TransportError("a remote range is not registered")
-        rows = zip(descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.sizes.tolist(), strict=True)
-        for local, remote, size in rows:
-            ctypes.memmove(local, remote, size)
         return None
 
+    @staticmethod
+    def copy(rows: Iterable[Row]) -> None:
+        for local, remote, size in rows:
+            ctypes.memmove(local, remote, size)
+
     def _on_loop(self, callback: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(callback)  # a notification may come from an agent on another thread's loop
+        if self._carrier is not None:
+            self._carrier.wake(callback)
+        else:
+            self._loop.call_soon_threadsafe(callback)  # a notification may come from an agent on another thread's loop
 
     def _require_open(self) -> None:
         if not self._open:

@@ -1,0 +1,52 @@
+"""Checks of a runtime's books (invariant I5): while it works, when it is quiet, and after closing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from kvflow.runtime.runtime import Runtime, RuntimeStatistics
+from kvflow.runtime.serving import Lease
+
+
+def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
+    """Free + leased + in flight + quarantined blocks are all blocks, and each count has somebody to answer for it.
+
+    `leases` are those that the engine has made and not seen end; legal at any moment, also while loads are under way.
+    """
+    statistics = runtime.statistics()
+    blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
+    if blocks is None or serving is None or loading is None:
+        assert not leases, f"{len(leases)} leases of a runtime that has no cache"
+        return
+    parts = blocks.free + blocks.leased + blocks.in_flight + blocks.quarantined
+    assert parts == blocks.total, f"{parts} of {blocks.total} blocks are accounted for: {blocks}"
+    leased = {block for lease in leases if not lease.done for block in lease.block_ids}
+    assert blocks.leased == len(leased), f"leased are {blocks.leased} blocks, by open leases {sorted(leased)}"
+    known = sum(not lease.done for lease in leases)
+    assert serving.open_leases == known, f"open are {serving.open_leases} leases, {known} are known"
+    quarantined = {block for quarantine in runtime.quarantines for block in quarantine.block_ids}
+    assert blocks.quarantined == len(quarantined), f"{blocks}, in quarantine are {sorted(quarantined)}"
+    assert loading.open_loads or not blocks.in_flight, f"blocks in flight without a load: {blocks}"
+    under_way = loading.open_loads + len(runtime.quarantines)
+    assert under_way or not statistics.transport.open_reads, f"reads without a load: {statistics.transport}"
+
+
+def assert_quiet(statistics: RuntimeStatistics) -> None:
+    """Nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5)."""
+    assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
+    blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
+    if blocks is not None:
+        assert blocks.free == blocks.total, f"blocks in use: {blocks}"
+    if serving is not None:
+        assert serving.open_leases == 0, f"open leases: {serving}"
+    if loading is not None:
+        assert (loading.open_loads, loading.quarantines) == (0, 0), f"open loads: {loading}"
+    assert statistics.transport.open_reads == 0, f"open reads: {statistics.transport}"
+
+
+def assert_closed(statistics: RuntimeStatistics) -> None:
+    """A closed runtime has left nothing behind: no task, thread, peer, registration or read."""
+    assert_quiet(statistics)
+    transport = statistics.transport
+    left = (statistics.tasks, transport.open_peers, transport.open_spans, transport.open_threads, len(statistics.peers))
+    assert left == (0, 0, 0, 0, 0), f"left behind (tasks, peers, spans, threads, peer objects): {left}"

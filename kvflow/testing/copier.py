@@ -1,0 +1,43 @@
+"""Copies on the loop itself, for small caches in tests and for virtual time, where there are no threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvflow.runtime.copier import Copier
+
+
+class InlineCopier(Copier):
+    """See `runtime.copier.Copier`: one copy after the other, each of which takes `duration_s` of the loop's time."""
+
+    def __init__(self, name: str, duration_s: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__(name)
+        self._loop = asyncio.get_running_loop()
+        self._duration_s = duration_s
+        self._free_at_s = 0.0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
+        self._open += 1
+        self._idle.clear()
+        self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
+        self._loop.call_at(self._free_at_s, self._run, job, on_end)
+
+    async def aclose(self) -> None:
+        """Wait until all copies have ended: there is no thread that would end after them."""
+        await self._idle.wait()
+
+    def _run(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
+        error: BaseException | None = None
+        try:
+            job()
+        except Exception as problem:  # noqa: BLE001 - handed to who submitted the copy
+            error = problem
+        self._loop.call_soon(self._end_copy, on_end, error)
+
+    def _end_copy(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
+        self._tell(on_end, error)
+        if not self.busy:
+            self._idle.set()

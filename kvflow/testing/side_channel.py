@@ -1,0 +1,128 @@
+"""A side channel inside one process: questions and answers as the bytes they would be on a wire, without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from contextvars import copy_context
+
+from kvflow.config import Config
+from kvflow.core import wire
+from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
+from kvflow.runtime.side_channel import Answer, ListenerStatistics
+
+Frames = list[bytes]
+Reply = Callable[[Frames], None]
+
+
+class Exchange:
+    """Who listens where."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[str, InprocListener] = {}
+        self._ports = itertools.count(20000)
+
+    def listen(self, config: Config, answer: Answer) -> InprocListener:
+        """Bind a rank's address; ConfigError if somebody has it."""
+        port = config.listen_port or next(self._ports)
+        address = f"tcp://{config.advertise_host or config.listen_host}:{port}"
+        if address in self.listeners:
+            raise ConfigError(f"listen: cannot bind {address}: it is in use")
+        self.listeners[address] = listener = InprocListener(self, address, port, answer)
+        return listener
+
+
+class InprocListener:
+    """See `runtime.side_channel.Listener`. What comes while nobody serves waits, as in a socket."""
+
+    def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer) -> None:
+        self.port = port
+        self.context = copy_context()
+        """Whose listener it is, for those who bring it something."""
+        self._exchange = exchange
+        self._address = address
+        self._answer = answer
+        self._inbox: asyncio.Queue[tuple[Frames, Reply]] = asyncio.Queue()
+        self._answered = self._refused = self._dropped = 0
+
+    @property
+    def statistics(self) -> ListenerStatistics:
+        return ListenerStatistics(answered=self._answered, refused=self._refused, dropped=self._dropped)
+
+    def arrive(self, frames: Frames, reply: Reply) -> None:
+        """A question came; `reply` sends the answer back."""
+        self._inbox.put_nowait((frames, reply))
+
+    async def serve(self) -> None:
+        while True:
+            frames, reply = await self._inbox.get()
+            try:
+                header_frame, body_frame = frames
+                header, request = wire.decode_header(header_frame), wire.decode_request(body_frame)
+            except (ValueError, wire.WireError):
+                self._dropped += 1
+                continue
+            answer = self._answer(header, request)
+            if isinstance(answer, wire.Refusal):
+                self._refused += 1
+            else:
+                self._answered += 1
+            reply(wire.encode_frames(wire.our_header(b""), answer))
+
+    def close(self) -> None:
+        if self._exchange.listeners.get(self._address) is self:
+            del self._exchange.listeners[self._address]
+
+
+class InprocSideChannel:
+    """See `runtime.side_channel.SideChannel`. `send` says how a question travels; without it, at once."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        config: Config,
+        *,
+        send: Callable[[str, Frames, asyncio.Future[Frames]], None] | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._config = config
+        self._send = send or self._send_at_once
+
+    async def listen(self, answer: Answer) -> InprocListener:
+        return self._exchange.listen(self._config, answer)
+
+    async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
+        timeout_s = self._config.handshake_timeout_s
+        answered: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()
+        self._send(address, wire.encode_frames(wire.our_header(fingerprint), request), answered)
+        try:
+            async with asyncio.timeout(timeout_s):
+                frames = await answered
+        except TimeoutError:
+            raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
+        except ConnectionError as error:
+            raise PeerUnreachable(f"{address}: {error}", peer=address) from error
+        try:
+            header_frame, body_frame = frames
+            wire.decode_header(header_frame)
+            return wire.decode_reply(body_frame)
+        except (ValueError, wire.WireError) as error:
+            raise ProtocolError(f"{address}: the answer is no kvflow message: {error}", peer=address) from error
+
+    def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
+        listener = self._exchange.listeners.get(address)
+        if listener is None:
+            settle(answered, None)
+        else:
+            listener.arrive(frames, lambda reply: settle(answered, reply))
+
+
+def settle(answered: asyncio.Future[Frames], reply: Frames | None) -> None:
+    """Give the answer to whoever still waits for it; None if nobody listens."""
+    if answered.done():
+        return
+    if reply is None:
+        answered.set_exception(ConnectionRefusedError("connection refused"))
+    else:
+        answered.set_result(reply)

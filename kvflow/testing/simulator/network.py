@@ -1,0 +1,256 @@
+"""The simulated network between engines: how long everything takes, what gets lost, and when bytes really land.
+
+A posted read is a `_Flight`. Its bytes are copied out of the producer's memory at random moments between the post and
+the end, in portions when it is torn, so whoever reuses memory too early is seen by somebody. A flight cannot be taken
+back: it goes on when the load that posted it has ended. It stops for good with one event, or when a process dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar, copy_context
+from dataclasses import dataclass, field
+
+from kvflow.testing.side_channel import Exchange
+from kvflow.testing.simulator.settings import CALM, Weather
+from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop
+from kvflow.transport.base import PeerGone, TransportError
+from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
+
+LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
+"""On whose behalf code runs, set by an engine around each load: reads remember it."""
+
+Landing = Callable[["Flight", list[Row]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Host:
+    """Where an engine runs: its address, the process of now, and the agents of that process."""
+
+    name: str
+    address: str
+    """What its listeners' addresses begin with."""
+    life: Life
+    agents: list[InprocTransport] = field(default_factory=list)
+    poller_stalled_until_s: float = 0.0
+    agent_lost: bool = False
+    """Whether an agent of the process of now was made to die."""
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One read on its way. `portions` are copied one after the other."""
+
+    reader: InprocTransport
+    target: InprocTransport
+    hosts: tuple[Host, Host]
+    read: InprocRead
+    load: object
+    portions: deque[list[Row]]
+    fails_after: int | None
+    """How many portions land before it fails."""
+    pause_s: float
+    lives: tuple[Life, Life]
+
+
+class Network:
+    """Time and faults of everything that engines send each other."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random, note: Callable[..., None], on_landing: Landing) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.weather: Weather = CALM
+        self.note = note
+        self.agents = InprocNetwork()
+        self.exchange = Exchange()
+        self._on_landing = on_landing
+        self._hosts: dict[InprocTransport, Host] = {}
+        self._addresses: dict[str, Host] = {}
+        self._flights: dict[Flight, None] = {}
+        self._cut: dict[frozenset[str], None] = {}
+        self._stalled: list[Flight] = []
+        self._ended: asyncio.Future[None] = loop.create_future()
+        """Of the next flight."""
+        self._context = copy_context()
+
+    # --- hosts
+
+    def attach(self, host: Host, name: str) -> InprocTransport:
+        """A transport for an agent of a host."""
+        self._addresses[host.address] = host
+        transport = InprocTransport(name, self.agents, carrier=_Carrier(self, host))
+        host.agents.append(transport)
+        self._hosts[transport] = host
+        return transport
+
+    def detach(self, host: Host) -> None:
+        """The process of a host has died: its agents are gone, and bytes can land nowhere in it any more."""
+        for agent in host.agents:
+            self.agents.agents.pop(agent.name, None)
+            del self._hosts[agent]
+        host.agents.clear()
+        for address in [address for address in self.exchange.listeners if self.host_at(address) is host]:
+            del self.exchange.listeners[address]
+
+    def host_at(self, address: str) -> Host | None:
+        """Whose address of the side channel this is."""
+        return self._addresses.get(address.rpartition(":")[0])
+
+    # --- links
+
+    def cut(self, one: Host, other: Host) -> None:
+        self._cut[frozenset((one.name, other.name))] = None
+
+    def heal(self) -> None:
+        """All links work again; what was under way goes on."""
+        self._cut.clear()
+        stalled, self._stalled = self._stalled, []
+        for flight in stalled:
+            self.later(self.delay_s(), self._land, flight)
+
+    def linked(self, one: Host, other: Host) -> bool:
+        return not self._cut or frozenset((one.name, other.name)) not in self._cut
+
+    # --- time
+
+    def later(self, delay_s: float, callback: Callable[..., None], *args: object) -> None:
+        """Call something that happens in the network, whatever state any engine is in."""
+        self.loop.call_later(delay_s, callback, *args, context=self._context)
+
+    def delay_s(self) -> float:
+        """How long something small takes from one host to another."""
+        return self.weather.latency_s * (0.5 + self.rng.random())
+
+    def chance(self, share: float) -> bool:
+        return share > 0 and self.rng.random() < share
+
+    # --- reads
+
+    def post(self, host: Host, reader: InprocTransport, read: InprocRead) -> None:
+        refusal = reader.refusal(read)
+        if refusal is not None:
+            self.later(self.delay_s(), reader.end, read, refusal)
+            return
+        target = self.agents.agents[read.peer]
+        weather, rng = self.weather, self.rng
+        portions = self._tear(read.rows()) if self.chance(weather.torn_share) else deque([read.rows()])
+        slow = self.chance(weather.slow_share)
+        duration_s = rng.uniform(0.0, weather.slow_s) if slow else rng.expovariate(1 / weather.read_s)
+        other = self._hosts[target]
+        flight = Flight(
+            reader=reader,
+            target=target,
+            hosts=(host, other),
+            lives=(host.life, other.life),
+            read=read,
+            load=LOAD.get(),
+            portions=portions,
+            fails_after=rng.randrange(len(portions)) if self.chance(weather.failed_share) else None,
+            pause_s=duration_s / (len(portions) + 1),
+        )
+        self._flights[flight] = None
+        self._next(flight)
+
+    async def landed(self, reader: InprocTransport) -> None:
+        """Wait until no byte can land for a reader any more."""
+        while any(flight.reader is reader for flight in self._flights):
+            self._ended = self.loop.create_future()
+            await asyncio.shield(self._ended)
+
+    def _next(self, flight: Flight) -> None:
+        self.later(flight.pause_s * 2 * self.rng.random(), self._land, flight)
+
+    def _land(self, flight: Flight) -> None:
+        """The next portion of a flight, or its end."""
+        reader, target = flight.reader, flight.target
+        if flight.lives[0].state is LifeState.DEAD:
+            self._forget(flight)
+        elif not self.linked(*flight.hosts):
+            self._stalled.append(flight)
+        elif self.agents.agents.get(target.name) is not target:
+            self._end(flight, PeerGone(f"agent {target.name!r} is gone"))
+        elif flight.fails_after == 0:
+            self._end(flight, TransportError("simulated failure"))
+        elif flight.portions:
+            rows = flight.portions.popleft()
+            self._on_landing(flight, rows)
+            reader.copy(rows)
+            if flight.fails_after is not None:
+                flight.fails_after -= 1
+            self._next(flight)
+        else:
+            self._end(flight, None)
+
+    def _end(self, flight: Flight, error: TransportError | None) -> None:
+        self._forget(flight)
+        self.note("read", flight.reader.name, flight.target.name, flight.read.size_bytes, str(error or "landed"))
+        flight.reader.end(flight.read, error)
+
+    def _forget(self, flight: Flight) -> None:
+        self._flights.pop(flight)
+        if not self._ended.done():
+            self._ended.set_result(None)
+
+    def _tear(self, rows: list[Row]) -> deque[list[Row]]:
+        """The rows in any order, some of them cut in two, in up to three portions."""
+        rng = self.rng
+        pieces: list[Row] = []
+        for local, remote, size in rows:
+            if size >= 16 and rng.random() < 0.3:
+                first = rng.randrange(8, size, 8)
+                pieces.append((local, remote, first))
+                local, remote, size = local + first, remote + first, size - first
+            pieces.append((local, remote, size))
+        rng.shuffle(pieces)
+        edges = sorted(rng.randrange(len(pieces) + 1) for _ in range(2))
+        cut = (pieces[: edges[0]], pieces[edges[0] : edges[1]], pieces[edges[1] :])
+        return deque(portion for portion in cut if portion)
+
+    # --- notifications
+
+    def notify(self, host: Host, target: InprocTransport, payload: bytes) -> None:
+        weather = self.weather
+        other = self._hosts[target]
+        for _ in range(2 if self.chance(weather.repeated_share) else 1):
+            if self.chance(weather.lost_share) or not self.linked(host, other):
+                self.note("lost", host.name, other.name)
+                continue
+            late_s = self.rng.uniform(0.0, weather.late_s) if self.chance(weather.late_share) else 0.0
+            self.later(self.delay_s() + late_s, self._arrive, target, payload)
+
+    def _arrive(self, target: InprocTransport, payload: bytes) -> None:
+        if self.agents.agents.get(target.name) is target:
+            self.note("notified", target.name)
+            target.deliver(payload)
+
+    # --- polling
+
+    def wake(self, host: Host, callback: Callable[[], None]) -> None:
+        """An engine gets to know what has ended or arrived, when its poller looks."""
+        when_s = self.loop.time()
+        if self.weather.poll_s:
+            when_s += self.rng.uniform(0.0, self.weather.poll_s)
+        self.loop.call_at(max(when_s, host.poller_stalled_until_s), callback, context=host.life.context())
+
+
+class _Carrier:
+    """See `transport.inproc.Carrier`: the network as one host's agents see it."""
+
+    def __init__(self, network: Network, host: Host) -> None:
+        self._network = network
+        self._host = host
+
+    def carry(self, reader: InprocTransport, read: InprocRead) -> None:
+        self._network.post(self._host, reader, read)
+
+    def send(self, target: InprocTransport, payload: bytes) -> None:
+        self._network.notify(self._host, target, payload)
+
+    def wake(self, callback: Callable[[], None]) -> None:
+        self._network.wake(self._host, callback)
+
+    async def landed(self, reader: InprocTransport) -> None:
+        await self._network.landed(reader)

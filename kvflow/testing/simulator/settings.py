@@ -1,0 +1,182 @@
+"""What a seed stands for: the engines, the limits, the network and the trouble, all drawn from one random generator."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvflow.config import Config
+
+MODEL_KV_HEADS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One engine: what it does, how its cache is cut, and how its clock runs."""
+
+    name: str
+    serves: bool
+    loads: bool
+    tp_size: int
+    order: str
+    block_size: int
+    num_blocks: int
+    staged: bool
+    own_copies: bool
+    """Whether a staged engine brings its own function for copies."""
+    scratch: str
+    clock_offset_s: float
+    clock_rate: float
+    """Mostly within what `core.clock` takes for granted; freshness must not depend on that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weather:
+    """How the network behaves; shares are of the things concerned, times are virtual seconds."""
+
+    latency_s: float = 1e-4
+    read_s: float = 2e-4
+    """Mean time of a read."""
+    slow_share: float = 0.0
+    """Reads that take up to `slow_s` instead."""
+    slow_s: float = 0.0
+    torn_share: float = 0.0
+    """Reads whose bytes land in portions, at different times and in any order."""
+    failed_share: float = 0.0
+    lost_share: float = 0.0
+    """Notifications that never arrive."""
+    repeated_share: float = 0.0
+    late_share: float = 0.0
+    """Notifications that arrive up to `late_s` later, after others that were sent after them."""
+    late_s: float = 0.0
+    unanswered_share: float = 0.0
+    """Questions on the side channel that get no answer."""
+    garbled_share: float = 0.0
+    """Answers that are no message of ours, or not the one that was asked for."""
+    poll_s: float = 0.0
+    """How long an engine may take until it looks what has ended or arrived."""
+
+
+CALM = Weather()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything that one seed draws before it starts; what happens on the way is drawn from the same generator."""
+
+    seed: int
+    shapes: tuple[Shape, ...]
+    limits: Config
+    weather: Weather
+    requests: int
+    span_s: float
+    """How long requests and trouble come in."""
+    trouble: int
+    """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
+
+    def config(self, shape: Shape, host: str, tp_rank: int) -> dict[str, object]:
+        """What differs from `limits` for one rank."""
+        return {
+            "engine_id": shape.name,
+            "listen": f"tcp://{host}:5600",
+            "tp_rank": tp_rank,
+            "tp_size": shape.tp_size,
+            "num_kv_heads": MODEL_KV_HEADS,
+            "always_stage": shape.staged,
+            "scratch": shape.scratch,
+        }
+
+
+def draw_settings(seed: int) -> tuple[Settings, random.Random]:
+    """The settings of a seed, and the generator that the run goes on to draw from."""
+    rng = random.Random(seed)
+    count = rng.choice((2, 2, 3, 3, 4))
+    alike = rng.random() < 0.6  # most clusters are of engines cut alike
+    common = _draw_shape(rng, 0, count)
+    shapes = tuple(_draw_shape(rng, index, count, common if alike else None) for index in range(count))
+    settings = Settings(
+        seed=seed,
+        shapes=shapes,
+        limits=_draw_limits(rng),
+        weather=_draw_weather(rng),
+        requests=rng.randint(20, 40),
+        span_s=rng.uniform(0.3, 2.0),
+        trouble=rng.choice((0, 1, 2, 3, 4, 6)),
+    )
+    return settings, rng
+
+
+def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None = None) -> Shape:
+    """The first engine always serves and the last always loads; those between do either or both."""
+    both = rng.random() < 0.3
+    serves = index == 0 or both or (index < count - 1 and rng.random() < 0.5)
+    staged = rng.random() < 0.1
+    return Shape(
+        name=f"engine-{index}",
+        serves=serves,
+        loads=index == count - 1 or both or not serves,
+        tp_size=like.tp_size if like else rng.choice((1, 1, 1, 2)),
+        order=like.order if like else rng.choice(("NHD", "HND")),
+        block_size=like.block_size if like else rng.choice((4, 4, 4, 8)),
+        num_blocks=rng.choice((8, 12, 16)),
+        staged=staged,
+        own_copies=staged and rng.random() < 0.5,
+        scratch=rng.choice(("auto", "auto", "auto", "never", "always")),
+        clock_offset_s=rng.uniform(0.0, 1e6),
+        clock_rate=1.0 + rng.choice((1.0, 1.0, 1.0, 50.0)) * rng.uniform(-1e-4, 1e-4),
+    )
+
+
+def _draw_limits(rng: random.Random) -> Config:
+    return Config(
+        engine_id="any",
+        lease_ttl_s=rng.choice((0.05, 0.2, 1.0)),
+        lease_lifetime_s=rng.choice((0.5, 5.0)),
+        clock_age_s=rng.choice((0.1, 60.0)),
+        load_deadline_s=rng.choice((0.1, 0.5, 2.0)),
+        handshake_timeout_s=rng.choice((0.05, 0.2, 0.5)),
+        lease_wait_s=rng.choice((0.02, 0.1)),
+        peer_backoff_first_s=rng.choice((0.005, 0.05)),
+        peer_backoff_max_s=rng.choice((0.05, 1.0)),
+        peer_idle_s=rng.choice((0.02, 0.2, 600.0)),
+        peers_max=rng.choice((2, 1024)),
+        goodbye_timeout_s=rng.choice((0.005, 0.1)),
+        readers_max=rng.choice((1, 1024)),
+        cancel_grace_s=rng.choice((0.005, 0.05, 0.2)),
+        drain_timeout_s=rng.choice((0.05, 0.3)),
+        transport_close_timeout_s=rng.choice((0.1, 0.5)),
+        seal_hold_s=rng.choice((0.002, 0.01, 0.05)),
+        leases_max=64,
+        loads_max=64,
+        slice_bytes_max=rng.choice((64, 256, 1024, 1 << 20)),
+        slices_in_flight_max=rng.choice((1, 2, 4)),
+        scratch_slot_bytes_max=rng.choice((1 << 10, 1 << 14)),
+        scratch_slots_max=rng.choice((1, 3)),
+        host_buffer_bytes_max=rng.choice((1 << 11, 1 << 16)),
+    )
+
+
+def _draw_weather(rng: random.Random) -> Weather:
+    """A third of the seeds have no bad weather, only trouble."""
+
+    def share(*choices: float) -> float:
+        return rng.choice((0.0, *choices))
+
+    latency_s = rng.choice((2e-5, 1e-4, 1e-3))
+    if rng.random() < 0.3:
+        return Weather(latency_s=latency_s, torn_share=share(0.5))
+    return Weather(
+        latency_s=latency_s,
+        read_s=rng.choice((5e-5, 5e-4, 5e-3)),
+        slow_share=share(0.02, 0.2),
+        slow_s=rng.choice((0.01, 0.1, 1.0)),
+        torn_share=share(0.3, 1.0),
+        failed_share=share(0.01, 0.1),
+        lost_share=share(0.05, 0.5),
+        repeated_share=share(0.1, 0.5),
+        late_share=share(0.2),
+        late_s=rng.choice((0.01, 0.3)),
+        unanswered_share=share(0.05, 0.3),
+        garbled_share=share(0.02, 0.2),
+        poll_s=rng.choice((0.0, 0.0, 1e-3, 2e-2)),
+    )

@@ -1,0 +1,412 @@
+"""One simulation: a seed's engines live through their workload and their trouble, and everything is checked.
+
+After the workload the weather clears: whatever is open has to end within its bound, every pair of engines has to work
+again, and closing has to leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+import zlib
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from kvflow.runtime.serving import LeaseOutcome
+from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
+from kvflow.testing.simulator.checks import Checks
+from kvflow.testing.simulator.engine import Engine, Load, LoadPlan, Offer, RankLoad
+from kvflow.testing.simulator.network import Flight, Network
+from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
+from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
+from kvflow.transport.inproc import Row
+
+_EVENTS_KEPT = 60
+_SETTLE_S = 60.0
+_TRIES = 10
+_ROUNDS_MAX = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A broken promise."""
+
+    invariant: str
+    what: str
+    time_s: float
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What became of one seed."""
+
+    settings: Settings
+    violation: Violation | None
+    counts: Counter[str]
+    events: tuple[str, ...]
+    """The last ones."""
+    digest: int
+    """Of all events and the whole course; equal if and only if two runs were."""
+    steps: int
+    time_s: float
+
+
+class Simulation:
+    """The state of one run, as its parts see it."""
+
+    def __init__(self, loop: VirtualLoop, settings: Settings, rng: random.Random) -> None:
+        self.loop = loop
+        self.settings = settings
+        self.rng = rng
+        self.network = Network(loop, rng, self.note, self._landing)
+        self.checks = Checks(self)
+        self.engines = [Engine(self, shape, index) for index, shape in enumerate(settings.shapes)]
+        self.violation: Violation | None = None
+        self.counts: Counter[str] = Counter()
+        self.copy_bound_s = 10.0 if any(shape.staged for shape in settings.shapes) else 0.0
+        self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_EVENTS_KEPT)
+        self._digest = 0
+        self._poison = 0
+        self._tasks: dict[asyncio.Task[Any], Life | None] = {}
+        self._bounds: dict[object, tuple[Life, str, float]] = {}
+        self._over = False
+        self._threads = threading.active_count()
+
+    # --- what parts ask for
+
+    def note(self, *what: object) -> None:
+        """Keep an event for the report and the digest."""
+        self._events.append((self.loop.time(), what))
+        self._digest = zlib.crc32(repr((self.loop.time(), what)).encode(), self._digest)
+
+    def count(self, what: str) -> None:
+        self.counts[what] += 1
+
+    def fail(self, invariant: str, what: str) -> None:
+        """A promise was broken: stop here. Only the first counts."""
+        if self.violation is None and not self._over:
+            self.violation = Violation(invariant=invariant, what=what, time_s=self.loop.time(), step=self.loop.steps)
+            self.note("VIOLATION", invariant, what)
+            if self.loop.is_running():
+                self.loop.stop()
+
+    def next_poison(self) -> int:
+        self._poison += 1
+        return self._poison
+
+    def spawn(self, life: Life | None, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        """A task that has to end before the simulation does, unless its process dies."""
+        task = self.loop.create_task(body, name=name) if life is None else life.task(body, name=name)
+        self._tasks[task] = life
+        task.add_done_callback(self._ended)
+        return task
+
+    @contextlib.contextmanager
+    def bounded(self, engine: Engine, what: str, bound_s: float) -> Iterator[None]:
+        """What is awaited inside has to be over after `bound_s`, not counting the time that its process was frozen."""
+        life = engine.life
+        begun_s, frozen_s = self.loop.time(), life.frozen_s
+        stalled_s = self.settings.weather.poll_s
+        yield
+        took_s = self.loop.time() - begun_s - (life.frozen_s - frozen_s)
+        if took_s > bound_s + stalled_s + 1e-6:
+            self.fail("I7", f"{engine}: {what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
+
+    async def pass_time(self, delay_s: float) -> None:
+        """Let virtual time pass."""
+        done = self.loop.create_future()
+        timer = self.loop.call_later(delay_s, _settle, done)
+        try:
+            await done
+        finally:
+            timer.cancel()
+
+    def later_crash(self, engine: Engine) -> None:
+        """An engine that cannot go on safely ends its process and starts again."""
+        life = engine.life
+        self.network.later(self.rng.uniform(0.0, 0.05), self._crash_and_restart, engine, life)
+
+    def pick(self, engines: list[Engine]) -> Engine | None:
+        return self.rng.choice(engines) if engines else None
+
+    # --- the course
+
+    async def run(self) -> None:
+        """From the first start to the last close."""
+        self.loop.set_exception_handler(self._unhandled)
+        await asyncio.gather(*(engine.life.task(engine.start()) for engine in self.engines))
+        self.loop.after_step = self.checks.step
+        self.network.weather = self.settings.weather
+        for number in range(1, self.settings.requests + 1):
+            self.network.later(self.rng.uniform(0.0, self.settings.span_s), self._request, number)
+        for _ in range(self.settings.trouble):
+            trouble = pick(TROUBLE, self.rng)
+            self.network.later(self.rng.uniform(0.0, self.settings.span_s), trouble, self)
+        await self.pass_time(self.settings.span_s)
+        await self._clear_up()
+        await self._settle()
+        await self._all_pairs_work()
+        await self._settle()
+        self.checks.quiet()
+        await self._close()
+        self.loop.after_step = None
+
+    def _request(self, number: int) -> None:
+        producer = self.pick([engine for engine in self.engines if engine.shape.serves and engine.running])
+        if producer is None:
+            return
+        self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
+
+    async def _produce(self, producer: Engine, number: int) -> None:
+        """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
+        rng, limits = self.rng, self.settings.limits
+        tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
+        ttl_s = limits.lease_ttl_s * rng.uniform(0.2, 1.5)
+        pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
+        offer = await producer.offer(number, tokens, ttl_s, pause_s)
+        if offer is None:
+            return
+        if len(offer.leases) == producer.shape.tp_size:
+            self._hand_out(offer)
+            call_off = pick(CALL_OFF, rng)
+            if call_off is not None:
+                self.loop.call_later(rng.uniform(0.0, ttl_s), call_off, self, offer)
+        await producer.finish_offer(offer)
+
+    def _hand_out(self, offer: Offer) -> None:
+        """As a router does it: to one consumer, now and then to none, or to a second one that should not have it."""
+        rng = self.rng
+        for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
+            consumer = self.pick([one for one in self.engines if one.shape.loads and one is not offer.engine])
+            if consumer is None:
+                return
+            ticket = offer.ticket()
+            if rng.random() < 0.3:
+                ticket = offer.leases[rng.randrange(len(offer.leases))].ticket
+            late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else self.network.delay_s()
+            deliver = pick(DELIVERIES, rng)
+            self.network.later(late_s, deliver, self, consumer, offer, ticket)
+
+    def plan_load(self, consumer: Engine, offer: Offer) -> LoadPlan:
+        rng, limits = self.rng, self.settings.limits
+        blocks = -(-offer.tokens // consumer.shape.block_size)
+        return LoadPlan(
+            cached_blocks=rng.randint(0, blocks) if rng.random() < 0.3 else 0,
+            deadline_s=rng.uniform(0.0005, limits.load_deadline_s) if rng.random() < 0.2 else None,
+            cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,
+            use_s=rng.expovariate(1 / 0.05),
+        )
+
+    async def _clear_up(self) -> None:
+        """The weather clears, links work, nobody is frozen, and who has died is started again."""
+        self.note("clearing up")
+        self.network.weather = CALM
+        self.network.heal()
+        for engine in self.engines:
+            engine.life.thaw()
+            engine.host.poller_stalled_until_s = 0.0
+
+    async def _settle(self) -> None:
+        """Everything that was begun has to end by itself."""
+        give_up_s = self.loop.time() + _SETTLE_S
+        while self._tasks:
+            if self.loop.time() > give_up_s:
+                self.fail("I7", f"not over {_SETTLE_S} s after all trouble: {[t.get_name() for t in self._tasks]}")
+                return
+            await self.pass_time(0.05)
+
+    async def _all_pairs_work(self) -> None:
+        """After all that, every consumer gets something from every producer."""
+        number = self.settings.requests
+        for producer in self.engines:
+            for consumer in self.engines:
+                if not producer.shape.serves or not consumer.shape.loads or producer is consumer:
+                    continue
+                for _ in range(_TRIES):
+                    number += 1
+                    if await self._works(producer, consumer, number):
+                        break
+                    await self.pass_time(0.5)
+                else:
+                    self.fail("I7", f"{consumer} cannot load from {producer} any more")
+
+    async def _works(self, producer: Engine, consumer: Engine, number: int) -> bool:
+        if not producer.running or not consumer.running:
+            return False
+        before = self.counts["load: ok"]
+        size = producer.shape.block_size
+        plan = LoadPlan(cached_blocks=0, deadline_s=5.0, cancel_after_s=None, use_s=0.0)
+
+        async def produce() -> None:
+            offer = await producer.offer(number, size + 1, 10.0, 0.0)
+            if offer is None:
+                return
+            if len(offer.leases) == producer.shape.tp_size:
+                self.spawn(consumer.life, consumer.load(offer, offer.ticket(), plan), f"load {number}")
+            await producer.finish_offer(offer)
+            unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
+            if unread and self.counts["load: ok"] >= before + consumer.shape.tp_size:
+                self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
+
+        await self.spawn(producer.life, produce(), f"offer {number}")
+        await self._settle()
+        return self.counts["load: ok"] >= before + consumer.shape.tp_size
+
+    async def _close(self) -> None:
+        for engine in self.engines:
+            if not await engine.life.task(engine.close()):
+                self.fail("I7", f"{engine} could not be closed, though nothing was under way")
+            engine.retire()
+        if threading.active_count() != self._threads:
+            self.fail("I6", f"threads: {threading.active_count()}, {self._threads} before")
+
+    # --- what happens
+
+    def _landing(self, flight: Flight, rows: list[Row]) -> None:
+        """Just before bytes land: whose are the blocks that they land in?"""
+        mine = flight.load
+        assert isinstance(mine, RankLoad)
+        load, engine = mine.load, mine.load.engine
+        for local, _, size in rows:
+            for block in engine.landing_blocks(local, size):
+                mine.last_landing_s = self.loop.time()
+                owner = engine.owners[block]
+                if owner is not load:
+                    whose = "nobody's" if owner is None else owner_text(owner)
+                    self.fail(
+                        "I1", f"bytes of {owner_text(load)} land in block {block} of {engine}, which is {whose} now"
+                    )
+
+    def crash_and_restart(self, engine: Engine, down_s: float) -> None:
+        engine.crash()
+        self.network.later(down_s, self.restart, engine)
+
+    async def reopen(self, engine: Engine, drain_s: float | None) -> None:
+        """In an engine: shut down, and let the next process begin. Memory that may still be written dies with it."""
+        if drain_s is not None:
+            await engine.drain(drain_s)
+        closed = await engine.close()
+        life = engine.life
+
+        def end() -> None:
+            if engine.life is life and life.state is not LifeState.DEAD:
+                engine.retire() if closed else engine.crash()
+                self.restart(engine)
+
+        self.network.later(0.0, end)
+
+    def restart(self, engine: Engine) -> None:
+        engine.renew()
+        self.spawn(engine.life, engine.start(), f"start {engine}")
+
+    def _crash_and_restart(self, engine: Engine, life: Life) -> None:
+        if engine.life is life and life.state is not LifeState.DEAD:
+            self.crash_and_restart(engine, 0.01)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._report(f"task {task.get_name()}", error)
+
+    def forget_tasks(self, life: Life) -> None:
+        """Tasks of a process that has died end never."""
+        for task in [task for task, whose in self._tasks.items() if whose is life]:
+            del self._tasks[task]
+
+    def _unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self._report(str(context.get("message")), error if isinstance(error, BaseException) else None)
+
+    def _report(self, where: str, error: BaseException | None) -> None:
+        self.fail("I4", f"{where}: unhandled {type(error).__name__}: {error}")
+        if error is not None:
+            logging.getLogger(__name__).debug("unhandled", exc_info=error)
+
+    def tear_down(self) -> None:
+        """After the result: let everything end that is still there, dead processes included."""
+        self._over = True
+        self.loop.after_step = None
+        self.loop.set_exception_handler(lambda *_: None)
+        for engine in self.engines:
+            engine.host.life.bury()
+            for life, _ in engine.graves:
+                life.bury()
+        for _ in range(_ROUNDS_MAX):  # what ends may begin something
+            tasks = self.loop.tasks()
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            ends = asyncio.gather(*tasks, return_exceptions=True)
+            stop = self.loop.call_later(_SETTLE_S, ends.cancel)
+            with contextlib.suppress(Deadlock, asyncio.CancelledError):
+                self.loop.run_until_complete(ends)
+            stop.cancel()
+
+    def result(self) -> Result:
+        return Result(
+            settings=self.settings,
+            violation=self.violation,
+            counts=self.counts,
+            events=tuple(f"{time_s:10.6f} {' '.join(map(str, what))}" for time_s, what in self._events),
+            digest=zlib.crc32(repr((self.loop.steps, self.loop.time(), self.rng.random())).encode(), self._digest),
+            steps=self.loop.steps,
+            time_s=self.loop.time(),
+        )
+
+
+def owner_text(owner: Offer | Load) -> str:
+    return f"the load of {owner.offer.request_id}" if isinstance(owner, Load) else f"the offer of {owner.request_id}"
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def simulate(seed: int) -> Result:
+    """Run one seed."""
+    settings, rng = draw_settings(seed)
+    loop = new_virtual_loop()
+    simulation = Simulation(loop, settings, rng)
+    level = logging.getLogger("kvflow").level
+    logging.getLogger("kvflow").setLevel(logging.CRITICAL + 1)
+    try:
+        main = loop.create_task(simulation.run(), name="simulation")
+
+        def stop(_: object) -> None:
+            loop.stop()
+
+        main.add_done_callback(stop)
+        try:
+            loop.run_forever()
+            if main.done() and not main.cancelled() and (error := main.exception()) is not None:
+                simulation._report("the simulation", error)
+        except Deadlock as error:
+            simulation.fail("I7", str(error))
+        main.remove_done_callback(stop)
+        result = simulation.result()
+        simulation.tear_down()
+        return result
+    finally:
+        logging.getLogger("kvflow").setLevel(level)
+        loop.close()
+
+
+def describe(result: Result) -> str:
+    """Everything that is needed to understand and to replay a seed."""
+    settings, violation = result.settings, result.violation
+    lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
+    lines += [f"  {shape}" for shape in settings.shapes]
+    lines += [f"  {settings.weather}", f"  {settings.limits}"]
+    lines += [f"  {event}" for event in result.events]
+    if violation is not None:
+        lines.append(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}")
+    lines.append(f"replay: kvflow simulate --seeds 1 --start {settings.seed}")
+    return "\n".join(lines)

@@ -1,0 +1,346 @@
+"""An event loop whose time is a number: when nothing is ready it jumps to the next timer.
+
+Everything runs in one thread and in one order, so a test that waits for ten seconds takes microseconds and is the same
+every time. There are no threads and no sockets; what needs one fails at once with NotImplementedError. Where an
+ordinary loop would wait forever, because nothing is ready and no timer is set, this one raises `Deadlock` and names
+the tasks that wait.
+
+A `Life` stands for one process among several on the loop: what was started in its context can be frozen and thawed, as
+by SIGSTOP and SIGCONT, or killed, after which nothing of it runs any more, not even a `finally`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import heapq
+import itertools
+import threading
+import weakref
+from asyncio import events
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+Awaited: TypeAlias = Generator[Any, None, T] | Coroutine[Any, Any, T]
+
+_LIFE: ContextVar[Life | None] = ContextVar("kvflow_life", default=None)
+
+
+class Deadlock(AssertionError):
+    """Nothing is ready, no timer is set, and what the loop was to run is not done: it would wait forever."""
+
+
+class LifeState(enum.StrEnum):
+    RUNNING = "running"
+    FROZEN = "frozen"
+    DEAD = "dead"
+
+
+class Life:
+    """Callbacks, tasks and timers that stop together. Start them with `context=life.context()`, or `life.task`."""
+
+    def __init__(self, loop: VirtualLoop, name: str) -> None:
+        self.name = name
+        self.state = LifeState.RUNNING
+        self.frozen_s = 0.0
+        """How long it has been frozen so far, all times together, the present one not included."""
+        self._loop = loop
+        self._since_s = 0.0
+        self._context = copy_context()
+        self._context.run(_LIFE.set, self)
+        self._waiting: deque[_Call] = deque()
+        self._remains: list[asyncio.Task[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"<Life {self.name} {self.state}>"
+
+    def context(self) -> Context:
+        """A context that belongs to this life; each task needs one of its own."""
+        return self._context.copy()
+
+    def task(self, body: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
+        """Start a task of this life."""
+        return self._loop.create_task(body, name=name, context=self.context())
+
+    def freeze(self) -> None:
+        """Run nothing of it until `thaw`; timers that are due meanwhile are late."""
+        if self.state is LifeState.RUNNING:
+            self.state = LifeState.FROZEN
+            self._since_s = self._loop.time()
+            self._loop.note_stopped(self, stopped=True)
+
+    def thaw(self) -> None:
+        if self.state is LifeState.FROZEN:
+            self.state = LifeState.RUNNING
+            self.frozen_s += self._loop.time() - self._since_s
+            self._resume()
+
+    def kill(self) -> None:
+        """Run nothing of it ever again. Its tasks are kept: one that is destroyed would run its `finally` clauses."""
+        self._remains = self._loop.tasks(self)
+        self.state = LifeState.DEAD
+        self._loop.note_stopped(self, stopped=True)
+
+    def bury(self) -> list[asyncio.Task[Any]]:
+        """After a test: let a dead life's tasks end by cancellation, so that none is destroyed while it is pending."""
+        self.state = LifeState.RUNNING
+        tasks = self._loop.tasks(self)
+        for task in tasks:
+            task.cancel()
+        self._remains.clear()
+        self._resume()
+        return tasks
+
+    def put_off(self, call: _Call) -> None:
+        """Only for the loop: something is due while nothing may run."""
+        self._waiting.append(call)
+
+    def _resume(self) -> None:
+        self._loop.note_stopped(self, stopped=False)
+        self._loop.run_again(self._waiting)
+        self._waiting = deque()
+
+
+class _Call(asyncio.TimerHandle):
+    """A callback that is due. Cancelled ones are passed over when their turn comes."""
+
+    def cancel(self) -> None:
+        asyncio.Handle.cancel(self)
+
+    @property
+    def life(self) -> Life | None:
+        context: Context = self._context  # type: ignore[attr-defined]
+        return context.get(_LIFE)
+
+    def run(self) -> None:
+        self._run()
+
+
+class _Task(asyncio.Task[T]):
+    """A task whose hash is its number: asyncio keeps tasks in sets, whose order must be the same in every run."""
+
+    def __init__(self, body: Awaited[T], loop: VirtualLoop, name: str | None, context: Context) -> None:
+        self._number = loop.next_number()
+        self.life = context.get(_LIFE)
+        super().__init__(body, loop=loop, name=name or f"task-{self._number}", context=context)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """See the module. Use it as `asyncio.Runner(loop_factory=new_virtual_loop)`."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        """Callbacks run so far."""
+        self.after_step: Callable[[], None] | None = None
+        """Called after every callback; it must not raise."""
+        self._now_s = 0.0
+        self._ready: deque[_Call] = deque()
+        self._timers: list[tuple[float, int, _Call]] = []
+        self._numbers = itertools.count()
+        self._tasks: weakref.WeakSet[_Task[Any]] = weakref.WeakSet()
+        self._stopped_lives: dict[Life, None] = {}
+        self._thread = 0
+        self._stopping = False
+        self._closed = False
+        self._debug = False
+        self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+
+    def __repr__(self) -> str:
+        return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {len(self._timers)} timers>"
+
+    # --- time and callbacks
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now_s
+
+    def call_soon(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        call = _Call(self._now_s, callback, args, self, context)
+        self._ready.append(call)
+        return call
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        if self._thread not in (0, threading.get_ident()):
+            raise RuntimeError("a virtual loop has one thread: what other threads do has no place in its time")
+        return self.call_soon(callback, *args, context=context)
+
+    def call_later(
+        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self._now_s + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        call = _Call(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), call))
+        return call
+
+    # --- tasks and futures
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Awaited[T],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[T]:
+        task = _Task(coro, self, name, copy_context() if context is None else context)
+        self._tasks.add(task)
+        return task
+
+    def tasks(self, life: Life | None = None) -> list[asyncio.Task[Any]]:
+        """All tasks that are not done, or those of one life, oldest first."""
+        found = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
+        return sorted(found, key=hash)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    # --- lives
+
+    def note_stopped(self, life: Life, *, stopped: bool) -> None:
+        """Only for `Life`."""
+        if stopped:
+            self._stopped_lives[life] = None
+        else:
+            self._stopped_lives.pop(life, None)
+
+    def run_again(self, calls: deque[Any]) -> None:
+        """Only for `Life`: what was put off is ready now."""
+        self._ready.extend(calls)
+
+    # --- running
+
+    def run_forever(self) -> None:
+        """Run until `stop`. Raises Deadlock where an ordinary loop would wait forever."""
+        self._require_open()
+        if self.is_running():
+            raise RuntimeError("the loop is running already")
+        events._set_running_loop(self)
+        self._thread = threading.get_ident()
+        try:
+            while not self._stopping:
+                self._step()
+        finally:
+            self._stopping = False
+            self._thread = 0
+            events._set_running_loop(None)
+
+    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
+        """Run a coroutine or future to its end and return its result."""
+        task: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
+
+        def stop(_: asyncio.Future[Any]) -> None:
+            self.stop()
+
+        task.add_done_callback(stop)
+        try:
+            self.run_forever()
+        finally:
+            task.remove_done_callback(stop)
+        if not task.done():
+            raise RuntimeError("the loop was stopped before the future was done")
+        return task.result()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def is_running(self) -> bool:
+        return self._thread != 0
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+        self._ready.clear()
+        self._timers.clear()
+
+    async def shutdown_asyncgens(self) -> None:
+        """There is nothing to do: generators end with who uses them."""
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - asyncio's
+        """There is none."""
+
+    # --- errors
+
+    def get_debug(self) -> bool:
+        return self._debug
+
+    def set_debug(self, enabled: bool) -> None:
+        self._debug = enabled
+
+    def set_exception_handler(
+        self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None
+    ) -> None:
+        self._on_exception = handler
+
+    def default_exception_handler(self, context: dict[str, Any]) -> None:
+        asyncio.BaseEventLoop.default_exception_handler(self, context)  # type: ignore[arg-type]
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        if self._on_exception is None:
+            self.default_exception_handler(context)
+        else:
+            self._on_exception(self, context)
+
+    # --- inside
+
+    def _step(self) -> None:
+        """Run the next callback, after moving time to it if need be."""
+        if not self._ready:
+            self._advance()
+            return
+        call = self._ready.popleft()
+        if call.cancelled():
+            return
+        if self._stopped_lives and (life := call.life) in self._stopped_lives and life is not None:
+            life.put_off(call)
+            return
+        self.steps += 1
+        call.run()
+        if self.after_step is not None:
+            self.after_step()
+
+    def _advance(self) -> None:
+        """Jump to the next timer; all that are due then become ready, in the order in which they were set."""
+        timers = self._timers
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not timers:
+            waiting = ", ".join(task.get_name() for task in self.tasks()) or "none"
+            raise Deadlock(f"at {self._now_s:.6f} s nothing is ready and no timer is set; tasks that wait: {waiting}")
+        self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            self._ready.append(heapq.heappop(timers)[2])
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the loop is closed")
+
+
+def new_virtual_loop() -> VirtualLoop:
+    """A loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError."""
+    return VirtualLoop()  # type: ignore[abstract]
+
+
+def run_virtual(body: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in virtual time. Raises what it raises, or Deadlock."""
+    with asyncio.Runner(loop_factory=new_virtual_loop) as runner:
+        return runner.run(body)

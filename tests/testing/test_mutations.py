@@ -1,0 +1,153 @@
+"""Each promise broken on purpose: the simulator has to find every one of them within a few seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvflow.core.ledger import BlockLedger
+from kvflow.core.seals import SealTable
+from kvflow.core.states import TransferEvent, TransferState
+from kvflow.runtime import peers
+from kvflow.runtime.loading import Loader
+from kvflow.runtime.peers import Peers
+from kvflow.runtime.poller import Poller
+from kvflow.runtime.serving import Serving
+from kvflow.runtime.transfer import Transfer
+from kvflow.testing.simulator import simulate
+
+SEEDS_MAX = 1000
+
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def do_nothing(*_: object, **__: object) -> None:
+    pass
+
+
+def give_back_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Free early: blocks come back in the moment in which the lease ends."""
+    monkeypatch.setattr(Serving, "_end", _end_at_once)
+
+
+def _end_at_once(self, lease, event) -> None:  # type: ignore[no-untyped-def]
+    from kvflow.core.states import lease_open
+
+    if lease_open(lease.state):
+        entry = self._entries[lease.ticket.lease_id]
+        entry.timer.cancel()
+        self._seals.give_back(lease.ticket.first.seal_index)
+        del self._open_requests[lease.request_id]
+        lease.fire(event)
+        self._held(entry)
+
+
+def leave_seals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that has ended looks as if it were open."""
+    monkeypatch.setattr(SealTable, "give_back", lambda self, index: self._free.append(index))
+
+
+def believe_every_seal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the freshness check."""
+    monkeypatch.setattr(SealTable, "missing", lambda *_: 0)
+
+
+def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A seal that was fetched at the start vouches for slow reads, too."""
+    monkeypatch.setattr(peers, "trust_s", lambda hold_s: 1e9)
+
+
+def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Loader, "_notify", do_nothing)
+
+
+def release_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a load that ends early are given back without waiting for its reads."""
+
+    async def stop(self: Transfer, grace_s: float) -> bool:
+        if self.state in (TransferState.PENDING, TransferState.READING):
+            self._fire(TransferEvent.ABANDON)
+            self._settle()
+        return True
+
+    monkeypatch.setattr(Transfer, "stop", stop)
+
+
+def never_release_leased_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockLedger, "release", do_nothing)
+
+
+def never_release_loaded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockLedger, "end_load", do_nothing)
+
+
+def forget_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that ends after its load does not make the blocks safe."""
+    monkeypatch.setattr(Transfer, "_stop_if_last", do_nothing)
+
+
+def lose_ends_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = Poller._dispatch, iter(range(1 << 60))
+
+    def dispatch(self, event) -> None:  # type: ignore[no-untyped-def]
+        if next(calls) % 50 != 49:
+            real(self, event)
+
+    monkeypatch.setattr(Poller, "_dispatch", dispatch)
+
+
+def never_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Serving._open
+
+    def open_it(self, lease, ids, staged, ttl_s):  # type: ignore[no-untyped-def]
+        entry = real(self, lease, ids, staged, ttl_s)
+        entry.timer.cancel()
+        return entry
+
+    monkeypatch.setattr(Serving, "_open", open_it)
+
+
+def keep_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that has restarted is never connected to again."""
+    monkeypatch.setattr(peers.Peer, "retire", do_nothing)
+
+
+def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outdated connection is given back to the transport while reads use it."""
+
+    async def drop(self: Peers, peer: peers.Peer) -> None:
+        while peer.retired:
+            await self._transport.remove_peer(peer.retired.pop(0).agent)
+
+    monkeypatch.setattr(Peers, "_drop_retired", drop)
+
+
+MUTATIONS: dict[str, tuple[Mutation, str]] = {
+    "give_back_without_hold": (give_back_without_hold, "I2 I3"),
+    "leave_seals": (leave_seals, "I2 I3"),
+    "believe_every_seal": (believe_every_seal, "I2 I3"),
+    "trust_for_too_long": (trust_for_too_long, "I2 I3"),
+    "forget_notifications": (forget_notifications, "I4"),
+    "release_on_cancel": (release_on_cancel, "I1"),
+    "never_release_leased_blocks": (never_release_leased_blocks, "I5"),
+    "never_release_loaded_blocks": (never_release_loaded_blocks, "I5"),
+    "forget_quarantines": (forget_quarantines, "I5 I7"),
+    "lose_ends_of_reads": (lose_ends_of_reads, "I7"),
+    "never_expire": (never_expire, "I7"),
+    "keep_broken_connections": (keep_broken_connections, "I7"),
+    "tear_down_under_reads": (tear_down_under_reads, "I1 I4"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_broken_promise_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate, expected = MUTATIONS[name]
+    mutate(monkeypatch)
+    for seed in range(SEEDS_MAX):
+        violation = simulate(seed).violation
+        if violation is not None:
+            print(f"{name}: seed {seed}: {violation}")
+            assert violation.invariant in expected.split(), violation
+            return
+    pytest.fail(f"{name} was not found in {SEEDS_MAX} seeds")
