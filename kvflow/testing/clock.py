@@ -1,7 +1,8 @@
-"""A clock that stands still until a test moves it, so that leases run out without anybody waiting for that."""
+"""Clocks for tests: one that stands still until it is moved, and one that goes by the event loop's own time."""
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import itertools
 from collections.abc import Callable
@@ -52,3 +53,19 @@ class ManualClock:
             if callback is not None:
                 callback()
         self._now_s = end_s
+
+
+class LoopClock:
+    """See `runtime.world.Clock`: the running loop's time, virtual if the loop's is, as a machine shows it that started
+    some time ago and is a little fast or slow."""
+
+    def __init__(self, *, offset_s: float = 0.0, rate: float = 1.0) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._offset_s = offset_s
+        self._rate = rate
+
+    def now_s(self) -> float:
+        return self._offset_s + self._loop.time() * self._rate
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(delay_s / self._rate, callback)

@@ -12,9 +12,10 @@ from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
 from kvflow.runtime.loading import LoadRequest
 from kvflow.runtime.records import Observer
-from kvflow.runtime.runtime import Runtime, RuntimeStatistics
+from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.serving import Lease, ServeRequest
 from kvflow.runtime.world import World
+from kvflow.testing.books import assert_closed
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 _UNTOUCHED = -1.0
@@ -125,25 +126,3 @@ async def _engine(
 def _number_elements(kv_caches: dict[str, torch.Tensor]) -> None:
     for index, tensor in enumerate(kv_caches.values()):
         tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + index * tensor.numel())
-
-
-def assert_quiet(statistics: RuntimeStatistics) -> None:
-    """Nothing is under way: all blocks free, no load, lease, quarantine or read (invariant I5)."""
-    assert statistics.buffers_used == 0, f"buffers in use: {statistics.buffers_used}"
-    blocks, serving, loading = statistics.blocks, statistics.serving, statistics.loading
-    if blocks is not None:
-        assert blocks.free == blocks.total, f"blocks in use: {blocks}"
-    if serving is not None:
-        assert serving.open_leases == 0, f"open leases: {serving}"
-    if loading is not None:
-        assert (loading.open_loads, loading.quarantines) == (0, 0), f"open loads: {loading}"
-        assert (sum(loading.in_flight), loading.waiting_reads, loading.peers) == (0, 0, {}), f"in flight: {loading}"
-    assert statistics.transport.open_reads == 0, f"open reads: {statistics.transport}"
-
-
-def assert_closed(statistics: RuntimeStatistics) -> None:
-    """A closed runtime has left nothing behind: no task, thread, peer, registration or read."""
-    assert_quiet(statistics)
-    transport = statistics.transport
-    left = (statistics.tasks, transport.open_peers, transport.open_spans, transport.open_threads, len(statistics.peers))
-    assert left == (0, 0, 0, 0, 0), f"left behind (tasks, peers, spans, threads, peer objects): {left}"

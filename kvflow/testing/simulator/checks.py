@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvflow.runtime.runtime import Runtime
-from kvflow.testing.pair import assert_closed, assert_quiet
+from kvflow.runtime.runtime import Runtime, RuntimeStatistics
+from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine, Rank
+    from kvflow.testing.simulator.engine import Engine, Load, Offer, Rank
     from kvflow.testing.simulator.simulation import Simulation
 
 
@@ -26,6 +27,15 @@ class Checks:
                 if now != rank.uses_seen:
                     rank.uses_seen = now
                     self._compare(engine, rank)
+
+    def conserved(self, engine: Engine) -> None:
+        """At any moment: what users' own tests can check."""
+        for rank in engine.ranks:
+            leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
+            try:
+                assert_conserved(rank.runtime, leases)
+            except AssertionError as error:
+                self._simulation.fail("I5", f"{engine}: {error}")
 
     def quiet(self) -> None:
         """Nothing is under way: all books are empty, and every offer and load has ended once."""
@@ -66,14 +76,12 @@ class Checks:
                 f"{rank.loaded} loads returned a report and {loading.succeeded} were counted",
             )
 
-    def _demand(self, engine: Engine, check: object, runtime: Runtime) -> None:
+    def _demand(self, engine: Engine, check: Callable[[RuntimeStatistics], None], runtime: Runtime) -> None:
         try:
-            check(runtime.statistics())  # type: ignore[operator]
+            check(runtime.statistics())
         except AssertionError as error:
             self._simulation.fail("I5", f"{engine}: {error}")
 
-    def _fail(self, engine: Engine, invariant: str, block: int, use: str, owner: object) -> None:
-        from kvflow.testing.simulator.simulation import owner_text
-
-        whose = "nobody's" if owner is None else owner_text(owner)  # type: ignore[arg-type]
+    def _fail(self, engine: Engine, invariant: str, block: int, use: str, owner: Offer | Load | None) -> None:
+        whose = "nobody's" if owner is None else str(owner)
         self._simulation.fail(invariant, f"{engine}: block {block} is {use}; to the engine it is {whose}")

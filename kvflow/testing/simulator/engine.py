@@ -7,11 +7,10 @@ moment, and goes to the next request that needs one. Every promise that kvflow m
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow import PeerAddress
 from kvflow.config import Config
@@ -29,10 +28,11 @@ from kvflow.errors import (
 from kvflow.runtime.loading import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
+from kvflow.testing.clock import LoopClock
 from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.network import LOAD, Host
 from kvflow.testing.simulator.settings import Shape
-from kvflow.testing.simulator.world import DriftingClock, make_world
+from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life
 
 if TYPE_CHECKING:
@@ -56,6 +56,9 @@ class Offer:
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """When its engine got the blocks back, or died."""
+
+    def __str__(self) -> str:
+        return f"the offer of {self.request_id}"
 
     @property
     def request_id(self) -> str:
@@ -84,6 +87,9 @@ class Load:
     plan: LoadPlan
     block_ids: list[int]
     cancelled: bool = False
+
+    def __str__(self) -> str:
+        return f"the load of {self.offer.request_id}"
 
 
 @dataclass(slots=True, eq=False)
@@ -160,7 +166,7 @@ class Engine:
     async def start(self) -> None:
         """Open all ranks; in a task of its life. The memory is that of the life before, overwritten."""
         ranks: list[Rank] = []
-        clock = DriftingClock(self._simulation.loop, self.shape.clock_offset_s, self.shape.clock_rate)
+        clock = LoopClock(offset_s=self.shape.clock_offset_s, rate=self.shape.clock_rate)
         for rank, cache in enumerate(self._caches):
             settings = self._simulation.settings
             config: Config = replace(settings.limits, **settings.config(self.shape, self._address, rank))  # type: ignore[arg-type]
@@ -204,27 +210,32 @@ class Engine:
 
     async def drain(self, deadline_s: float) -> None:
         """Take no new work and let what is open end; in a task of its life."""
-        with self._simulation.bounded(self, "drain", self._drain_bound_s(deadline_s)):
-            await asyncio.gather(*(rank.runtime.drain(deadline_s) for rank in self.ranks))
-        self._note("drained")
+        await self._on_all_ranks("drain", self._drain_bound_s(deadline_s), lambda runtime: runtime.drain(deadline_s))
 
     async def forget(self, other: Engine) -> None:
         """Forget a peer; in a task of its life."""
         bound_s = 2 * self._simulation.settings.limits.handshake_timeout_s
-        for rank in list(self.ranks):
-            with self._simulation.bounded(self, "forget_peer", bound_s), contextlib.suppress(RuntimeClosed):
-                await rank.runtime.forget_peer(other.name)
+        await self._on_all_ranks("forget_peer", bound_s, lambda runtime: runtime.forget_peer(other.name))
 
     async def prewarm(self, other: Engine) -> None:
         """Connect to a peer; in a task of its life."""
         address = PeerAddress(engine_id=other.name, address=f"{other.host.address}:5600")
         bound_s = self._simulation.settings.limits.handshake_timeout_s * (1 + other.shape.tp_size)
-        for rank in list(self.ranks):
-            with (
-                self._simulation.bounded(self, "prewarm", bound_s),
-                contextlib.suppress(RuntimeClosed, RuntimeDraining, RuntimeBroken),
-            ):
-                await rank.runtime.prewarm([address])
+        await self._on_all_ranks("prewarm", bound_s, lambda runtime: runtime.prewarm([address]))
+
+    async def _on_all_ranks(
+        self, what: str, bound_s: float, call: Callable[[Runtime], Coroutine[Any, Any, object]]
+    ) -> None:
+        """Call something on each rank, and judge how it fails."""
+
+        async def on_one(rank: Rank) -> None:
+            try:
+                with self._simulation.bounded(self, what, bound_s):
+                    await call(rank.runtime)
+            except KVFlowError as error:
+                self._judge_refusal(what, error)
+
+        await asyncio.gather(*map(on_one, self.ranks))
 
     def _drain_bound_s(self, deadline_s: float) -> float:
         limits = self._simulation.settings.limits
@@ -421,6 +432,7 @@ class Engine:
                 self._simulation.fail("I4", f"{load.offer.request_id}: CancelledError without a cancel")
             if isinstance(ending, KVFlowError):
                 self._judge_refusal(load.offer.request_id, ending)
+        self._simulation.checks.conserved(self)
         return all(isinstance(ending, LoadReport) for ending in endings)
 
     async def _safe(self, load: Load, endings: Sequence[Ending]) -> None:

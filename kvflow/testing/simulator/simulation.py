@@ -20,7 +20,7 @@ from typing import Any
 from kvflow.runtime.serving import LeaseOutcome
 from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
 from kvflow.testing.simulator.checks import Checks
-from kvflow.testing.simulator.engine import Engine, Load, LoadPlan, Offer, RankLoad
+from kvflow.testing.simulator.engine import Engine, LoadPlan, Offer, RankLoad
 from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
@@ -278,10 +278,8 @@ class Simulation:
                 mine.last_landing_s = self.loop.time()
                 owner = engine.owners[block]
                 if owner is not load:
-                    whose = "nobody's" if owner is None else owner_text(owner)
-                    self.fail(
-                        "I1", f"bytes of {owner_text(load)} land in block {block} of {engine}, which is {whose} now"
-                    )
+                    whose = "nobody's" if owner is None else str(owner)
+                    self.fail("I1", f"bytes of {load} land in block {block} of {engine}, which is {whose} now")
 
     def crash_and_restart(self, engine: Engine, down_s: float) -> None:
         engine.crash()
@@ -359,10 +357,6 @@ class Simulation:
             steps=self.loop.steps,
             time_s=self.loop.time(),
         )
-
-
-def owner_text(owner: Offer | Load) -> str:
-    return f"the load of {owner.offer.request_id}" if isinstance(owner, Load) else f"the offer of {owner.request_id}"
 
 
 def _settle(future: asyncio.Future[None]) -> None:

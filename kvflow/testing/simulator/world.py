@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.runtime.world import World
+from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.side_channel import Frames, InprocSideChannel, settle
 from kvflow.testing.simulator.network import Host, Network
-from kvflow.testing.virtual_loop import VirtualLoop
 
 
 class Questions:
@@ -67,22 +66,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
             return [header, body, body]
 
 
-class DriftingClock:
-    """A machine's clock: it started some time ago and is a little fast or slow."""
-
-    def __init__(self, loop: VirtualLoop, offset_s: float, rate: float) -> None:
-        self._loop = loop
-        self._offset_s = offset_s
-        self._rate = rate
-
-    def now_s(self) -> float:
-        return self._offset_s + self._loop.time() * self._rate
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        return self._loop.call_later(delay_s / self._rate, callback)
-
-
-def make_world(network: Network, host: Host, clock: DriftingClock) -> World:
+def make_world(network: Network, host: Host, clock: LoopClock) -> World:
     """What a runtime on this host gets."""
     rng = network.rng
 

@@ -1,0 +1,8 @@
+"""Switches kvflow's fixtures on, and makes the engine importable."""
+
+import sys
+from pathlib import Path
+
+pytest_plugins = ["kvflow.testing.fixtures"]
+
+sys.path.insert(0, str(Path(__file__).parent))

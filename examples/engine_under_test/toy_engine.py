@@ -1,0 +1,91 @@
+"""A toy engine that hands prompts over with kvflow: what is tested in `test_engine.py`.
+
+Its "KV cache" holds the token ids themselves, so that a decode engine can tell the prompt from what it has loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from kvflow import CacheLayout, Config, Lease, LoadRequest, Runtime, ServeRequest
+from kvflow.runtime.world import World
+
+BLOCK_SIZE = 4
+
+
+class Engine:
+    """Blocks, and who has them. `world` is for tests."""
+
+    def __init__(self, name: str, *, num_blocks: int = 8, world: World | None = None) -> None:
+        config = Config(engine_id=name, listen="tcp://127.0.0.1:0", lease_ttl_s=5.0, cancel_grace_s=0.5)
+        self.runtime = Runtime(config, world=world or World())
+        self.free = list(range(num_blocks))
+        self.num_blocks = num_blocks
+        self.leases: set[Lease] = set()
+        self._cache = torch.zeros((2, num_blocks, BLOCK_SIZE, 1, 4), dtype=torch.float32)
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self.runtime.__aenter__()
+        kv_caches = {"layers.0": self._cache}
+        layout = CacheLayout.infer(kv_caches, order="NHD", block_size=BLOCK_SIZE)
+        await self.runtime.register_kv_caches(kv_caches, layout)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.runtime.aclose()
+        await asyncio.gather(*self._background)
+
+    def prefill(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
+        """Compute a prompt and offer it; returns the ticket. The blocks are free again when the lease has ended."""
+        blocks = self._take(len(prompt))
+        for index, token in enumerate(prompt):
+            self._cache[:, blocks[index // BLOCK_SIZE], index % BLOCK_SIZE] = float(token)
+        lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids=blocks, num_tokens=len(prompt)))
+        self.leases.add(lease)
+        self._in_background(self._free_after(lease, blocks))
+        return lease.ticket.to_params()
+
+    async def decode(self, request_id: str, ticket: Mapping[str, Any], num_tokens: int) -> list[int]:
+        """Load a prompt and "decode" it: returns its tokens, as they are in the cache."""
+        blocks = self._take(num_tokens)
+        try:
+            await self.runtime.load_blocks(LoadRequest(request_id, ticket=ticket, block_ids=blocks))
+            rows = self._cache[0, blocks].flatten(0, 1)[:num_tokens]
+            return [int(row.flatten()[0]) for row in rows]
+        finally:
+            self._in_background(self._free_when_safe(request_id, blocks))
+
+    def _take(self, num_tokens: int) -> list[int]:
+        count = -(-num_tokens // BLOCK_SIZE)
+        if count > len(self.free):
+            raise MemoryError(f"{count} blocks are needed, {len(self.free)} are free")
+        taken, self.free = self.free[:count], self.free[count:]
+        return taken
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        self._cache[:, list(blocks)] = -1.0  # as the next owner would
+        self.free.extend(blocks)
+
+    async def _free_after(self, lease: Lease, blocks: Sequence[int]) -> None:
+        await lease
+        self.leases.discard(lease)
+        self._give_back(blocks)
+
+    async def _free_when_safe(self, request_id: str, blocks: Sequence[int]) -> None:
+        """A load that was cancelled may leave blocks in which bytes still land: they must not be reused before."""
+        for quarantine in self.runtime.quarantines_of(request_id):
+            await quarantine.wait()
+        self._give_back(blocks)
+
+    def _in_background(self, body: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(body)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -1,0 +1,35 @@
+"""Pytest fixtures, to be switched on by `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
+
+They need pytest-asyncio. Each closes what it has opened and fails the test if anything was left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from kvflow.testing.cluster import InprocCluster
+from kvflow.testing.nixl_pair import NixlPair, nixl_pair
+from kvflow.testing.pair import InprocPair, inproc_pair
+
+
+@pytest_asyncio.fixture
+async def kvflow_pair() -> AsyncIterator[InprocPair]:
+    """A producer and a consumer on the in-process transport, with the real side channel."""
+    async with inproc_pair() as pair:
+        yield pair
+
+
+@pytest.fixture
+def kvflow_cluster() -> InprocCluster:
+    """A network for any number of engines in this process; works in virtual time, too."""
+    return InprocCluster()
+
+
+@pytest_asyncio.fixture
+async def kvflow_nixl_pair() -> AsyncIterator[NixlPair]:
+    """A producer and a consumer over real NIXL."""
+    async with nixl_pair() as pair:
+        yield pair
