@@ -14,7 +14,7 @@ from tests_support import leases_ended, small_cache
 from kvflow import Config, Lease, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime.loading import LoadingStatistics
-from kvflow.runtime.world import SystemClock, World
+from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, ManualClock, inproc_pair
 from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocRead, InprocTransport
@@ -86,7 +86,7 @@ async def step(pair: InprocPair, *tasks: asyncio.Task[LoadReport]) -> list[int]:
 @pytest.fixture
 async def narrow() -> AsyncIterator[InprocPair]:
     """A pair that has one read in flight; the consumer's clock stands still, so that no load is slow."""
-    async with inproc_pair(config=ONE_BY_ONE, clocks=(SystemClock(), ManualClock())) as pair:
+    async with inproc_pair(config=ONE_BY_ONE, consumer_world=World(clock=ManualClock)) as pair:
         yield pair
         pair.consumer.transport.faults.hold = False
 
@@ -134,7 +134,7 @@ async def test_a_peer_without_room_does_not_hold_up_another(narrow: InprocPair) 
 
 async def test_all_peers_together_are_bounded(narrow: InprocPair) -> None:
     limit = replace(ONE_BY_ONE, in_flight_bytes_max=2 * BLOCK_BYTES, peer_in_flight_reads_max=8)
-    async with inproc_pair(config=limit, clocks=(SystemClock(), ManualClock())) as pair:
+    async with inproc_pair(config=limit, consumer_world=World(clock=ManualClock)) as pair:
         tasks = await start_in_order(pair, ([0], 0), ([4], 0), ([8], 0))
         # One block and its seal leave less than a block.
         assert (len(pair.consumer.transport.held), loading(pair).waiting_reads) == (1, 2)
@@ -146,7 +146,7 @@ async def test_all_peers_together_are_bounded(narrow: InprocPair) -> None:
 @pytest.mark.parametrize("limit", ["in_flight_bytes_max", "peer_in_flight_bytes_max", "peer_in_flight_descriptors_max"])
 async def test_a_slice_larger_than_a_limit_goes_alone(limit: str) -> None:
     config = replace(ONE_BY_ONE, slices_in_flight_max=4, peer_in_flight_reads_max=8, **{limit: 1})
-    async with inproc_pair(config=config, clocks=(SystemClock(), ManualClock())) as pair:
+    async with inproc_pair(config=config, consumer_world=World(clock=ManualClock)) as pair:
         (load,) = await start_in_order(pair, ([0, 1, 2], 0))
         await until_reads_ask(pair, 2)
         assert len(pair.consumer.transport.held) == 1
@@ -264,7 +264,7 @@ ONE_LOAD = replace(ONE_BY_ONE, loads_max=1, loads_waiting_max=2)
 
 
 async def test_loads_over_the_limit_wait_and_one_more_is_overloaded() -> None:
-    async with inproc_pair(config=ONE_LOAD, clocks=(SystemClock(), ManualClock())) as pair:
+    async with inproc_pair(config=ONE_LOAD, consumer_world=World(clock=ManualClock)) as pair:
         (first,) = await start_in_order(pair, ([0], 0))
         waiting = []
         for block, priority in ((4, 0), (8, -1)):
@@ -279,7 +279,7 @@ async def test_loads_over_the_limit_wait_and_one_more_is_overloaded() -> None:
 
 
 async def test_a_load_waits_for_a_place_under_its_deadline() -> None:
-    async with inproc_pair(config=ONE_LOAD, clocks=(SystemClock(), ManualClock())) as pair:
+    async with inproc_pair(config=ONE_LOAD, consumer_world=World(clock=ManualClock)) as pair:
         (first,) = await start_in_order(pair, ([0], 0))
         with pytest.raises(DeadlineExceeded, match="in phase 'queued'"):
             await start(pair, pair.offer([1], "late"), [1], deadline_s=0.1)
@@ -289,7 +289,7 @@ async def test_a_load_waits_for_a_place_under_its_deadline() -> None:
 
 
 async def test_quarantined_loads_keep_their_place() -> None:
-    async with inproc_pair(config=ONE_LOAD, clocks=(SystemClock(), ManualClock())) as pair:
+    async with inproc_pair(config=ONE_LOAD, consumer_world=World(clock=ManualClock)) as pair:
         (given_up,) = await start_in_order(pair, ([0], 0))
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
