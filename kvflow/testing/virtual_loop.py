@@ -225,6 +225,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Only for `Life`: what was put off is ready now."""
         self._ready.extend(calls)
 
+    def drop_timers(self) -> None:
+        """After a test: nothing that was set for later happens any more."""
+        self._timers.clear()
+
     # --- running
 
     def run_forever(self) -> None:
