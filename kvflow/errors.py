@@ -21,6 +21,7 @@ written carries a `quarantine` that can be awaited.
     |  `- ProtocolError        answered something that is no kvflow message; do not retry
     |- LoadError               one load failed after it was accepted; names request and peer
     |  |- LeaseExpired         the blocks may have been reused: prefill again
+    |  |- Overloaded           too many loads wait already; retry later, or elsewhere
     |  |- TransferFailed       the transport reported a failure; retry with the same ticket is allowed
     |  `- DeadlineExceeded     names the phase that ate the deadline; retry with more time
     `- RuntimeBroken           kvflow's own service died; every waiter gets it with the cause; restart
@@ -127,6 +128,10 @@ class LoadError(KVFlowError):
 
 class LeaseExpired(LoadError):
     """The producer's promise did not provably cover the whole read: it ran out, was withdrawn or was used up."""
+
+
+class Overloaded(LoadError):
+    """The load would have to wait, and as many wait already as may; nothing was started."""
 
 
 class TransferFailed(LoadError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvflow import Config
 from kvflow.core import wire
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.side_channel import Answer, Listener, ZmqSideChannel
+from kvflow.runtime.side_channel import Answer, Listener
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 
@@ -27,11 +27,11 @@ class ScriptedSideChannel:
     """Kinds of questions that never arrive."""
 
     def __call__(self, config: Config) -> ScriptedSideChannel:
-        self._real = ZmqSideChannel(config)
+        self._real = World().side_channel(config)
         return self
 
-    def listen(self, answer: Answer) -> Listener:
-        return self._real.listen(answer)
+    async def listen(self, answer: Answer) -> Listener:
+        return await self._real.listen(answer)
 
     async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
         self.asked.append(request)

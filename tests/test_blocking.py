@@ -64,8 +64,8 @@ class Pair:
     producer: Engine
     consumer: Engine
 
-    def request(self, ticket: dict[str, object], *, deadline_s: float | None = None) -> LoadRequest:
-        return LoadRequest("req", ticket=ticket, block_ids=[5, 6], deadline_s=deadline_s)
+    def request(self, ticket: dict[str, Any]) -> LoadRequest:
+        return LoadRequest("req", ticket=ticket, block_ids=[5, 6])
 
 
 OFFER = ServeRequest("req", block_ids=[1, 2], num_tokens=8)
@@ -175,11 +175,14 @@ def test_quarantined_blocks_can_be_waited_for() -> None:
     ):
         transport = consumer.transport
         assert transport is not None
+        first = producer.runtime.serve_blocks(OFFER)  # the handshake is no part of the deadline below
+        consumer.runtime.load_blocks(LoadRequest("req", ticket=first.ticket, block_ids=[5, 6]))
+        assert first.wait(10.0) is LeaseOutcome.READ
         lease = producer.runtime.serve_blocks(OFFER)
         transport.faults.hold = True
         with pytest.raises(DeadlineExceeded) as caught:
             consumer.runtime.load_blocks(
-                LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[5, 6], deadline_s=0.05)
+                LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[5, 6], deadline_s=0.5)
             )
         quarantine = caught.value.quarantine
         assert quarantine is not None

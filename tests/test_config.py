@@ -75,6 +75,24 @@ def test_a_long_model_name_is_refused() -> None:
         config(model="m" * 1025)
 
 
+# --- keys
+
+
+@pytest.mark.parametrize("alone", [{"curve_secret_key_file": "a.secret"}, {"curve_peers_dir": "keys"}])
+def test_a_key_without_an_allowlist_is_refused_and_the_other_way_round(alone: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"^curve_secret_key_file, curve_peers_dir: expected both or none"):
+        config(**alone)
+
+
+def test_an_engine_with_keys_has_a_name_for_their_files() -> None:
+    keys = {"curve_secret_key_file": "a.secret", "curve_peers_dir": "keys"}
+    assert config(engine_id="org/prefill").engine_id == "org/prefill"
+    assert config(engine_id="prefill-0.eu", **keys).curve_peers_dir == "keys"
+    for name in ("org/prefill", "..", ".hidden", "x" * 101):
+        with pytest.raises(ConfigError, match=r"^engine_id: .* cannot name key files"):
+            config(engine_id=name, **keys)
+
+
 # --- ranks
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from kvflow import Config, errors
 from kvflow.core.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
 
 ROOT = Path(__file__).parents[1]
@@ -42,3 +44,19 @@ def test_modules_named_in_the_architecture_exist() -> None:
     for folder, name in re.findall(r"`((?:core|transport|runtime)/)?(\w+\.py)`", house):
         found = list((ROOT / "kvflow" / folder).rglob(name))
         assert found, f"{folder}{name}"
+
+
+def test_settings_named_in_operations_exist() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    tuned = text.split("## What to tune")[1].split("## ")[0]
+    named = re.findall(r"^\| `(\w+)`", tuned, re.MULTILINE)
+    assert len(named) > 5
+    assert set(named) <= {field.name for field in fields(Config)}
+
+
+def test_errors_named_in_operations_exist() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text.split("## What errors mean")[1].split("## ")[0]
+    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE)))
+    assert len(named) > 10
+    assert all(issubclass(getattr(errors, name), errors.KVFlowError) for name in named)

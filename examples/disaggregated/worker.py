@@ -155,7 +155,7 @@ class _Worker:
                 outcome = await lease
             finally:
                 # Has no effect on a lease that has ended; an open one must not outlive the reservation.
-                lease.revoke()
+                await lease.revoke()
         await self._channel.send(Released(outcome=outcome.value))
 
     async def decode(self, command: Decode) -> None:

@@ -2,6 +2,9 @@
 
 The engine owns the cache, the block pool and one worker thread. All torch work runs in that thread, so
 the event loop stays free; steps of concurrent requests take turns there in the order they were asked for.
+Decode steps that wait for their turn are computed together, at most `batch_size` at once; each request joins
+and leaves the batch by itself. An answer does not depend on how many others are answered meanwhile: every
+decode step computes `batch_size` rows, and those that nobody needs are padding (see `model`).
 
 Theory of memory: whoever reserves blocks owns them until the `with` ends, and no step of the engine
 touches them after that. A step that runs cannot be called back, so a cancelled request first waits for
@@ -11,7 +14,7 @@ its step to end and only then gives its blocks back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -19,8 +22,9 @@ from typing import Self
 
 import torch
 
+from paged_engine.batching import StepBatcher, held_back
 from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, PagedKVCache, blocks_for
-from paged_engine.model import LlamaModel
+from paged_engine.model import Chunk, LlamaModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,7 @@ class Engine:
         *,
         block_count: int,
         block_size: int,
+        batch_size: int = 1,
         shuffle_seed: int | str | None = None,
         reserve_timeout_s: float = 120.0,
     ) -> None:
@@ -59,7 +64,9 @@ class Engine:
         self._turn = asyncio.Lock()
         self._room = asyncio.Event()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
-        self._steps = 0
+        self._decoding = StepBatcher(self._compute, self._executor, batch_size=batch_size)
+        self._batch_size = batch_size
+        self._prefills = 0
 
     def __repr__(self) -> str:
         return f"Engine({self._pool}, {self._cache})"
@@ -83,8 +90,22 @@ class Engine:
     def block_size(self) -> int:
         return self._cache.shape.block_size
 
+    @property
+    def eos_token_id(self) -> int:
+        """The token that ends an answer."""
+        return self._model.config.eos_token_id
+
+    @property
+    def token_count_max(self) -> int:
+        """How long a sequence can be at most: what the model takes and the cache holds."""
+        return min(self._model.config.position_count_max, self._cache.shape.block_count * self.block_size)
+
     def statistics(self) -> EngineStatistics:
-        return EngineStatistics(blocks_free=self._pool.free_count, blocks_used=self._pool.used_count, steps=self._steps)
+        return EngineStatistics(
+            blocks_free=self._pool.free_count,
+            blocks_used=self._pool.used_count,
+            steps=self._prefills + self._decoding.batch_count,
+        )
 
     @asynccontextmanager
     async def reserve(self, token_count: int) -> AsyncIterator[list[BlockId]]:
@@ -107,7 +128,12 @@ class Engine:
         """
         if not prompt:
             raise ValueError("prompt: needs at least one token")
-        return await self._step(prompt, 0, block_ids)
+
+        def step() -> int:
+            return int(self._model.forward(prompt, 0, self._cache.pages(block_ids)).argmax())
+
+        self._prefills += 1
+        return await held_back(asyncio.get_running_loop().run_in_executor(self._executor, step))
 
     async def decode(
         self, token: int, *, position: int, block_ids: Sequence[BlockId], max_tokens: int
@@ -116,10 +142,11 @@ class Engine:
 
         The end-of-text token is yielded, and is the last one. Closing the generator leaves the blocks alone.
         """
+        pages = self._cache.pages(block_ids)
         for current in range(position, position + max_tokens):
-            if token == self._model.config.eos_token_id:
+            if token == self.eos_token_id:
                 return
-            token = await self._step([token], current, block_ids)
+            token = await self._decoding.step(Chunk(token_ids=[token], start=current, pages=pages))
             yield token
 
     async def generate(self, prompt: Sequence[int], *, max_tokens: int) -> AsyncGenerator[int, None]:
@@ -155,25 +182,7 @@ class Engine:
                 f"blocks: {count} wanted, {self._pool.free_count} free after {self._reserve_timeout_s} s"
             ) from None
 
-    async def _step(self, token_ids: Sequence[int], start: int, block_ids: Sequence[BlockId]) -> int:
-        """Run the model over those tokens in the worker thread; the likeliest next token."""
-
-        def step() -> int:
-            return int(self._model.forward(token_ids, start, self._cache.pages(block_ids)).argmax())
-
-        self._steps += 1
-        return await self._in_thread(step)
-
-    async def _in_thread(self, step: Callable[[], int]) -> int:
-        """Run one step; a cancellation is held back until the step has ended."""
-        future = asyncio.get_running_loop().run_in_executor(self._executor, step)
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait([future])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            # Asking for the step's own exception keeps asyncio from reporting that nobody did.
-            raise cancelled from future.exception()
-        return future.result()
+    def _compute(self, chunks: Sequence[Chunk]) -> list[int]:
+        """Run the model over a batch in the worker thread; the likeliest next token of each sequence."""
+        token_ids: list[int] = self._model.forward_batch(chunks, row_count=self._batch_size).argmax(dim=-1).tolist()
+        return token_ids

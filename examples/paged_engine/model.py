@@ -5,12 +5,17 @@ the engine's affair. Weights keep the names and the head order of Hugging Face c
 
 The number of heads is read from the weights, not from the config, so a layer that holds a slice of the
 heads computes that slice; `reduce` then adds up what all ranks have computed.
+
+Theory of batches: the tokens of all sequences are rows of one matrix, and only attention looks at each sequence
+by itself. How a matrix product rounds depends on how many rows it has, but not on what the other rows are: with the
+same `row_count` a sequence gets the same bits in any company.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
@@ -50,15 +55,32 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What every layer of one forward pass needs to know of the tokens it computes."""
+class Chunk:
+    """The next tokens of one sequence, at positions start, start + 1, ...; its pages hold all earlier ones."""
 
+    token_ids: Sequence[int]
+    start: int
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What every layer needs to know of one sequence in the batch."""
+
+    rows: slice
     pages: Pages
     start: int
     context_count: int
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What every layer of one forward pass needs to know; cosine and sine are those of each row's position."""
+
+    parts: Sequence[Part]
     cos: torch.Tensor
     sin: torch.Tensor
-    mask: torch.Tensor
 
 
 def alone(part: torch.Tensor) -> torch.Tensor:
@@ -88,33 +110,39 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, pages: Pages) -> torch.Tensor:
-        """Compute the tokens at positions start, start + 1, ...; return the logits after the last one.
+        """Compute one sequence's tokens at positions start, start + 1, ...; return the logits after the last one.
 
         The keys and values of all earlier positions must be in the pages; those of these tokens are added.
         """
-        assert 0 < start + len(token_ids) <= pages.capacity, "the sequence outgrew its blocks"
-        step = self._step(len(token_ids), start, pages)
-        hidden = embedding(torch.tensor(token_ids), self._embedding)
+        chunk = Chunk(token_ids=token_ids, start=start, pages=pages)
+        return self._logits(self._hidden([chunk], row_count=len(token_ids))[-1])
+
+    @torch.inference_mode()
+    def forward_batch(self, chunks: Sequence[Chunk], *, row_count: int) -> torch.Tensor:
+        """Compute one token of each of several sequences; return a row of logits for each."""
+        assert all(len(chunk.token_ids) == 1 for chunk in chunks), "the rows are the sequences"
+        return self._logits(self._hidden(chunks, row_count=row_count))[: len(chunks)]
+
+    def _hidden(self, chunks: Sequence[Chunk], *, row_count: int) -> torch.Tensor:
+        """What the layers make of all the chunks' tokens, followed by rows of padding that nobody attends to."""
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        batch = self._batch(chunks, row_count)
+        hidden = embedding(_rows(token_ids, row_count), self._embedding)
         for name, layer in self._layers.items():
-            attended = self._attention(name, layer, self._normed(hidden, layer.attention_norm), step)
+            attended = self._attention(name, layer, self._normed(hidden, layer.attention_norm), batch)
             hidden = hidden + self._reduce(attended)
             hidden = hidden + self._reduce(_mlp(layer, self._normed(hidden, layer.mlp_norm)))
-        # Tied embeddings: the output projection is the embedding itself.
-        return linear(self._normed(hidden[-1], self._norm), self._embedding)
+        return hidden
 
-    def _step(self, token_count: int, start: int, pages: Pages) -> Step:
-        positions = torch.arange(start, start + token_count)
-        cos, sin = _rotation(positions, self.config)
-        context_count = start + token_count
-        return Step(
-            pages=pages,
-            start=start,
-            context_count=context_count,
-            cos=cos,
-            sin=sin,
-            # A token sees itself and everything before it.
-            mask=torch.arange(context_count) <= positions[:, None],
-        )
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        # Tied embeddings: the output projection is the embedding itself.
+        return linear(self._normed(hidden, self._norm), self._embedding)
+
+    def _batch(self, chunks: Sequence[Chunk], row_count: int) -> Batch:
+        positions = [chunk.start + index for chunk in chunks for index in range(len(chunk.token_ids))]
+        cos, sin = _rotation(_rows(positions, row_count), self.config)
+        ends = accumulate(len(chunk.token_ids) for chunk in chunks)
+        return Batch(parts=[_part(chunk, end) for chunk, end in zip(chunks, ends, strict=True)], cos=cos, sin=sin)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
@@ -123,21 +151,49 @@ class LlamaModel:
         """Project, and part the result into heads: [tokens, heads, head_dim]."""
         return linear(hidden, weight).view(len(hidden), -1, self.config.head_dim)
 
-    def _attention(self, name: str, layer: LayerWeights, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        query = _rotated(self._heads(hidden, layer.query), step)
-        key = _rotated(self._heads(hidden, layer.key), step)
+    def _attention(self, name: str, layer: LayerWeights, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+        query = _rotated(self._heads(hidden, layer.query), batch)
+        key = _rotated(self._heads(hidden, layer.key), batch)
         value = self._heads(hidden, layer.value)
-        step.pages.write(name, step.start, key, value)
-        keys, values = step.pages.read(name, step.context_count)
-        # Neighbouring query heads share one KV head.
-        group_size = query.shape[1] // keys.shape[0]
-        attended = scaled_dot_product_attention(
-            query.transpose(0, 1)[None],
-            keys.repeat_interleave(group_size, dim=0)[None],
-            values.repeat_interleave(group_size, dim=0)[None],
-            attn_mask=step.mask,
-        )
-        return linear(attended[0].transpose(0, 1).flatten(1), layer.output)
+        attended = torch.zeros_like(query)
+        for part in batch.parts:
+            part.pages.write(name, part.start, key[part.rows], value[part.rows])
+            attended[part.rows] = _attended(query[part.rows], *part.pages.read(name, part.context_count), part.mask)
+        return linear(attended.flatten(1), layer.output)
+
+
+def _rows(numbers: Sequence[int], row_count: int) -> torch.Tensor:
+    """One number for each row, zeros for the padding."""
+    assert len(numbers) <= row_count, "more tokens than rows"
+    return torch.tensor([*numbers, *repeat(0, row_count - len(numbers))])
+
+
+def _part(chunk: Chunk, end: int) -> Part:
+    """The chunk whose last token is in the row before `end`."""
+    token_count = len(chunk.token_ids)
+    context_count = chunk.start + token_count
+    assert 0 < context_count <= chunk.pages.capacity, "the sequence outgrew its blocks"
+    return Part(
+        rows=slice(end - token_count, end),
+        pages=chunk.pages,
+        start=chunk.start,
+        context_count=context_count,
+        # A token sees itself and everything before it.
+        mask=torch.arange(context_count) <= torch.arange(chunk.start, context_count)[:, None],
+    )
+
+
+def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention of one sequence's new tokens, [tokens, heads, head_dim], to all of its tokens."""
+    # Neighbouring query heads share one KV head.
+    group_size = query.shape[1] // keys.shape[0]
+    attended = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.repeat_interleave(group_size, dim=0)[None],
+        values.repeat_interleave(group_size, dim=0)[None],
+        attn_mask=mask,
+    )
+    return attended[0].transpose(0, 1)
 
 
 def layer_name(index: int) -> str:
@@ -166,10 +222,10 @@ def _rotation(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tenso
     return angles.cos(), angles.sin()
 
 
-def _rotated(heads: torch.Tensor, step: Step) -> torch.Tensor:
+def _rotated(heads: torch.Tensor, batch: Batch) -> torch.Tensor:
     """RoPE in the half-split order of Hugging Face checkpoints: value i turns with value i + head_dim / 2."""
     first, second = heads.chunk(2, dim=-1)
-    return heads * step.cos + torch.cat((-second, first), dim=-1) * step.sin
+    return heads * batch.cos + torch.cat((-second, first), dim=-1) * batch.sin
 
 
 def _mlp(layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

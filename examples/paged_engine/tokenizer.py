@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paged_engine.weights import require_modules
@@ -21,10 +21,24 @@ class ChatTokenizer:
 
     def encode_chat(self, prompt: str) -> list[int]:
         """One user message in the chat template, ready for the assistant's answer."""
-        messages = [{"role": "user", "content": prompt}]
-        text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return self.encode_messages([{"role": "user", "content": prompt}])
+
+    def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """A conversation of messages with role and content in the chat template, ready for the next answer."""
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+        return self.encode_text(str(text))
+
+    def encode_text(self, text: str) -> list[int]:
+        """The text as it is."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
+
+    @property
+    def token_count(self) -> int:
+        """How many tokens there are: ids are below."""
+        return len(self._tokenizer)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
@@ -33,9 +47,9 @@ class ChatTokenizer:
 class TextStream:
     """Text that grows token by token: a character is shown when all of its bytes are there."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self.token_ids: list[int] = []
+        self.token_ids = list(token_ids)
 
     @property
     def text(self) -> str:

@@ -14,14 +14,41 @@ from kvflow.cli.bench.children import BenchError
 from kvflow.cli.bench.report import as_json, print_report
 from kvflow.cli.bench.run import run_bench
 from kvflow.cli.bench.settings import Pattern, SettingsError, Transport, TransportChoice, make_settings
+from kvflow.cli.fairness_bench import report as fairness_report
+from kvflow.cli.fairness_bench import settings as fairness_settings
+from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
+from kvflow.errors import ConfigError
 from kvflow.integrations.timeline import BadRecords, read_records, timeline
+from kvflow.runtime.keyring import make_key_files
 
 app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+keys = typer.Typer(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
+app.add_typer(keys, name="keys")
+
+
+@keys.command()
+def new(
+    folder: Annotated[Path, typer.Argument(help="Where the two files go; it is made if need be.")],
+    name: Annotated[str, typer.Option(help="The engine's id; all its ranks share its keys.")],
+) -> None:
+    """Make an engine's key pair: NAME.secret stays with the engine, NAME.public goes to every engine it talks to."""
+    notes = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        secret, public = make_key_files(folder, name)
+    except ConfigError as error:
+        notes.print(f"kvflow keys new: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    notes.print(f"{secret}: keep it to the machines that run {name}", markup=False)
+    notes.print(f"{public}: copy it into the curve_peers_dir of every engine that talks to {name}", markup=False)
+    Console(highlight=False, soft_wrap=True).print(
+        f'Config(engine_id="{name}", ...,\n    curve_secret_key_file="{secret}",\n    curve_peers_dir="{folder}")',
+        markup=False,
+    )
 
 
 @bench.command()
@@ -108,6 +135,41 @@ def topology(
     topology_report.print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(topology_report.as_json(report), indent=2) + "\n")
+
+
+@bench.command()
+def fairness(
+    transport: Annotated[
+        Transport, typer.Option(help="Which way the bytes go: shm or tcp (UCX_TLS=tcp).")
+    ] = Transport.SHM,
+    size: Annotated[int, typer.Option(min=1, help="MB (2**20 bytes) of a huge load.")] = 1024,
+    huge_loads: Annotated[int, typer.Option(min=1, help="How many huge loads run at once.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each measures everything once.")] = 9,
+    json_file: Annotated[
+        typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
+    ] = False,
+) -> None:
+    """Measure how long one-block loads take alone, and while huge loads run: at most one slice longer."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        settings = fairness_settings.make_settings(
+            transport=transport,
+            size_mb=size,
+            huge_loads=huge_loads,
+            rounds=rounds,
+            slice_bytes=READER.slice_bytes_max,
+            quick=quick,
+        )
+        report = run_fairness(settings, note=notes.print)
+    except (SettingsError, BenchError) as error:
+        notes.print(f"kvflow bench fairness: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    fairness_report.print_report(report, Console())
+    if json_file is not None:
+        json_file.write(json.dumps(fairness_report.as_json(report), indent=2) + "\n")
 
 
 @app.command()

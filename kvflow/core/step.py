@@ -51,11 +51,11 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
 class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One step's work, in the order in which a worker has to begin it."""
 
+    send: tuple[Send, ...] = ()
     withdraw: tuple[str, ...] = ()
     """Requests whose leases end now: their blocks may be used for something else."""
+    receive: tuple[Receive, ...] = ()
     abandon: tuple[str, ...] = ()
     """Requests whose loads nobody wants any more. They are reported as received once no byte can land."""
-    receive: tuple[Receive, ...] = ()
     save: tuple[Save, ...] = ()
-    send: tuple[Send, ...] = ()
     release: tuple[Release, ...] = ()

@@ -402,6 +402,11 @@ def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 
+def asked_by(request: Request) -> str:
+    """The engine in whose name a request is; nothing sensible where a reader's name is no `agent_name`."""
+    return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]
+
+
 def checksum(data: bytes) -> int:
     return zlib.crc32(data)
 

@@ -1,1 +1,1 @@
-"""kvflow in other people's programs: engines, metrics and traces. Each module needs what its name says, as an extra."""
+"""kvflow in other people's programs: engines, metrics, traces. Each module needs what its name says, when imported."""

@@ -159,7 +159,7 @@ async def _register(
             landing=landing,
             sources=sources,
             releases=Releases(config, reader=local.reader, sources=sources, peers=peers, transport=transport),
-            renewals=Renewals(config, reader=local.reader, transport=transport, clock=services.clock),
+            renewals=Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock),
             poller=services.poller,
             copier=services.copier,
             clock=services.clock,

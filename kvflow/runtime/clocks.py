@@ -54,15 +54,15 @@ class PeerClocks:
             return -math.inf
         return known.reading.sure_until_s(theirs_s)
 
-    def is_due(self, peer: Address) -> bool:
+    def is_due(self, peer: Address, now_s: float) -> bool:
         """Whether what is known has aged. Who is told so asks: for others it is not due then, until it has aged again.
 
         A peer of which nothing is known was not connected yet, which will tell.
         """
         known = self._known.get(peer)
-        if known is None or self._clock.now_s() < known.due_s:
+        if known is None or now_s < known.due_s:
             return False
-        known.due_s = self._clock.now_s() + self._config.clock_age_s
+        known.due_s = now_s + self._config.clock_age_s
         return True
 
     def forget(self, peer: Address) -> None:

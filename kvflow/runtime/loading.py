@@ -11,11 +11,13 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvflow.config import Config
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
+from kvflow.core.queueing import Turn, TurnState
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
 from kvflow.core.ticket import Ticket, read_ticket
 from kvflow.core.topology import Rank
@@ -23,14 +25,17 @@ from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
     LeaseExpired,
+    Overloaded,
     Quarantine,
     RequestError,
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
+from kvflow.runtime.phases import Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
 from kvflow.runtime.releases import Releases
@@ -43,8 +48,6 @@ from kvflow.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
-
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
@@ -52,13 +55,15 @@ class LoadRequest:
 
     With fewer local than offered blocks (a prefix was cached), the tail of the offer is read; with none (all was
     cached), nothing is read and the producer is told at once. `ticket` is a Ticket or its dict. `deadline_s` covers
-    every phase and defaults to Config.load_deadline_s.
+    every phase and defaults to Config.load_deadline_s. Where loads have to wait for each other, a smaller `priority`
+    goes first; loads of equal priority take turns.
     """
 
     request_id: str
     ticket: Ticket | Mapping[str, Any]
     block_ids: Sequence[int]
     deadline_s: float | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +88,26 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLoad:
+    """What is in flight from one rank, and how many reads wait to be."""
+
+    in_flight: InFlight
+    waiting_reads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadingStatistics:
     """Loads under way now, how others ended, and blocks that no ended load could declare safe yet."""
 
     open_loads: int
+    waiting_loads: int
+    """Those of the open loads that wait because Config.loads_max ranks are read from already."""
+    waiting_reads: int
+    """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
+    in_flight: InFlight
+    """What is posted and has not stopped yet, reads into quarantined blocks included."""
+    peers: Mapping[str, PeerLoad]
+    """The same for each rank, by its agent's name, that has any."""
     quarantines: int
     succeeded: int
     failed: int
@@ -94,21 +115,6 @@ class LoadingStatistics:
     bytes: int
     renewals: int
     """How often a lease was renewed for a load under way."""
-
-
-class _Stopwatch:
-    """Which phase a load is in, and how long each took."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.phase = "queued"
-        self._clock = clock
-        self._since_s = clock.now_s()
-
-    def enter(self, phase: str) -> None:
-        now_s = self._clock.now_s()
-        self.seconds[self.phase] += now_s - self._since_s
-        self.phase, self._since_s = phase, now_s
 
 
 @dataclass(slots=True, eq=False)
@@ -119,7 +125,7 @@ class _Load:
     ticket: Ticket
     local_ids: BlockIds
     timeout: asyncio.Timeout
-    watch: _Stopwatch
+    watch: Stopwatch
     transfers: list[Transfer] = field(default_factory=list)
 
     @property
@@ -177,6 +183,8 @@ class Loader:
         self._poller = poller
         self._copier = copier
         self._clock = clock
+        self._places = Budget((config.loads_max,), (config.loads_max,))
+        self._reads = Budget(*_read_limits(config))
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Transfer, None] = {}
         self._observers = observers
@@ -192,6 +200,13 @@ class Loader:
     def statistics(self) -> LoadingStatistics:
         return LoadingStatistics(
             open_loads=len(self._loads),
+            waiting_loads=self._places.waiting,
+            waiting_reads=self._reads.waiting,
+            in_flight=InFlight(*self._reads.used),
+            peers={
+                peer: PeerLoad(in_flight=InFlight(*used), waiting_reads=waiting)
+                for peer, used, waiting in self._reads.peers()
+            },
             quarantines=len(self.quarantines),
             succeeded=self._succeeded,
             failed=self._failed,
@@ -212,7 +227,7 @@ class Loader:
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
-        watch = _Stopwatch(self._clock)
+        watch = Stopwatch(self._clock)
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
@@ -265,6 +280,8 @@ class Loader:
             raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
         if request.deadline_s is not None and not request.deadline_s > 0:
             raise RequestError(f"{what}: deadline_s {request.deadline_s} is not above 0")
+        if type(request.priority) is not int:
+            raise RequestError(f"{what}: priority {request.priority!r} is not an integer")
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
         return ticket, local_ids
 
@@ -288,9 +305,7 @@ class Loader:
                 load.watch.enter("handshake")
                 await self._sources.check(ticket)
                 chunks = self._match(load)
-                sources = await self._sources.find(
-                    ticket, lambda source: self._renewals.keep(load, source, ticket.ttl_s)
-                )
+                sources = await self._sources.find(ticket, partial(self._renewals.keep, load, ticket.ttl_s))
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:
@@ -327,7 +342,7 @@ class Loader:
         load.watch.enter("plan")
         read_from = [source for source in sources if source.connection.pairing is not None]
         remote_ids = [source.block_ids(load.ticket) for source in read_from]
-        transfer, places = self._start(load, read_from)
+        transfer, places = self._start(load, read_from, await self._take_place(load, read_from))
         streams: list[Stream] = []
         try:
             streams += map(self._stream, read_from, places)
@@ -372,13 +387,41 @@ class Loader:
         )
         return Stream(connection.agent, seal, sure_until_s=source.sure_until_s, staged=connection.staged)
 
-    def _start(self, load: _Load, sources: Sequence[Source]) -> tuple[Transfer, list[int]]:
+    async def _take_place(self, load: _Load, sources: Sequence[Source]) -> Turn:
+        """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
+        what, ranks = f"request {load.request.request_id!r}", len(sources)
+        if ranks > self._config.loads_max:
+            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.loads_max}")
+        turn = self._places.ask("", (ranks,), load.request.priority)
+        if turn.state is not TurnState.WAITING:
+            return turn
+        if self._places.waiting > self._config.loads_waiting_max:
+            self._places.give_back(turn)
+            raise Overloaded(
+                f"{what}: {self._config.loads_waiting_max} loads (loads_waiting_max) wait already",
+                request_id=load.request.request_id,
+                peer=load.ticket.address,
+            )
+        for source in sources:  # a connection that breaks meanwhile stays until we have found out
+            source.connection.hold()
+        try:
+            load.watch.enter("queued")
+            await self._places.wait(turn)
+            load.watch.enter("plan")
+        finally:
+            for source in sources:
+                source.connection.release()
+        return turn
+
+    def _start(self, load: _Load, sources: Sequence[Source], place: Turn) -> tuple[Transfer, list[int]]:
         """Claim what a transfer needs, a landing place for each rank's seal; given back when its blocks are safe."""
         taken = [index for _ in sources if (index := self._seals.take()) is not None]
+        assert len(taken) == len(sources), "there are as many landing places as ranks may be read from"
 
         def give_back(transfer: Transfer | None) -> None:
             for index in taken:
                 self._seals.give_back(index)
+            self._places.give_back(place)
             if transfer is not None:
                 self._unsafe.pop(transfer, None)
                 for source in sources:
@@ -386,10 +429,6 @@ class Loader:
                 self._note_quiet()
 
         try:
-            if len(taken) < len(sources):
-                raise RequestError(
-                    f"request {load.request.request_id!r}: {self._seals.count} reads are open (loads_max)"
-                )
             transfer = Transfer(
                 load.request.request_id,
                 load.local_ids,
@@ -398,6 +437,9 @@ class Loader:
                 self._copier,
                 self._clock,
                 give_back,
+                budget=self._reads,
+                priority=load.request.priority,
+                watch=load.watch,
             )
         except KVFlowError:
             give_back(None)
@@ -444,3 +486,13 @@ class Loader:
     def _note_quiet(self) -> None:
         if not self._loads and not self._unsafe:
             self._quiet.set()
+
+
+def _read_limits(config: Config) -> tuple[InFlight, InFlight]:
+    """What may be in flight in all, and from one rank."""
+    return (
+        InFlight(config.in_flight_bytes_max, config.in_flight_descriptors_max, config.in_flight_reads_max),
+        InFlight(
+            config.peer_in_flight_bytes_max, config.peer_in_flight_descriptors_max, config.peer_in_flight_reads_max
+        ),
+    )

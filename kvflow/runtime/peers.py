@@ -187,20 +187,19 @@ class Peers:
         self._check_wait(peer, None)
         return await self._handshakes.release(peer.at, lease_id)
 
-    def keep_clock(self, peer: Peer) -> None:
-        """Have the peer's clock asked for if what we know of it has aged; nobody waits for that."""
-        if self._clocks.is_due(peer.at):
+    def keep_clock(self, peer: Peer, now_s: float) -> None:
+        """Have a peer's clock asked for if what we know of it has aged; nobody waits for that."""
+        if self._clocks.is_due(peer.at, now_s):
             self._spawn(self._handshakes.ask_clock(peer.at), name=f"kvflow-clock {peer.address}")
 
     def sure_until_s(self, peer: Peer, incarnation: str, theirs_s: float) -> float:
         """See `PeerClocks.sure_until_s`."""
         return self._clocks.sure_until_s(peer.at, incarnation, theirs_s)
 
-    def succeeded(self, connection: Connection) -> None:
-        """Bytes were read over the connection: whatever failed before is over."""
-        for peer in self._users_of(connection):
-            peer.circuit = Circuit()
-            peer.used_s = self._clock.now_s()
+    def succeeded(self, peer: Peer) -> None:
+        """Bytes were read from it: whatever failed before is over."""
+        peer.circuit = Circuit()
+        peer.used_s = self._clock.now_s()
 
     def failed(self, connection: Connection, why: str) -> None:
         """Use the connection for no new load. Several reads may find out; the first one counts."""

@@ -5,6 +5,8 @@ they are still needed: first when half of the time that is surely left has passe
 two notifications in a row may be lost. All are best effort, and none is answered: whether a lease was open during
 a read is for its seal to say (`core.seals`).
 
+Where a producer's clock was last asked for long ago a load has it asked for again, beside itself.
+
 Most loads take a millisecond and renew nothing, so all that they pay for is an entry in a dict: there is one timer,
 which is set earlier when an earlier lease comes, and otherwise looks, when it fires, whether anything is left to do.
 """
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 
 from kvflow.config import Config
 from kvflow.core import wire
+from kvflow.runtime.peers import Peers
 from kvflow.runtime.sources import Source
 from kvflow.runtime.world import Clock, Timer
 from kvflow.transport.base import AgentName, Transport
@@ -29,15 +32,16 @@ class _Held:
 
     agent: AgentName
     lease_id: str
-    pause_s: float
+    ttl_s: float
     due_s: float
 
 
 class Renewals:
     """The leases that loads hold now."""
 
-    def __init__(self, config: Config, *, reader: str, transport: Transport, clock: Clock) -> None:
+    def __init__(self, config: Config, *, reader: str, peers: Peers, transport: Transport, clock: Clock) -> None:
         self._reader = reader
+        self._peers = peers
         self._transport = transport
         self._clock = clock
         self._batch_max = wire.renewals_max(reader, config.notification_bytes_max)
@@ -47,14 +51,15 @@ class Renewals:
         self.sent = 0
         """How many leases were renewed, counting each time."""
 
-    def keep(self, owner: object, source: Source, ttl_s: float) -> None:
+    def keep(self, owner: object, ttl_s: float, source: Source) -> None:
         """Renew a lease of `ttl_s` from now on until its owner, a load, has ended (`forget`)."""
         now_s = self._clock.now_s()
-        due_s = now_s + max(source.sure_until_s - now_s, 0.0) / 2
-        held = _Held(source.connection.agent, source.lease.lease_id, max(ttl_s / 3, _PAUSE_LEAST_S), due_s)
+        due_s = (now_s + source.sure_until_s) / 2
+        held = _Held(source.connection.agent, source.lease.lease_id, ttl_s, due_s)
         self._held.setdefault(owner, []).append(held)
         if due_s < self._timer_due_s:
             self._set_timer(now_s, due_s)
+        self._peers.keep_clock(source.peer, now_s)
 
     def forget(self, owner: object) -> None:
         """Renew nothing for this owner any more. Nothing happens if it holds nothing."""
@@ -80,9 +85,10 @@ class Renewals:
         now_s = self._clock.now_s()
         due: dict[AgentName, dict[str, None]] = {}
         for held in (held for leases in self._held.values() for held in leases):
-            if held.due_s - held.pause_s / 2 <= now_s:
+            pause_s = max(held.ttl_s / 3, _PAUSE_LEAST_S)
+            if held.due_s - pause_s / 2 <= now_s:
                 due.setdefault(held.agent, {})[held.lease_id] = None
-                held.due_s = now_s + held.pause_s
+                held.due_s = now_s + pause_s
         for agent, lease_ids in due.items():
             self._send(agent, tuple(lease_ids))
         self._timer, self._timer_due_s = None, math.inf

@@ -137,7 +137,7 @@ class Runtime:
         self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         await self._transport.open()
         try:
-            self._listener = self._side_channel.listen(self._answer)
+            self._listener = await self._side_channel.listen(self._answer)
         except BaseException:
             await self._transport.aclose(self._config.transport_close_timeout_s)
             raise
@@ -332,6 +332,8 @@ class Runtime:
             await end(cache.serving, cache.loader, self._config, broken=True)
         elif busy(cache.serving, cache.loader):
             await self._drain(self._config.drain_timeout_s)
+        else:
+            await end(cache.serving, cache.loader, self._config)
         await cache.readers.tell(closing=True)
 
     async def _drain(self, deadline_s: float) -> DrainReport:

@@ -37,7 +37,7 @@ class Source:
     connection: Connection
     lease: RankLease
     sure_until_s: float
-    """Until when, on our clock, the lease cannot have run out unless it was ended."""
+    """Until when, on our clock, the lease cannot have run out; it may have been ended."""
 
     def __str__(self) -> str:
         return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
@@ -100,7 +100,7 @@ class Sources:
     def succeeded(self, sources: Sequence[Source]) -> None:
         """Bytes were read from all of them."""
         for source in sources:
-            self._peers.succeeded(source.connection)
+            self._peers.succeeded(source.peer)
 
     def failed(self, source: Source, why: str) -> None:
         """A read from it failed."""
@@ -147,7 +147,6 @@ class Sources:
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
             raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
-        self._peers.keep_clock(peer)
         sure_until_s = self._peers.sure_until_s(peer, named.incarnation, named.expires_s)
         source = Source(peer, connection, named, sure_until_s)
         found(source)

@@ -7,6 +7,9 @@ they are safe (invariant I1).
 A load's bytes come in batches. Most are one read each, straight into the cache. A batch that cannot land there goes
 through buffers: it has reads from one or several ranks and, when the last of them has landed, a copy to run on the
 copy thread. A copy under way is as little to be taken back as a read, so it counts as one.
+
+Every read takes its turn in the runtime's budget before it is posted, and has it until it has stopped, quarantined or
+not. A load asks for one turn at a time, so loads that want the same peer take turns read by read.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ from typing import NamedTuple
 
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Descriptors, Piece
+from kvflow.core.queueing import Turn, TurnState
 from kvflow.core.seals import fetch_seal
 from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.errors import RuntimeBroken
+from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.copier import Copier
+from kvflow.runtime.phases import Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.world import Clock
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
@@ -90,6 +96,15 @@ class _Running:
         self.intact = True
 
 
+class _UnderWay(NamedTuple):
+    """A read that is posted."""
+
+    stream: Stream
+    running: _Running | None
+    """Its batch; None if it only fetches a seal."""
+    turn: Turn
+
+
 class Transfer:
     """The bytes of one load into `ids`; also the `errors.Quarantine` of a load that ended too early.
 
@@ -106,6 +121,10 @@ class Transfer:
         copier: Copier,
         clock: Clock,
         on_safe: Callable[[Transfer], None],
+        *,
+        budget: Budget,
+        priority: int,
+        watch: Stopwatch,
     ) -> None:
         ledger.begin_load(ids)
         self.request_id = request_id
@@ -121,7 +140,10 @@ class Transfer:
         self._copier = copier
         self._clock = clock
         self._on_safe = on_safe
-        self._reads: dict[PostedRead, tuple[Stream, _Running | None]] = {}
+        self._budget = budget
+        self._priority = priority
+        self._watch = watch
+        self._reads: dict[PostedRead, _UnderWay] = {}
         self._lost: list[_Running] = []
         self._copies = 0
         self._error: TransportError | CopyFailed | None = None
@@ -163,7 +185,7 @@ class Transfer:
         intact = all(stream.intact for stream in streams)
         if intact and self._clock.now_s() - begun_s >= min(stream.seal.trust_s for stream in streams):
             for stream in streams:
-                self._fetch_seal(stream)
+                await self._fetch_seal(stream)
             await self._wait_until_below(1)
             intact = all(stream.intact for stream in streams)
         self._fire(TransferEvent.LAND)
@@ -208,7 +230,8 @@ class Transfer:
 
     def read_ended(self, event: ReadEnded) -> None:
         """From the poller: one read has stopped."""
-        stream, running = self._reads.pop(event.read)
+        stream, running, turn = self._reads.pop(event.read)
+        self._budget.give_back(turn)
         self.post_s += event.post_s
         if event.error is not None and self._error is None:
             self._error, self.failed = event.error, stream
@@ -218,7 +241,8 @@ class Transfer:
 
     def read_lost(self, read: PostedRead, error: RuntimeBroken) -> None:
         """From the poller: it ended, so it will never be known when these bytes have stopped."""
-        _, running = self._reads.pop(read)
+        _, running, turn = self._reads.pop(read)
+        self._budget.give_back(turn)
         if running is not None:
             self._lost.append(running)
         if not self._end.done():
@@ -248,7 +272,7 @@ class Transfer:
                 await self._wait_until_below(in_flight_max)
                 if not await self._readable(read):
                     return False
-                self._post(read, running)
+                await self._read_in_turn(read, running)
             begun = True
         finally:
             self._ended(running, intact=begun)
@@ -269,28 +293,44 @@ class Transfer:
             if stream.fetching is not None:
                 await asyncio.sleep(look_s)
                 look_s = min(2 * look_s, _STAGED_LOOK_MOST_S)
-            self._fetch_seal(stream)
+            await self._fetch_seal(stream)
             while stream.fetching in self._reads:
                 await self._wait_for_progress()
         return stream.intact
 
-    def _post(self, read: Read, running: _Running) -> None:
+    async def _read_in_turn(self, read: Read, running: _Running) -> None:
         stream, descriptors = read.stream, read.descriptors
+        posted = await self._post(stream, descriptors, running)
         self.descriptor_count += len(descriptors)
         self.size_bytes += descriptors.size_bytes
-        posted = self._poller.read(self, stream.agent, descriptors)
-        self._reads[posted] = (stream, running)
         running.pending += 1
         if read.carries_seal:
             stream.fetching = posted
             self.descriptor_count -= 1
             self.size_bytes -= stream.seal.piece.size_bytes
         elif stream.fetching is None:
-            self._fetch_seal(stream)
+            await self._fetch_seal(stream)
 
-    def _fetch_seal(self, stream: Stream) -> None:
-        stream.fetching = self._poller.read(self, stream.agent, fetch_seal(stream.seal.piece))
-        self._reads[stream.fetching] = (stream, None)
+    async def _fetch_seal(self, stream: Stream) -> None:
+        stream.fetching = await self._post(stream, fetch_seal(stream.seal.piece), None)
+
+    async def _post(self, stream: Stream, descriptors: Descriptors, running: _Running | None) -> PostedRead:
+        """Post a read when it is its turn; raises what has gone wrong while it waited."""
+        amount = InFlight(descriptors.size_bytes, len(descriptors), 1)
+        turn = self._budget.ask(stream.agent, amount, self._priority)
+        if turn.state is TurnState.WAITING:
+            self._watch.enter("queued")
+            await self._budget.wait(turn)
+            self._watch.enter("wire")
+        try:
+            if self._error is not None:
+                raise self._error
+            posted = self._poller.read(self, stream.agent, descriptors)
+        except BaseException:
+            self._budget.give_back(turn)
+            raise
+        self._reads[posted] = _UnderWay(stream, running, turn)
+        return posted
 
     def _ended(self, running: _Running, *, intact: bool) -> None:
         """One part of a batch is over; after the last one its copy runs, or its buffers are given back."""

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.runtime.copier import Copier
-from kvflow.runtime.side_channel import SideChannel, ZmqSideChannel
+from kvflow.runtime.side_channel import SideChannel
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 
@@ -48,13 +49,17 @@ class SystemClock:
         return asyncio.get_running_loop().call_later(delay_s, callback)
 
 
+def _zmq_side_channel(config: Config) -> SideChannel:
+    return ZmqSideChannel(config, SystemClock().now_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Where a runtime gets each of these from; the defaults are the real ones."""
 
     transport: Callable[[Config, str], Transport] = make_transport
     """From the config and the agent's name."""
-    side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
+    side_channel: Callable[[Config], SideChannel] = _zmq_side_channel
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""

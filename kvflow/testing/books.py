@@ -41,6 +41,7 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
         assert serving.open_leases == 0, f"open leases: {serving}"
     if loading is not None:
         assert (loading.open_loads, loading.quarantines) == (0, 0), f"open loads: {loading}"
+        assert (sum(loading.in_flight), loading.waiting_reads, loading.peers) == (0, 0, {}), f"in flight: {loading}"
     assert statistics.transport.open_reads == 0, f"open reads: {statistics.transport}"
 
 

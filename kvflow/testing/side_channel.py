@@ -89,7 +89,7 @@ class InprocSideChannel:
         self._config = config
         self._send = send or self._send_at_once
 
-    def listen(self, answer: Answer) -> InprocListener:
+    async def listen(self, answer: Answer) -> InprocListener:
         return self._exchange.listen(self._config, answer)
 
     async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:

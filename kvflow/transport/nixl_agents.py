@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any
 
 from kvflow.core.plan import Descriptors
+from kvflow.core.queueing import ShortestFirst
 from kvflow.core.regions import Device, Span, UInt64Array
 from kvflow.errors import ConfigError
 from kvflow.transport.base import AgentName, Event, Notified, PeerGone, PostedRead, ReadEnded, TransportError
@@ -39,6 +40,7 @@ _SLEEP_SHARE = 8
 # A notification wakes the peer up and holds the next read back for 30 to 100 us. Blocks are held far longer than this.
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
+_POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
@@ -107,6 +109,7 @@ class NixlAgents:
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {settings.backend!r} as configured: {error}") from error
         self._in_flight: list[NixlRead] = []
+        self._to_post: ShortestFirst[tuple[NixlRead, AgentName, Descriptors]] = ShortestFirst(_POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
         self._heard_s = 0.0
@@ -119,7 +122,7 @@ class NixlAgents:
     @property
     def busy(self) -> bool:
         """Whether a read is under way, so that nothing may be torn down."""
-        return bool(self._in_flight)
+        return bool(self._in_flight or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
         memory_kind = _MEMORY_KINDS.get(device.kind)
@@ -152,7 +155,14 @@ class NixlAgents:
         self._reading.native.invalidateRemoteMD(name)
 
     def post(self, read: NixlRead, peer: AgentName, descriptors: Descriptors) -> None:
-        """Make and post a read; its end, a failure to start included, is an event."""
+        """Have the crank post a read, small ones first; its end, a failure to start included, is an event.
+
+        Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
+        """
+        self._to_post.add((read, peer, descriptors), descriptors.size_bytes)
+
+    def _post_next(self) -> None:
+        read, peer, descriptors = self._to_post.pop()
         native = self._reading.native
         started_s = time.monotonic()
         try:
@@ -196,9 +206,11 @@ class NixlAgents:
 
     def crank(self) -> float:
         """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
+        if self._to_post:
+            self._post_next()
         now_s = time.monotonic()
         if self._in_flight:
-            if now_s - self._active_s < _SPIN_S:
+            if not self._to_post and now_s - self._active_s < _SPIN_S:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
         if now_s >= self._send_s:
@@ -209,6 +221,8 @@ class NixlAgents:
             quiet = now_s - max(self._heard_s, self._active_s) > _QUIET_AFTER_S
             interval_s = self._settings.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
             self._next_notifications_s = now_s + interval_s
+        if self._to_post:
+            return 0.0
         if not self._in_flight:
             return max(min(self._next_notifications_s, self._send_s) - now_s, 0.0)
         waiting_s = now_s - self._active_s
@@ -218,7 +232,7 @@ class NixlAgents:
 
     def close(self) -> None:
         """Deregister and destroy both agents; only legal when not busy."""
-        assert not self._in_flight, "agents closed under a running read"
+        assert not self.busy, "agents closed under a running read"
         for agent in (self._reading, self._serving):
             agent.deregister()
         del self._reading, self._serving

@@ -1,8 +1,8 @@
 """One thread that owns an agent: it runs calls in order and turns a crank between them.
 
 NIXL agents are not safe to share between threads, and their calls may block for milliseconds, so every call is a job
-for the one owner thread. Between jobs it turns the crank, which moves transfers on and says for how long it may
-sleep; a new job ends the sleep at once. Progress therefore does not depend on the event loop.
+for the one owner thread. When it has done all jobs that wait it turns the crank, which moves transfers on and says for
+how long it may sleep; a new job ends the sleep at once. Progress therefore does not depend on the event loop.
 
 The loop side belongs to one event loop. The thread ends when the crank returns None, or raises; then every waiter is
 told, and later calls raise TransportBroken.
@@ -103,6 +103,8 @@ class OwnerThread:
                 pass
             else:
                 job()
+                for _ in range(self._jobs.qsize()):  # what has come meanwhile: the crank may start something long
+                    self._jobs.get_nowait()()
             idle_s = self._crank()
 
     def _finish(self, cause: BaseException | None) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paged_engine import BlockId, BlockPool, Engine, LlamaModel, ModelConfig, OutOfBlocksError, blocks_for
 from paged_engine.cache import CacheShape, PagedKVCache, Pages
+from paged_engine.model import Chunk
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import MissingPackageError, load_model, read_checkpoint, require_modules
 
@@ -78,27 +79,47 @@ class TestPages:
 
 
 class HeldModel(LlamaModel):
-    """A fault: every step waits for the gate. It also notes which threads the steps run in."""
+    """A fault: every step waits for the gate. It also notes the steps' threads and the decode batches' sizes."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__(config, weights)
         self.gate = Event()
         self.threads: set[int] = set()
+        self.batches: list[int] = []
+        self.row_counts: set[int] = set()
 
     def forward(self, token_ids: Sequence[int], start: int, pages: Pages) -> torch.Tensor:
-        self.threads.add(get_ident())
-        assert self.gate.wait(timeout=30), "the test never opened the gate"
+        self._wait()
         return super().forward(token_ids, start, pages)
 
+    def forward_batch(self, chunks: Sequence[Chunk], *, row_count: int) -> torch.Tensor:
+        self._wait()
+        self.batches.append(len(chunks))
+        self.row_counts.add(row_count)
+        return super().forward_batch(chunks, row_count=row_count)
 
-def engine_of(checkpoint: Path, *, block_count: int = 32, shuffle_seed: int | None = 1) -> Engine:
+    def _wait(self) -> None:
+        self.threads.add(get_ident())
+        assert self.gate.wait(timeout=30), "the test never opened the gate"
+
+
+def engine_of(checkpoint: Path, **settings: Any) -> Engine:
     """An engine on that checkpoint with a poisoned cache."""
-    return poisoned_engine(load_model(checkpoint), block_count=block_count, shuffle_seed=shuffle_seed)
+    return poisoned_engine(load_model(checkpoint), **settings)
 
 
-def poisoned_engine(model: LlamaModel, *, block_count: int = 32, shuffle_seed: int | None = 1) -> Engine:
+def poisoned_engine(
+    model: LlamaModel, *, block_count: int = 32, shuffle_seed: int | None = 1, batch_size: int = 1
+) -> Engine:
     """An engine whose unwritten cache is poison: reading a slot before it was written gives nonsense."""
-    engine = Engine(model, block_count=block_count, block_size=4, shuffle_seed=shuffle_seed, reserve_timeout_s=10)
+    engine = Engine(
+        model,
+        block_count=block_count,
+        block_size=4,
+        batch_size=batch_size,
+        shuffle_seed=shuffle_seed,
+        reserve_timeout_s=10,
+    )
     for tensor in engine.kv_caches.values():
         tensor.fill_(torch.nan)
     return engine
@@ -124,13 +145,16 @@ class TestEngine:
 
         run(scenario())
 
-    def test_concurrent_requests_share_a_small_cache(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    def test_concurrent_requests_share_a_small_cache(
+        self, tiny: tuple[Path, Greedy], run: Run, batch_size: int
+    ) -> None:
         checkpoint, greedy = tiny
         prompts = [PROMPT[:length] for length in range(1, 10)]
 
         async def scenario() -> None:
             # Nine requests need four to six blocks each; twelve make most of them wait.
-            async with engine_of(checkpoint, block_count=12) as engine:
+            async with engine_of(checkpoint, block_count=12, batch_size=batch_size) as engine:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(answer_of(engine, prompt, 12)) for prompt in prompts]
                 assert [task.result() for task in tasks] == [greedy(prompt, 12) for prompt in prompts]
@@ -202,6 +226,90 @@ class TestEngine:
                     group.create_task(answer_of(engine, PROMPT, 5))
             assert len(model.threads) == 1
             assert get_ident() not in model.threads
+
+        run(scenario())
+
+    def test_requests_join_and_leave_the_batch_by_themselves(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+        checkpoint, greedy = tiny
+        lengths = [4, 9, 14, 6, 12]
+        model = HeldModel(*read_checkpoint(checkpoint))
+        model.gate.set()
+
+        async def scenario() -> None:
+            async with poisoned_engine(model, batch_size=3, block_count=64) as engine:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(answer_of(engine, PROMPT, length)) for length in lengths]
+                assert [task.result() for task in tasks] == [greedy(PROMPT, length) for length in lengths]
+
+        run(scenario())
+        # Every answer but for its first token, which the prefill gives, comes from batches; many of them are full.
+        assert sum(model.batches) == sum(len(greedy(PROMPT, length)) - 1 for length in lengths)
+        assert max(model.batches) == 3
+        assert len(model.batches) < sum(model.batches) * 2 / 3
+        # However few they are, the matrices have the same shape: so company does not change the rounding.
+        assert model.row_counts == {3}
+
+    def test_company_does_not_change_a_bit(self, tiny: tuple[Path, Greedy]) -> None:
+        model = load_model(tiny[0])
+
+        def logits(prompts: Sequence[Sequence[int]]) -> torch.Tensor:
+            """The first decode step of each, computed together."""
+            shape = CacheShape(block_count=40, kv_head_count=2, block_size=4, head_dim=8)
+            cache = PagedKVCache(model.layer_names, shape, dtype=torch.float32)
+            pool = BlockPool(40)
+            chunks = []
+            for prompt in prompts:
+                pages = cache.pages(pool.allocate(blocks_for(len(prompt) + 1, 4)))
+                model.forward(prompt, 0, pages)
+                chunks.append(Chunk(token_ids=[7], start=len(prompt), pages=pages))
+            return model.forward_batch(chunks, row_count=8)
+
+        prompts = [PROMPT[:length] for length in (10, 3, 7, 1, 5)]
+        together = logits(prompts)
+        assert all(torch.equal(logits([prompt])[0], row) for prompt, row in zip(prompts, together, strict=True))
+        assert torch.equal(logits(prompts[::-1]), together.flip(0))
+
+    def test_a_step_in_line_is_left_at_once_and_a_running_one_is_waited_for(
+        self, tiny: tuple[Path, Greedy], run: Run
+    ) -> None:
+        checkpoint, greedy = tiny
+        model = HeldModel(*read_checkpoint(checkpoint))
+
+        async def scenario() -> None:
+            async with poisoned_engine(model, batch_size=1) as engine:
+                async with engine.reserve(16) as first_blocks, engine.reserve(16) as second_blocks:
+                    steps = [
+                        asyncio.ensure_future(anext(engine.decode(3, position=0, block_ids=block_ids, max_tokens=5)))
+                        for block_ids in (first_blocks, second_blocks)
+                    ]
+                    await asyncio.sleep(0)
+                    for step in steps:
+                        step.cancel()
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                    running, in_line = steps
+                    assert in_line.cancelled()
+                    assert not running.done()
+                    model.gate.set()
+                    await asyncio.wait([running])
+                    assert running.cancelled()
+                assert await answer_of(engine, PROMPT, 5) == greedy(PROMPT, 5)
+
+        run(scenario())
+
+    def test_a_step_that_fails_fails_for_all_in_the_batch_and_the_engine_goes_on(
+        self, tiny: tuple[Path, Greedy], run: Run
+    ) -> None:
+        checkpoint, greedy = tiny
+
+        async def scenario() -> None:
+            async with engine_of(checkpoint, batch_size=2) as engine, engine.reserve(8) as block_ids:
+                tokens = [
+                    engine.decode(3, position=position, block_ids=block_ids, max_tokens=5) for position in (0, 900)
+                ]
+                failed = await asyncio.gather(*map(anext, tokens), return_exceptions=True)
+                assert any("outgrew its blocks" in str(error) for error in failed)
+                assert await answer_of(engine, PROMPT, 5) == greedy(PROMPT, 5)
 
         run(scenario())
 

@@ -358,7 +358,6 @@ async def test_an_unknown_incarnation_asks_once_and_disturbs_nobody(reader: Read
 async def test_a_peer_that_nobody_uses_is_forgotten_after_a_while(reader: Reader) -> None:
     lease = reader.pair.offer([3])
     await reader.load(lease.ticket)
-    assert reader.clock.pending == 1
     reader.clock.advance(CONFIG.peer_idle_s * 0.99)
     assert reader.peer.state is PeerState.READY
     reader.clock.advance(CONFIG.peer_idle_s * 0.26)
@@ -367,7 +366,7 @@ async def test_a_peer_that_nobody_uses_is_forgotten_after_a_while(reader: Reader
     assert reader.clock.pending == 0, "no timer without peers"
     again = reader.pair.offer([4], "again")
     await reader.load(again.ticket)
-    assert (reader.questions, reader.agents, reader.clock.pending) == (2, 1, 1)
+    assert (reader.questions, reader.agents) == (2, 1)
 
 
 async def test_a_peer_that_failed_is_forgotten_too(reader: Reader) -> None:

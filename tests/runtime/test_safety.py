@@ -146,6 +146,22 @@ async def test_a_used_ticket_never_loads_again(pair: InprocPair) -> None:
         await pair.consumer.runtime.load_blocks(pair.wanted(lease, [1]))
 
 
+async def test_a_ticket_of_a_restarted_producer_costs_one_handshake_however_often_it_is_used(pair: InprocPair) -> None:
+    """Each further one would give a good connection up; NIXL loses file descriptors with every peer that is removed."""
+    lease = pair.offer([3])
+    old = pair.wanted(lease, [0])
+    params = dict(old.ticket)
+    params["kvflow"] = {**params["kvflow"], "ranks": [{**params["kvflow"]["ranks"][0], "incarnation": "before"}]}
+    await pair.consumer.runtime.load_blocks(old)
+    for _ in range(3):
+        with pytest.raises(LeaseExpired):
+            await pair.consumer.runtime.load_blocks(replace(old, ticket=params))
+    listener = pair.producer.runtime.statistics().listener
+    assert listener is not None
+    assert listener.answered == 2
+    assert await lease is LeaseOutcome.READ
+
+
 async def test_a_seal_that_another_lease_uses_now_does_not_help_an_old_ticket(pair: InprocPair) -> None:
     old = pair.offer([3], "old")
     old.revoke()

@@ -120,6 +120,33 @@ class LoadResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunRound:
+    """To the reader of the fairness bench: one round's loads (`fairness_bench.reader`). Answered by `RoundResult`."""
+
+    wake: Load
+    alone: tuple[Load, ...]
+    slices: tuple[Load, ...]
+    huge: tuple[Load, ...]
+    behind: tuple[Load, ...]
+    tickets: tuple[Ticket, ...] = ()
+    """In the order of `loads`."""
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        return (self.wake, *self.alone, *self.slices, *self.huge, *self.behind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """How long each load took: one block while nothing else ran, one slice, huge, one block behind the huge ones."""
+
+    alone_s: tuple[float, ...]
+    slice_s: tuple[float, ...]
+    huge_s: tuple[float, ...]
+    behind_s: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OpenLease:
     """To a producer: open a lease that nobody reads. Answered by `Done`."""
 
@@ -162,6 +189,8 @@ Message = (
     | PrepareLoad
     | RunLoad
     | LoadResult
+    | RunRound
+    | RoundResult
     | OpenLease
     | TickIdle
     | Quit

@@ -1,0 +1,22 @@
+"""An OpenAI-compatible server whose prompts are computed in one process and whose answers in another.
+
+    python examples/openai_server serve --prefill 2 --decode 2
+
+kvflow is used in two modules, and these are the ones to read first: `prefill` offers blocks and keeps them until they
+were read, `decode` loads them. The rest is what any such service has in some form:
+
+    front        the HTTP application that clients talk to
+    shapes       what clients send and get: OpenAI's HTTP shapes
+    dialects     completions and chat: the two ways to write down an answer
+    router       one request: prefill here, decode there, elsewhere if that fails, all under one deadline
+    rotation     which worker is next, which are down, when to look again; pure
+    messages     what router and workers say to each other
+    failures     what may go wrong, whose fault it is, whether another worker may help; pure
+    worker       what both kinds of workers have: engine, runtime, background tasks, /health
+    responses    HTTP answers that end when their client goes
+    metrics      everything that /metrics shows
+    http_server  uvicorn, as router and workers run it
+    launcher     all processes of the service, started again when they die
+    load_test    fifty clients, and a worker that is killed in the middle; `workload` is what they ask
+    command      the command line
+"""

@@ -1,0 +1,264 @@
+"""The HTTP application that clients talk to: OpenAI's endpoints, /health and /metrics.
+
+It turns text into tokens and back; how answers are written down is the dialect's affair, how they come about the
+router's. A stream starts with its first token, so whatever fails before that is an ordinary HTTP error; what fails
+later is an `error` event, which the openai client raises as an APIError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from paged_engine.tokenizer import ChatTokenizer, TextStream
+from paged_engine.weights import MODEL_NAME
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from openai_server.dialects import Chat, Completions, Dialect
+from openai_server.failures import STATUS
+from openai_server.http_server import serve_http
+from openai_server.messages import Failure, FailureKind
+from openai_server.metrics import RouterMetrics, add_metrics
+from openai_server.responses import ClientGoneError, LiveStream, unless_gone
+from openai_server.rotation import Rotation, Worker
+from openai_server.router import AttemptError, Prompt, Router, Stream, open_client
+from openai_server.shapes import (
+    ChatRequest,
+    CompletionRequest,
+    ErrorBody,
+    ErrorReply,
+    GenerationRequest,
+    Model,
+    ModelList,
+    Usage,
+)
+
+
+class RefusedError(Exception):
+    """A request that cannot be right."""
+
+    def __init__(self, message: str, *, param: str | None, http: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.http = http
+        self.body = ErrorBody(message=message, type="invalid_request_error", param=param, code=code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """Answers the clients' requests."""
+
+    router: Router
+    tokenizer: ChatTokenizer
+    metrics: RouterMetrics
+    deadline_s: float
+    """How long any answer may take; a request may ask for less."""
+
+    async def answer(self, http: Request, request: GenerationRequest) -> Response:
+        """The whole answer, or a stream of it. Raises AttemptError, RefusedError and ClientGoneError."""
+        began_s = time.monotonic()
+        dialect: Dialect = Chat() if isinstance(request, ChatRequest) else Completions()
+        prompt = await self._prompt(dialect.id, request)
+        if request.stream:
+            stream = await unless_gone(http, self.router.stream(prompt))
+            self.metrics.first_token.observe(time.monotonic() - began_s)
+            events = self._events(stream, dialect, include_usage=request.include_usage)
+            return LiveStream(events, stream, media_type="text/event-stream")
+        steps = await unless_gone(http, self.router.whole(prompt))
+        text = TextStream(self.tokenizer, [step.token for step in steps]).text
+        reason = steps[-1].finish_reason
+        assert reason is not None, "an answer that is not whole is an error"
+        self.metrics.request_ended("ok")
+        return _json(dialect.whole(text, reason, Usage.of(len(prompt.token_ids), len(steps))))
+
+    async def _prompt(self, answer_id: str, request: GenerationRequest) -> Prompt:
+        deadline = asyncio.get_running_loop().time() + min(request.deadline_s or self.deadline_s, self.deadline_s)
+        if request.model != MODEL_NAME:
+            message = f"model {request.model!r} does not exist here; this server has {MODEL_NAME!r}"
+            raise RefusedError(message, param="model", http=404, code="model_not_found")
+        # A long prompt takes milliseconds to tokenize, and the loop has others to serve.
+        token_ids = await asyncio.to_thread(self._encode, request)
+        return Prompt(id=answer_id, token_ids=token_ids, max_tokens=request.token_limit, deadline=deadline)
+
+    def _encode(self, request: GenerationRequest) -> list[int]:
+        match request:
+            case ChatRequest(messages=messages):
+                return self.tokenizer.encode_messages([message.for_template() for message in messages])
+            case CompletionRequest(prompt=str(text)):
+                token_ids = self.tokenizer.encode_text(text)
+            case CompletionRequest(prompt=token_ids):
+                bad = [token_id for token_id in token_ids if not 0 <= token_id < self.tokenizer.token_count]
+                if bad:
+                    raise RefusedError(f"prompt: {bad[0]} is no token of {MODEL_NAME}", param="prompt")
+        if not token_ids:
+            raise RefusedError("prompt: needs at least one token", param="prompt")
+        return token_ids
+
+    async def _events(self, stream: Stream, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[str]:
+        outcome = "client_gone"
+        try:
+            async for answer in self._answers(stream, dialect, include_usage=include_usage):
+                yield _event(answer.model_dump_json())
+            yield _event("[DONE]")
+            outcome = "ok"
+        except AttemptError as error:
+            outcome = error.failure.kind
+            yield _event(_error_of(error.failure).model_dump_json())
+        finally:
+            self.metrics.request_ended(outcome)
+
+    async def _answers(self, stream: Stream, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[BaseModel]:
+        """The pieces of an answer. A token that ends in the middle of a character gives no piece of its own."""
+        for answer in dialect.opening():
+            yield answer
+        text, sent = TextStream(self.tokenizer), ""
+        async for step in stream.steps():
+            grown = text.push(step.token)
+            if grown != sent or step.finish_reason is not None:
+                yield dialect.piece(grown.removeprefix(sent), step.finish_reason)
+            sent = grown
+        if include_usage:
+            yield dialect.usage(Usage.of(len(stream.prompt.token_ids), len(text.token_ids)))
+
+
+class WorkerView(BaseModel):
+    """A worker as the router sees it."""
+
+    name: str
+    role: str
+    url: str
+    up: bool
+
+
+class RouterHealth(BaseModel):
+    """ "ok": all workers are up; "degraded": some; "down": not one of each kind, so requests fail."""
+
+    status: Literal["ok", "degraded", "down"]
+    workers: list[WorkerView]
+
+
+def front_app(front: Front) -> FastAPI:
+    """The application."""
+    app = FastAPI(title="kvflow: OpenAI-compatible example server")
+    add_metrics(app, front.metrics.registry)
+    _add_error_handlers(app, front.metrics)
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await front.answer(request, body)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await front.answer(request, body)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[Model(id=MODEL_NAME)])
+
+    @app.get("/v1/models/{name}")
+    async def model(name: str) -> Model:
+        if name != MODEL_NAME:
+            raise RefusedError(f"model {name!r} does not exist here", param="model", http=404, code="model_not_found")
+        return Model(id=MODEL_NAME)
+
+    @app.get("/health")
+    async def health(response: Response) -> RouterHealth:
+        view = health_of(front.router)
+        response.status_code = 503 if view.status == "down" else 200
+        return view
+
+    return app
+
+
+def health_of(router: Router) -> RouterHealth:
+    rotations = (router.prefill, router.decode)
+    workers = [
+        WorkerView(name=worker.name, role=rotation.role, url=worker.url, up=worker.up)
+        for rotation in rotations
+        for worker in rotation.workers
+    ]
+    if not all(rotation.up for rotation in rotations):
+        return RouterHealth(status="down", workers=workers)
+    return RouterHealth(status="ok" if all(worker.up for worker in workers) else "degraded", workers=workers)
+
+
+def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
+    """Every error in OpenAI's shape."""
+
+    @app.exception_handler(AttemptError)
+    async def failed(_: Request, error: AttemptError) -> Response:
+        metrics.request_ended(error.failure.kind)
+        return _json(_error_of(error.failure), STATUS[error.failure.kind].http)
+
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> Response:
+        metrics.request_ended(FailureKind.INVALID)
+        return _json(ErrorReply(error=error.body), error.http)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_: Request, error: RequestValidationError) -> Response:
+        metrics.request_ended(FailureKind.INVALID)
+        first = error.errors()[0]
+        param = ".".join(map(str, first["loc"][1:])) or None
+        unknown = first["type"] == "extra_forbidden"
+        why = "this server does not support it" if unknown else first["msg"].removeprefix("Value error, ")
+        message = f"{param}: {why}" if param else why
+        return _json(ErrorReply(error=ErrorBody(message=message, type="invalid_request_error", param=param)), 400)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> Response:
+        body = ErrorBody(message=str(error.detail), type="invalid_request_error")
+        return _json(ErrorReply(error=body), error.status_code)
+
+    @app.exception_handler(ClientGoneError)
+    async def client_gone(_: Request, __: ClientGoneError) -> Response:
+        metrics.request_ended("client_gone")
+        return Response(status_code=499)  # nobody sees it
+
+
+def _error_of(failure: Failure) -> ErrorReply:
+    body = ErrorBody(message=failure.message, type=STATUS[failure.kind].type, code=failure.kind)
+    return ErrorReply(error=body)
+
+
+def _json(model: BaseModel, status_code: int = 200) -> JSONResponse:
+    return JSONResponse(model.model_dump(), status_code=status_code)
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+async def run_router(
+    *, host: str, port: int, checkpoint: Path, deadline_s: float, prefill: Mapping[str, str], decode: Mapping[str, str]
+) -> None:
+    """The whole life of the router's process. `prefill` and `decode` are URLs by name."""
+    metrics = RouterMetrics()
+    rotations = {role: _rotation(role, workers) for role, workers in (("prefill", prefill), ("decode", decode))}
+    for role, rotation in rotations.items():
+        metrics.watch_workers(role, partial(_up_count, rotation))
+    async with open_client() as client, asyncio.TaskGroup() as group:
+        router = Router(
+            prefill=rotations["prefill"], decode=rotations["decode"], client=client, tasks=group, metrics=metrics
+        )
+        watching = router.watch()
+        front = Front(router=router, tokenizer=ChatTokenizer(checkpoint), metrics=metrics, deadline_s=deadline_s)
+        await serve_http(front_app(front), host, port)
+        for task in watching:
+            task.cancel()
+
+
+def _rotation(role: str, workers: Mapping[str, str]) -> Rotation:
+    return Rotation(role, [Worker(name=name, url=url) for name, url in workers.items()])
+
+
+def _up_count(rotation: Rotation) -> int:
+    return len(rotation.up)

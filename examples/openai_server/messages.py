@@ -1,0 +1,116 @@
+"""What the router and its workers say to each other, as JSON over HTTP.
+
+    POST   /prefill               PrefillRequest -> PrefillReply, or a Failure
+    DELETE /prefill/<request id>  give up: nobody is going to load these blocks
+    POST   /decode                DecodeRequest -> once the blocks are loaded a line of JSON for each Step, or a Failure
+
+Tokens, not text: prompts are tokenized once, and the KV cache goes from worker to worker without the router.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FinishReason = Literal["stop", "length"]
+Seconds = float
+
+
+class Message(BaseModel):
+    """All messages are immutable and refuse fields they do not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Instant(Message):
+    """A moment on the clock that all processes of one machine share until it is booted again."""
+
+    boot_id: str
+    monotonic_s: Seconds
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(boot_id=BOOT_ID, monotonic_s=time.monotonic())
+
+    def elapsed_s(self) -> Seconds | None:
+        """How long ago it was; None if it was on another machine, whose clock says nothing here."""
+        return time.monotonic() - self.monotonic_s if self.boot_id == BOOT_ID else None
+
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class Step(Message):
+    """One new token; the last one of an answer says why it is the last."""
+
+    token: int
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def of(cls, token: int, *, eos_token_id: int, last: bool) -> Self:
+        """An answer ends with the end-of-text token, or with the last token that was asked for."""
+        return cls(token=token, finish_reason="stop" if token == eos_token_id else "length" if last else None)
+
+
+class PrefillRequest(Message):
+    """Compute the prompt."""
+
+    request_id: str
+    prompt: list[int] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    deadline_s: Seconds = Field(gt=0)
+
+
+class PrefillReply(Message):
+    """The first token, and the ticket for the prompt's blocks unless there is nothing left to do."""
+
+    step: Step
+    ticket: dict[str, Any] | None
+    replied_at: Instant
+
+
+class DecodeRequest(Message):
+    """Load the blocks that the ticket offers, and continue after `token` with at most `max_tokens` tokens."""
+
+    request_id: str
+    ticket: dict[str, Any]
+    prompt_count: int = Field(ge=1)
+    token: int
+    max_tokens: int = Field(ge=1)
+    deadline_s: Seconds = Field(gt=0)
+    prefilled_at: Instant
+
+
+class FailureKind(StrEnum):
+    """What went wrong, in the terms in which the router decides; see `failures`."""
+
+    INVALID = "invalid"
+    BUSY = "busy"
+    PREFILL_AGAIN = "prefill_again"
+    WORKER_FAILED = "worker_failed"
+    WORKER_LOST = "worker_lost"
+    NO_WORKER = "no_worker"
+    DEADLINE = "deadline_exceeded"
+
+
+class Failure(Message):
+    """A request came to nothing."""
+
+    kind: FailureKind
+    message: str
+
+
+class WorkerHealth(Message):
+    """What a worker says of itself at /health."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    pid: int
+    runtime: str
+    """kvflow's state; "open" is the healthy one."""
+    blocks_used: int
+    blocks_free: int

@@ -1,0 +1,116 @@
+"""The prefill worker: computes prompts and keeps their blocks until a decode worker has read them.
+
+This is one of the two modules to read if you want to use kvflow in a server of your own.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from fastapi import FastAPI, Request, Response
+from paged_engine import Engine
+
+import kvflow
+from openai_server.failures import RequestTooLongError
+from openai_server.http_server import serve_http
+from openai_server.messages import Instant, PrefillReply, PrefillRequest, Step
+from openai_server.metrics import PrefillMetrics
+from openai_server.responses import unless_gone
+from openai_server.worker import (
+    StartTask,
+    WorkerSettings,
+    background_tasks,
+    open_engine,
+    open_runtime,
+    worker_app,
+)
+
+
+class PrefillWorker:
+    """Answers the router's requests; open leases are background tasks."""
+
+    def __init__(self, engine: Engine, runtime: kvflow.Runtime, start_task: StartTask, metrics: PrefillMetrics) -> None:
+        self._engine = engine
+        self._runtime = runtime
+        self._start_task = start_task
+        self._metrics = metrics
+        self._leases: dict[str, kvflow.Lease] = {}
+
+    async def prefill(self, request: PrefillRequest) -> PrefillReply:
+        """Compute the prompt and offer its blocks, for as long as the request may take.
+
+        Cancelling it gives the blocks back once the running step has ended.
+        """
+        token_count = len(request.prompt) + request.max_tokens
+        if token_count > self._engine.token_count_max:
+            raise RequestTooLongError(
+                f"{len(request.prompt)} tokens of prompt and max_tokens {request.max_tokens} are {token_count}, "
+                f"at most {self._engine.token_count_max} are possible"
+            )
+        async with AsyncExitStack() as blocks:
+            block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
+            token = await self._engine.prefill(request.prompt, block_ids)
+            self._metrics.tokens.inc(len(request.prompt))
+            step = Step.of(token, eos_token_id=self._engine.eos_token_id, last=request.max_tokens == 1)
+            if step.finish_reason is not None:
+                return PrefillReply(step=step, ticket=None, replied_at=Instant.now())
+            lease = self._runtime.serve_blocks(
+                kvflow.ServeRequest(
+                    request.request_id,
+                    block_ids=block_ids,
+                    num_tokens=len(request.prompt),
+                    ttl_s=request.deadline_s,
+                )
+            )
+            self._leases[request.request_id] = lease
+            self._start_task(self._hold(lease, blocks.pop_all()), f"lease {request.request_id}")
+        return PrefillReply(step=step, ticket=lease.ticket.to_params(), replied_at=Instant.now())
+
+    def release(self, request_id: str) -> None:
+        """Nobody is going to load these blocks. No effect if the lease has ended, or never was."""
+        lease = self._leases.get(request_id)
+        if lease is not None:
+            lease.revoke()
+
+    async def _hold(self, lease: kvflow.Lease, blocks: AsyncExitStack) -> None:
+        """Keep the blocks reserved until the lease has ended, and no reader can take them for good any more."""
+        async with blocks:
+            try:
+                await lease
+            finally:
+                # No effect on a lease that has ended. One that is still open, because this worker ends, must not
+                # outlive the reservation.
+                lease.revoke()
+                self._metrics.lease_ended(await lease)
+                del self._leases[lease.request_id]
+
+
+def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
+    """Add the prefill worker's own endpoints."""
+
+    @app.post("/prefill", response_model=None)
+    async def prefill(body: PrefillRequest, request: Request) -> Response:
+        reply = await unless_gone(request, worker.prefill(body))
+        # Written by itself: FastAPI would check our own reply once more, between prefill and decode.
+        return Response(reply.model_dump_json(), media_type="application/json")
+
+    @app.delete("/prefill/{request_id}", status_code=204)
+    async def release(request_id: str) -> None:
+        worker.release(request_id)
+
+    return app
+
+
+async def run_prefill(settings: WorkerSettings) -> None:
+    """The whole life of a prefill worker."""
+    async with (
+        open_engine(settings.name, settings.checkpoint) as engine,
+        open_runtime(settings, engine) as runtime,
+        background_tasks() as start_task,
+    ):
+        metrics = PrefillMetrics(
+            blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
+        )
+        worker = PrefillWorker(engine, runtime, start_task, metrics)
+        app = prefill_app(worker_app(settings, engine, runtime, metrics), worker)
+        await serve_http(app, settings.host, settings.port)

@@ -1,0 +1,278 @@
+"""One request from prompt to last token: prefill here, decode there, elsewhere if that fails, under one deadline.
+
+Theory: an attempt is one prefill and one decode. Whatever goes wrong before the client has seen a token, the next
+attempt starts over with a fresh prefill, avoiding the worker that failed; the request's deadline and `attempts_max`
+bound it. Once tokens have been streamed a failure is the client's to handle. A worker is lost when a connection to it
+fails; the watch brings it back when it answers again. Blocks that were prefilled and will not be loaded are released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from openai_server.failures import STATUS
+from openai_server.http_server import CLIENT_KEEP_ALIVE_S
+from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from openai_server.metrics import RouterMetrics
+from openai_server.rotation import Rotation, Worker
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# The deadline of each request bounds its reads.
+REQUEST_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=2.0)
+RELEASE_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+PROBE_TICK_S = 0.1
+
+
+class AttemptError(Exception):
+    """An attempt failed, and which worker the next one should avoid."""
+
+    def __init__(self, failure: Failure, worker: Worker | None = None) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.worker = worker
+
+
+def open_client() -> aiohttp.ClientSession:
+    """Connections to workers, as many as there are requests; idle ones are kept for the next."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
+        headers={"Content-Type": "application/json"},
+        timeout=REQUEST_TIMEOUT,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One request as the router sees it. `deadline` is a time of the loop's clock."""
+
+    id: str
+    token_ids: Sequence[int]
+    max_tokens: int
+    deadline: float
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
+
+
+@dataclass(slots=True, eq=False)
+class Router:
+    """Knows all workers, and asks them through `client` (see `open_client`)."""
+
+    prefill: Rotation
+    decode: Rotation
+    client: aiohttp.ClientSession
+    tasks: asyncio.TaskGroup
+    """Where releases and the watch run."""
+    metrics: RouterMetrics
+    attempts_max: int = 3
+
+    async def whole(self, prompt: Prompt) -> list[Step]:
+        """The whole answer. Raises AttemptError."""
+
+        async def attempt(steps: AsyncGenerator[Step, None]) -> list[Step]:
+            async with aclosing(steps):
+                return [step async for step in steps]
+
+        return await _before(prompt, self._tried(prompt, attempt))
+
+    async def stream(self, prompt: Prompt) -> Stream:
+        """The answer, once its first token is there. Raises AttemptError until then, and the stream after that."""
+
+        async def attempt(steps: AsyncGenerator[Step, None]) -> Stream:
+            try:
+                return Stream(prompt=prompt, first=await anext(steps), rest=steps)
+            except BaseException:
+                await steps.aclose()
+                raise
+
+        return await _before(prompt, self._tried(prompt, attempt))
+
+    async def _tried(
+        self, prompt: Prompt, attempt: Callable[[AsyncGenerator[Step, None]], Awaitable[Result]]
+    ) -> Result:
+        """The result of the first attempt that succeeds."""
+        avoid: set[Worker] = set()
+        number = 1
+        while True:
+            try:
+                # Each attempt has its own id: an earlier one's blocks may still be on offer.
+                return await attempt(self._attempt(f"{prompt.id}-{number}", prompt, avoid))
+            except AttemptError as error:
+                if number == self.attempts_max or not STATUS[error.failure.kind].retry:
+                    raise
+                logger.info("request %s, attempt %s: %s", prompt.id, number, error)
+                self.metrics.retried(error.failure.kind)
+                if error.worker is not None:
+                    avoid.add(error.worker)
+                number += 1
+
+    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Worker]) -> AsyncGenerator[Step, None]:
+        prefill, decode = self._pick(self.prefill, avoid), self._pick(self.decode, avoid)
+        loaded = False
+        try:
+            reply = await self._ask_prefill(prefill, request_id, prompt)
+            if reply.ticket is None:
+                loaded = True
+                yield reply.step
+                return
+            request = DecodeRequest(
+                request_id=request_id,
+                ticket=reply.ticket,
+                prompt_count=len(prompt.token_ids),
+                token=reply.step.token,
+                max_tokens=prompt.max_tokens - 1,
+                deadline_s=prompt.remaining_s,
+                prefilled_at=reply.replied_at,
+            )
+            async with self._decoding(prefill, decode, request) as steps:
+                loaded = True
+                yield reply.step
+                async for step in steps:
+                    yield step
+        finally:
+            if not loaded:
+                self._release(prefill, request_id)
+
+    def _pick(self, rotation: Rotation, avoid: set[Worker]) -> Worker:
+        worker = rotation.pick(avoid)
+        if worker is None:
+            message = f"no {rotation.role} worker is up; try again in a few seconds"
+            raise AttemptError(Failure(kind=FailureKind.NO_WORKER, message=message))
+        return worker
+
+    async def _ask_prefill(self, worker: Worker, request_id: str, prompt: Prompt) -> PrefillReply:
+        request = PrefillRequest(
+            request_id=request_id,
+            prompt=list(prompt.token_ids),
+            max_tokens=prompt.max_tokens,
+            deadline_s=prompt.remaining_s,
+        )
+        with self._losses(self.prefill, worker):
+            async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:
+                body = await response.read()
+        if response.status != HTTPStatus.OK:
+            raise AttemptError(_failure_in(response, body, worker), worker)
+        return PrefillReply.model_validate_json(body)
+
+    @asynccontextmanager
+    async def _decoding(
+        self, prefill: Worker, decode: Worker, request: DecodeRequest
+    ) -> AsyncIterator[AsyncIterator[Step]]:
+        """The steps after the first one; entering it waits until the blocks have been loaded."""
+        with self._losses(self.decode, decode):
+            async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
+                if response.status != HTTPStatus.OK:
+                    failure = _failure_in(response, await response.read(), decode)
+                    again = failure.kind is FailureKind.PREFILL_AGAIN
+                    raise AttemptError(failure, prefill if again else decode)
+                yield _steps_in(response, decode)
+
+    @contextmanager
+    def _losses(self, rotation: Rotation, worker: Worker) -> Iterator[None]:
+        """A connection that fails means that the worker is lost."""
+        try:
+            yield
+        except aiohttp.ClientError as error:
+            if worker.up:
+                logger.info("%s is down: a request has lost it", worker.name)
+            rotation.lost(worker, asyncio.get_running_loop().time())
+            message = f"{worker.name} was lost: {type(error).__name__} {error}".rstrip()
+            raise AttemptError(Failure(kind=FailureKind.WORKER_LOST, message=message), worker) from error
+
+    def _release(self, worker: Worker, request_id: str) -> None:
+        """Tell a prefill worker that nobody is going to load; if it cannot be told the lease runs out by itself."""
+
+        async def release() -> None:
+            with suppress(aiohttp.ClientError, TimeoutError):
+                async with self.client.delete(f"{worker.url}/prefill/{request_id}", timeout=RELEASE_TIMEOUT):
+                    pass
+
+        self.tasks.create_task(release(), name=f"release {request_id}")
+
+    def watch(self) -> list[asyncio.Task[None]]:
+        """Probe all workers, until these tasks are cancelled."""
+        return [
+            self.tasks.create_task(self._watch(rotation, worker), name=f"watch {worker.name}")
+            for rotation in (self.prefill, self.decode)
+            for worker in rotation.workers
+        ]
+
+    async def _watch(self, rotation: Rotation, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if worker.probe_at_s <= loop.time():
+                was_up, healthy = worker.up, await self._probe(worker)
+                rotation.probed(worker, loop.time(), healthy=healthy)
+                if healthy is not was_up:
+                    logger.info("%s is %s", worker.name, "up" if healthy else "down: it does not answer")
+            await asyncio.sleep(PROBE_TICK_S)
+
+    async def _probe(self, worker: Worker) -> bool:
+        try:
+            async with self.client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT) as response:
+                return response.status == HTTPStatus.OK
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stream:
+    """An answer whose first token is there. Close it when nobody wants the rest."""
+
+    prompt: Prompt
+    first: Step
+    rest: AsyncGenerator[Step, None]
+
+    async def steps(self) -> AsyncIterator[Step]:
+        """All steps, once. Raises AttemptError."""
+        step = self.first
+        yield step
+        while step.finish_reason is None:
+            step = await _before(self.prompt, anext(self.rest))
+            yield step
+
+    async def aclose(self) -> None:
+        await self.rest.aclose()
+
+
+async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:
+    """Wait for the result, but not longer than the request may take."""
+    try:
+        async with asyncio.timeout_at(prompt.deadline):
+            return await result
+    except TimeoutError:
+        failure = Failure(kind=FailureKind.DEADLINE, message="the request's deadline has passed")
+        raise AttemptError(failure) from None
+
+
+async def _steps_in(response: aiohttp.ClientResponse, worker: Worker) -> AsyncIterator[Step]:
+    """The steps of a decode worker's answer, up to the last one."""
+    async for line in response.content:
+        step = Step.model_validate_json(line)
+        yield step
+        if step.finish_reason is not None:
+            return
+    raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} ended its answer early"), worker)
+
+
+def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> Failure:
+    """What a worker says of a failure; if it says nothing that we know, it failed."""
+    try:
+        failure = Failure.model_validate_json(body)
+    except ValidationError:
+        return Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} answered {response.status}")
+    return Failure(kind=failure.kind, message=f"{worker.name}: {failure.message}")

@@ -1,0 +1,127 @@
+"""What both kinds of workers have: an engine, a kvflow runtime that knows its cache, background tasks, HTTP.
+
+Theory of memory, in one rule: blocks are reserved by an `async with engine.reserve(...)`, and whoever may still read
+or write them holds it open. A request that ends while kvflow may still touch its blocks hands the reservation over to
+a background task (`AsyncExitStack.pop_all`), which ends it when the blocks are safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from paged_engine import Engine, blocks_for
+from paged_engine.weights import MODEL_NAME, load_model
+
+import kvflow
+from openai_server.failures import EXPECTED_ERRORS, STATUS, failure_of
+from openai_server.http_server import SHUTDOWN_TIMEOUT_S
+from openai_server.messages import WorkerHealth
+from openai_server.metrics import WorkerMetrics, add_metrics
+from openai_server.responses import ClientGoneError
+
+BLOCK_SIZE = 16
+# Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
+CACHE_TOKENS = 4096
+BATCH_SIZE = 8
+
+StartTask = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """Everything a worker is told when it is started."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    host: str
+    port: int
+    checkpoint: Path
+
+
+def open_engine(name: str, checkpoint: Path) -> Engine:
+    """An engine; torch takes one thread for all engines of this process."""
+    # All workers share the machine's cores, and one thread gives the same sums everywhere.
+    torch.set_num_threads(1)
+    return Engine(
+        load_model(checkpoint),
+        block_count=blocks_for(CACHE_TOKENS, BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+        batch_size=BATCH_SIZE,
+        # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
+        shuffle_seed=name,
+    )
+
+
+@asynccontextmanager
+async def open_runtime(settings: WorkerSettings, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
+    """A runtime that knows the engine's cache. It is closed before the engine: it uses the engine's memory."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    config = kvflow.Config(
+        engine_id=settings.name, listen=f"tcp://{settings.host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
+    )
+    async with kvflow.Runtime(config) as runtime:
+        layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
+        await runtime.register_kv_caches(engine.kv_caches, layout)
+        yield runtime
+
+
+@asynccontextmanager
+async def background_tasks() -> AsyncIterator[StartTask]:
+    """Tasks that outlive the HTTP request that started them. One that fails ends the process: that is a bug."""
+    tasks: set[asyncio.Task[None]] = set()
+    async with asyncio.TaskGroup() as group:
+
+        def start(body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+            task = group.create_task(body, name=name)
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            return task
+
+        yield start
+        for task in tasks:
+            task.cancel()
+
+
+def worker_app(settings: WorkerSettings, engine: Engine, runtime: kvflow.Runtime, metrics: WorkerMetrics) -> FastAPI:
+    """The application that both kinds of workers start from."""
+    app = FastAPI(title=f"{settings.role} worker {settings.name}")
+    add_metrics(app, metrics.registry)
+
+    @app.get("/health")
+    async def health(response: Response) -> WorkerHealth:
+        """200 if the worker can be used; 503 says that it must be started again."""
+        if runtime.state is not kvflow.RuntimeState.OPEN:
+            response.status_code = 503
+        statistics = engine.statistics()
+        return WorkerHealth(
+            name=settings.name,
+            role=settings.role,
+            pid=os.getpid(),
+            runtime=runtime.state,
+            blocks_used=statistics.blocks_used,
+            blocks_free=statistics.blocks_free,
+        )
+
+    async def expected(_: Request, error: Exception) -> JSONResponse:
+        failure = failure_of(error)
+        metrics.failed(failure.kind)
+        return JSONResponse(failure.model_dump(), status_code=STATUS[failure.kind].http)
+
+    async def client_gone(_: Request, __: Exception) -> Response:
+        metrics.failed("client_gone")
+        return Response(status_code=499)  # nobody sees it
+
+    for kind in EXPECTED_ERRORS:
+        app.add_exception_handler(kind, expected)
+    app.add_exception_handler(ClientGoneError, client_gone)
+    return app

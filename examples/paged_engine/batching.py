@@ -1,0 +1,117 @@
+"""Decode steps of concurrent requests, computed together: continuous batching in a few lines.
+
+Whoever wants a step waits in line. While one batch is computed in the worker thread others get in line; when it has
+ended, the first ones in line are the next batch. So a request joins when it comes and leaves when it is done, and
+alone it never waits for company.
+
+A step that runs cannot be called back: cancelling its request waits until the batch has ended. One that is still in
+line just leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from paged_engine.model import Chunk
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Waiting:
+    """One request's next step and where its token goes."""
+
+    chunk: Chunk
+    token: asyncio.Future[int]
+
+
+class StepBatcher:
+    """Runs `compute` in the executor, one batch at a time."""
+
+    def __init__(
+        self, compute: Callable[[Sequence[Chunk]], Sequence[int]], executor: Executor, *, batch_size: int
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size: a batch needs room for at least one step, got {batch_size}")
+        self._compute = compute
+        self._executor = executor
+        self._batch_size = batch_size
+        self._line: list[_Waiting] = []
+        self._running: asyncio.Future[Sequence[int]] | None = None
+        self.batch_count = 0
+        """How many batches were started."""
+
+    async def step(self, chunk: Chunk) -> int:
+        """The sequence's next token."""
+        waiting = _Waiting(chunk=chunk, token=asyncio.get_running_loop().create_future())
+        self._line.append(waiting)
+        if self._running is None:
+            self._start()
+        try:
+            return await waiting.token
+        except asyncio.CancelledError:
+            if waiting in self._line:
+                self._line.remove(waiting)
+            elif self._running is not None:
+                await ended(self._running)
+            raise
+
+    def _start(self) -> None:
+        """Compute the first ones in line, if there are any."""
+        batch, self._line = self._line[: self._batch_size], self._line[self._batch_size :]
+        if not batch:
+            self._running = None
+            return
+        self.batch_count += 1
+        chunks = [waiting.chunk for waiting in batch]
+        try:
+            self._running = asyncio.get_running_loop().run_in_executor(self._executor, self._compute, chunks)
+        except RuntimeError as error:  # the executor was shut down
+            self._running = None
+            _fail([*batch, *self._line], error)
+            self._line = []
+        else:
+            self._running.add_done_callback(partial(self._ended, batch))
+
+    def _ended(self, batch: Sequence[_Waiting], done: asyncio.Future[Sequence[int]]) -> None:
+        error = done.exception()
+        if error is not None:
+            _fail(batch, error)
+        else:
+            for waiting, token in zip(batch, done.result(), strict=True):
+                if not waiting.token.done():  # else its request was cancelled
+                    waiting.token.set_result(token)
+        # After those who have just got a token had the chance to get in line again.
+        asyncio.get_running_loop().call_soon(self._start)
+
+
+def _fail(batch: Sequence[_Waiting], error: BaseException) -> None:
+    for waiting in batch:
+        if not waiting.token.done():
+            waiting.token.set_exception(error)
+
+
+async def held_back(future: asyncio.Future[Result]) -> Result:
+    """The future's result; a cancellation is held back until it has one."""
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await ended(future)
+        raise
+
+
+async def ended(future: asyncio.Future[Result]) -> None:
+    """Wait until it has ended, however often this is cancelled; then raise that."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,33 @@
+"""How often a peer may ask: one token bucket per peer, as many as a bound allows.
+
+A bucket holds the requests of one second; it fills steadily, and each request takes one. A bucket that nobody has used
+for a second is full, so it may be forgotten: where there are more peers than buckets, the one used longest ago goes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+
+class RateLimiter:
+    """Counts requests by peer, whatever names one."""
+
+    def __init__(self, *, requests_per_s: int, peers_max: int) -> None:
+        self._requests_per_s = requests_per_s
+        self._peers_max = peers_max
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when they were counted
+
+    def __len__(self) -> int:
+        """How many buckets there are now."""
+        return len(self._buckets)
+
+    def allows(self, peer: str, now_s: float) -> bool:
+        """Whether `peer` may ask now; if so, that counts. A clock that goes back fills nothing."""
+        full = float(self._requests_per_s)
+        tokens, counted_s = self._buckets.pop(peer, (full, now_s))
+        tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)
+        allowed = tokens >= 1
+        self._buckets[peer] = (tokens - allowed, now_s)
+        if len(self._buckets) > self._peers_max:
+            self._buckets.popitem(last=False)
+        return allowed

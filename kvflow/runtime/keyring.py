@@ -1,0 +1,166 @@
+"""Key files: an engine's own key pair, and the folder of public keys that says whom it talks to.
+
+An engine `prefill-0`, all its ranks alike, holds `prefill-0.secret`; others hold `prefill-0.public`. A file is a line
+of 40 characters (Z85); lines that begin with "# " are comments. The name of a public file is all that ties a key to an
+engine, so whoever can write the folder decides who is who.
+
+The folder is read again, at most once a second, when somebody has to be looked up: engines join, leave and change keys
+without a restart. A folder that has become unreadable leaves the keys as they were. Messages never show a secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import stat
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import zmq
+from zmq.utils import z85
+
+from kvflow.config import is_key_name
+from kvflow.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SECRET, _PUBLIC = ".secret", ".public"
+_KEY_CHARS = 40
+_FILE_BYTES_MAX = 4096
+_FILES_MAX = 1 << 14
+_READ_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """32 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowlist:
+    """The public keys of a folder, both ways."""
+
+    keys: dict[str, bytes]
+    engines: dict[bytes, str]
+
+
+class Keyring:
+    """This engine's keys, and those of the engines that it talks to."""
+
+    def __init__(self, own: KeyPair, folder: Path, allowlist: _Allowlist, now_s: Callable[[], float]) -> None:
+        self.own = own
+        self.folder = folder
+        self._allowlist = allowlist
+        self._now_s = now_s
+        self._read_at_s = now_s()
+
+    @classmethod
+    async def read(cls, engine_id: str, secret_file: Path, folder: Path, now_s: Callable[[], float]) -> Self:
+        """Read everything, off the loop. Raises ConfigError, which names the file and what is wrong with it."""
+        own = await asyncio.to_thread(_read_pair, secret_file)
+        allowlist = await asyncio.to_thread(_read_allowlist, folder)
+        if allowlist.keys.get(engine_id, own.public) != own.public:
+            raise ConfigError(f"curve_peers_dir: {folder / (engine_id + _PUBLIC)} does not belong to {secret_file}")
+        return cls(own, folder, allowlist, now_s)
+
+    async def key_of(self, engine_id: str) -> bytes | None:
+        """The engine's public key; None if it is not in the folder."""
+        await self._refresh()
+        return self._allowlist.keys.get(engine_id)
+
+    async def engine_of(self, key: bytes) -> str | None:
+        """Whose public key that is; None if it is not in the folder."""
+        await self._refresh()
+        return self._allowlist.engines.get(key)
+
+    async def _refresh(self) -> None:
+        """Read the folder again, if that is due. Others who look something up meanwhile find the old keys."""
+        now_s = self._now_s()
+        if now_s - self._read_at_s < _READ_AGAIN_S:
+            return
+        self._read_at_s = now_s
+        try:
+            self._allowlist = await asyncio.to_thread(_read_allowlist, self.folder)
+        except ConfigError as error:
+            logger.error("the allowlist stays as it was: %s", error)
+
+
+def make_key_files(folder: Path, name: str) -> tuple[Path, Path]:
+    """Write a new pair of keys and return its files, the secret one first. Raises ConfigError; overwrites nothing."""
+    if not is_key_name(name):
+        raise ConfigError(f"name: {name[:80]!r} is no engine id that can name a file")
+    public, secret = zmq.curve_keypair()
+    files = folder / (name + _SECRET), folder / (name + _PUBLIC)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_new(files[1], f"# Public key of the kvflow engine {name}\n{public.decode()}\n", 0o644)
+        try:
+            _write_new(files[0], f"# SECRET key of the kvflow engine {name}\n{secret.decode()}\n", 0o600)
+        except OSError:
+            files[1].unlink()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot write a key: {error}") from error
+    return files
+
+
+def _write_new(file: Path, text: str, mode: int) -> None:
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="ascii") as stream:
+        stream.write(text)
+
+
+def _read_pair(file: Path) -> KeyPair:
+    what = "curve_secret_key_file"
+    _check_mode(file, stat.S_IRWXO | stat.S_IWGRP, what)
+    secret = _read_key(file, what)
+    return KeyPair(public=z85.decode(zmq.curve_public(z85.encode(secret))), secret=secret)
+
+
+def _read_allowlist(folder: Path) -> _Allowlist:
+    what = "curve_peers_dir"
+    _check_mode(folder, stat.S_IWOTH, what)
+    keys: dict[str, bytes] = {}
+    engines: dict[bytes, str] = {}
+    try:
+        files = sorted(file for file in folder.iterdir() if file.suffix == _PUBLIC and file.stem)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    if len(files) > _FILES_MAX:
+        raise ConfigError(f"{what}: {folder} has {len(files)} public keys, at most {_FILES_MAX}")
+    for file in files:
+        key = keys[file.stem] = _read_key(file, what)
+        if engines.setdefault(key, file.stem) != file.stem:
+            raise ConfigError(f"{what}: {folder}: {engines[key]}{_PUBLIC} and {file.name} hold the same key")
+    return _Allowlist(keys, engines)
+
+
+def _check_mode(path: Path, forbidden: int, what: str) -> None:
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    if mode & forbidden:
+        raise ConfigError(f"{what}: {path} is open to too many users: mode {mode:04o}, try {mode & ~forbidden:04o}")
+
+
+def _read_key(file: Path, what: str) -> bytes:
+    """The key in a file; ConfigError, which does not show what the file holds, unless it is one."""
+    try:
+        with open(file, "rb") as stream:
+            content = stream.read(_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"{what}: {error}") from error
+    lines = [line.strip() for line in content.splitlines() if line.strip() and not line.startswith(b"# ")]
+    if len(content) > _FILE_BYTES_MAX or len(lines) != 1 or len(lines[0]) != _KEY_CHARS:
+        raise ConfigError(f"{what}: {file}: expected one key of {_KEY_CHARS} characters, {len(content)} bytes found")
+    try:
+        return z85.decode(lines[0])
+    except (KeyError, struct.error):
+        raise ConfigError(f"{what}: {file}: {_KEY_CHARS} characters that are no key (Z85)") from None

@@ -1,0 +1,380 @@
+"""The example server's router: whose turn it is, and what it does when a worker fails; workers are scripted here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
+from openai_server.failures import STATUS, RequestTooLongError, failure_of
+from openai_server.messages import DecodeRequest, Failure, FailureKind, Instant, PrefillReply, PrefillRequest, Step
+from openai_server.metrics import RouterMetrics
+from openai_server.rotation import Pauses, Rotation, Worker
+from openai_server.router import AttemptError, Prompt, Router, open_client
+from paged_engine import OutOfBlocksError
+
+from kvflow import errors
+
+ANSWER = [11, 12, 13]
+
+
+def rotation_of(*names: str) -> Rotation:
+    return Rotation("prefill", [Worker(name=name, url=f"http://{name}", up=True) for name in names])
+
+
+class TestRotation:
+    def test_takes_turns(self) -> None:
+        rotation = rotation_of("a", "b", "c")
+        a, b, c = rotation.workers
+        assert [rotation.pick() for _ in range(5)] == [a, b, c, a, b]
+
+    def test_leaves_out_who_is_down_and_who_is_to_be_avoided(self) -> None:
+        rotation = rotation_of("a", "b", "c")
+        a, b, c = rotation.workers
+        rotation.lost(a, now_s=0.0)
+        assert [rotation.pick(avoid=[b]) for _ in range(3)] == [c, c, c]
+
+    def test_takes_one_that_is_to_be_avoided_if_nobody_else_is_up(self) -> None:
+        rotation = rotation_of("a", "b")
+        a, b = rotation.workers
+        rotation.lost(b, now_s=0.0)
+        assert rotation.pick(avoid=[a]) is a
+        rotation.lost(a, now_s=0.0)
+        assert rotation.pick() is None
+
+    def test_one_that_is_down_is_probed_with_growing_pauses_until_it_is_back(self) -> None:
+        rotation = rotation_of("a")
+        (a,) = rotation.workers
+        rotation.lost(a, now_s=10.0)
+        pauses = [a.probe_at_s - 10.0]
+        for _ in range(6):
+            now_s = a.probe_at_s
+            rotation.probed(a, now_s, healthy=False)
+            pauses.append(a.probe_at_s - now_s)
+        assert pauses == [0.25, 0.5, 1.0, 2.0, 4.0, 4.0, 4.0]
+        rotation.probed(a, 100.0, healthy=True)
+        assert (a.up, a.failed_probes, a.probe_at_s) == (True, 0, 100.0 + Pauses().steady_s)
+
+    def test_many_requests_that_lose_a_worker_at_once_count_as_one(self) -> None:
+        rotation = rotation_of("a")
+        (a,) = rotation.workers
+        for now_s in (1.0, 1.1, 2.0):
+            rotation.lost(a, now_s)
+        assert a.probe_at_s == 1.25
+
+    @given(
+        ups=st.lists(st.booleans(), min_size=1, max_size=5),
+        avoided=st.sets(st.integers(min_value=0, max_value=4)),
+        turns=st.integers(min_value=1, max_value=12),
+    )
+    def test_always_finds_somebody_who_is_up(self, ups: list[bool], avoided: set[int], turns: int) -> None:
+        workers = [Worker(name=str(index), url="", up=up) for index, up in enumerate(ups)]
+        rotation = Rotation("decode", workers)
+        avoid = [workers[index] for index in avoided if index < len(workers)]
+        wanted = [worker for worker in workers if worker.up and worker not in avoid] or rotation.up
+        chosen = [rotation.pick(avoid) for _ in range(turns)]
+        if not wanted:
+            assert chosen == [None] * turns
+        else:
+            counts = [chosen.count(worker) for worker in wanted]
+            assert sum(counts) == turns
+            assert max(counts) - min(counts) <= 1
+
+
+QUARANTINABLE = {"request_id": "r", "peer": "p"}
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        ("error", "kind", "http"),
+        [
+            (RequestTooLongError("5000 tokens"), FailureKind.INVALID, 400),
+            (OutOfBlocksError("no room"), FailureKind.BUSY, 503),
+            (errors.LeaseExpired("late", **QUARANTINABLE), FailureKind.PREFILL_AGAIN, 502),
+            (errors.TransferFailed("broken", **QUARANTINABLE), FailureKind.PREFILL_AGAIN, 502),
+            (errors.PeerUnreachable("gone", peer="p"), FailureKind.PREFILL_AGAIN, 502),
+            (errors.DeadlineExceeded("slow", phase="wire", **QUARANTINABLE), FailureKind.DEADLINE, 504),
+            (errors.RuntimeBroken("poller died"), FailureKind.WORKER_FAILED, 502),
+        ],
+        ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
+    )
+    def test_each_error_says_what_to_do(self, error: Exception, kind: FailureKind, http: int) -> None:
+        failure = failure_of(error)
+        assert (failure.kind, STATUS[failure.kind].http) == (kind, http)
+        assert str(error) in failure.message
+        assert type(error).__name__ in failure.message
+
+    def test_only_what_another_worker_may_do_better_is_tried_again(self) -> None:
+        assert {kind for kind in FailureKind if not STATUS[kind].retry} == {
+            FailureKind.INVALID,
+            FailureKind.NO_WORKER,
+            FailureKind.DEADLINE,
+        }
+
+
+@dataclass
+class Scripted:
+    """A worker of both kinds. What it does for the next requests is scripted; without a script it answers."""
+
+    name: str
+    prefills: list[Callable[[], Awaitable[web.StreamResponse]]] = field(default_factory=list)
+    decodes: list[Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(default_factory=list)
+    prefilled: list[str] = field(default_factory=list)
+    decoded: list[DecodeRequest] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/prefill", self._prefill)
+        app.router.add_delete("/prefill/{request_id}", self._release)
+        app.router.add_post("/decode", self._decode)
+        app.router.add_get("/health", self._health)
+        return app
+
+    async def _prefill(self, request: web.Request) -> web.StreamResponse:
+        body = PrefillRequest.model_validate_json(await request.read())
+        self.prefilled.append(body.request_id)
+        if self.prefills:
+            return await self.prefills.pop(0)()
+        last = body.max_tokens == 1
+        reply = PrefillReply(
+            step=Step.of(ANSWER[0], eos_token_id=2, last=last),
+            ticket=None if last else {"from": self.name},
+            replied_at=Instant.now(),
+        )
+        return web.Response(text=reply.model_dump_json(), content_type="application/json")
+
+    async def _decode(self, request: web.Request) -> web.StreamResponse:
+        self.decoded.append(DecodeRequest.model_validate_json(await request.read()))
+        if self.decodes:
+            return await self.decodes.pop(0)(request)
+        steps = [Step(token=token) for token in ANSWER[1:-1]] + [Step(token=ANSWER[-1], finish_reason="length")]
+        return web.Response(text="".join(step.model_dump_json() + "\n" for step in steps))
+
+    async def _release(self, request: web.Request) -> web.StreamResponse:
+        self.released.append(request.match_info["request_id"])
+        return web.Response(status=204)
+
+    async def _health(self, _: web.Request) -> web.StreamResponse:
+        return web.Response(text="{}")
+
+
+def failing(kind: FailureKind) -> Callable[..., Awaitable[web.StreamResponse]]:
+    async def fail(*_: object) -> web.StreamResponse:
+        failure = Failure(kind=kind, message="scripted")
+        return web.Response(text=failure.model_dump_json(), status=STATUS[kind].http)
+
+    return fail
+
+
+async def dies_after_one_step(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse()
+    await response.prepare(request)
+    await response.write((Step(token=ANSWER[1]).model_dump_json() + "\n").encode())
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def falls_silent(*_: object) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError("nobody sets it")
+
+
+@dataclass
+class Scene:
+    """A router with two workers of each kind."""
+
+    router: Router
+    prefill: list[Scripted]
+    decode: list[Scripted]
+    tasks: asyncio.TaskGroup
+
+    def prompt(self, *, max_tokens: int = len(ANSWER), deadline_s: float = 30.0) -> Prompt:
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        return Prompt(id="r", token_ids=[1, 2, 3], max_tokens=max_tokens, deadline=deadline)
+
+    @property
+    def decoded(self) -> list[DecodeRequest]:
+        return [request for worker in self.decode for request in worker.decoded]
+
+
+@asynccontextmanager
+async def scene() -> AsyncIterator[Scene]:
+    """Leaving it waits until all releases have been sent."""
+    prefill, decode = ([Scripted(f"{role}-{index}") for index in range(2)] for role in ("prefill", "decode"))
+    servers = {worker.name: TestServer(worker.app()) for worker in (*prefill, *decode)}
+    try:
+        for server in servers.values():
+            await server.start_server()
+        rotations = [
+            Rotation(
+                role,
+                [Worker(name=one.name, url=str(servers[one.name].make_url("")).rstrip("/"), up=True) for one in some],
+            )
+            for role, some in (("prefill", prefill), ("decode", decode))
+        ]
+        async with open_client() as client, asyncio.TaskGroup() as tasks:
+            router = Router(
+                prefill=rotations[0], decode=rotations[1], client=client, tasks=tasks, metrics=RouterMetrics()
+            )
+            yield Scene(router=router, prefill=prefill, decode=decode, tasks=tasks)
+    finally:
+        for server in servers.values():
+            await server.close()
+
+
+async def tokens_of(scene: Scene, **prompt: Any) -> list[int]:
+    return [step.token for step in await scene.router.whole(scene.prompt(**prompt))]
+
+
+class TestRouter:
+    async def test_prefill_here_and_decode_there(self) -> None:
+        async with scene() as s:
+            assert await tokens_of(s) == ANSWER
+            (request,) = s.decoded
+            assert (request.ticket, request.token, request.prompt_count, request.max_tokens) == (
+                {"from": "prefill-0"},
+                ANSWER[0],
+                3,
+                2,
+            )
+            assert 29 < request.deadline_s <= 30
+        assert s.prefill[0].released == []
+
+    async def test_one_token_needs_no_decode_worker(self) -> None:
+        async with scene() as s:
+            assert await tokens_of(s, max_tokens=1) == ANSWER[:1]
+        assert s.decoded == []
+
+    async def test_a_worker_that_refuses_connections_is_left_out(self) -> None:
+        async with scene() as s:
+            dead = s.router.prefill.workers[0]
+            dead.url = "http://127.0.0.1:1"
+            assert await tokens_of(s) == ANSWER
+            assert not dead.up
+            assert await tokens_of(s) == ANSWER
+        assert len(s.prefill[1].prefilled) == 2
+
+    async def test_blocks_that_cannot_be_loaded_are_prefilled_again_elsewhere_and_released(self) -> None:
+        async with scene() as s:
+            s.decode[0].decodes = [failing(FailureKind.PREFILL_AGAIN)]
+            assert await tokens_of(s) == ANSWER
+            assert [request.ticket["from"] for request in s.decoded] == ["prefill-0", "prefill-1"]
+            assert [worker.up for worker in s.router.prefill.workers] == [True, True]
+        assert s.prefill[0].released == ["r-1"]
+        assert s.prefill[1].released == []
+
+    async def test_a_decode_worker_that_is_busy_is_avoided_even_if_it_is_its_turn_again(self) -> None:
+        async with scene() as s:
+
+            async def busy(_: web.Request) -> web.StreamResponse:
+                s.router.decode.pick()  # another request takes the other worker's turn meanwhile
+                return await failing(FailureKind.BUSY)()
+
+            s.decode[0].decodes = [busy, busy]
+            assert await tokens_of(s) == ANSWER
+        assert [len(worker.decoded) for worker in s.decode] == [1, 1]
+
+    async def test_gives_up_after_three_attempts_with_the_last_reason(self) -> None:
+        async with scene() as s:
+            for worker in s.decode:
+                worker.decodes = [failing(FailureKind.PREFILL_AGAIN)] * 5
+            with pytest.raises(AttemptError, match="decode-0: scripted") as caught:
+                await tokens_of(s)
+            assert caught.value.failure.kind is FailureKind.PREFILL_AGAIN
+        assert sorted([*s.prefill[0].released, *s.prefill[1].released]) == ["r-1", "r-2", "r-3"]
+
+    async def test_a_request_that_can_never_be_answered_is_not_tried_again(self) -> None:
+        async with scene() as s:
+            s.prefill[0].prefills = [failing(FailureKind.INVALID)]
+            with pytest.raises(AttemptError, match="prefill-0: scripted"):
+                await tokens_of(s)
+        assert s.prefill[1].prefilled == []
+
+    async def test_an_answer_that_says_nothing_counts_as_a_failed_worker(self) -> None:
+        async def crash() -> web.StreamResponse:
+            return web.Response(status=500, text="Internal Server Error")
+
+        async with scene() as s:
+            s.prefill[0].prefills = [crash]
+            assert await tokens_of(s) == ANSWER
+        assert len(s.prefill[1].prefilled) == 1
+
+    async def test_says_when_no_worker_is_up(self) -> None:
+        async with scene() as s:
+            for worker in s.router.decode.workers:
+                s.router.decode.lost(worker, 0.0)
+            with pytest.raises(AttemptError, match="no decode worker is up") as caught:
+                await tokens_of(s)
+            assert caught.value.failure.kind is FailureKind.NO_WORKER
+
+    async def test_a_worker_that_dies_in_the_middle_of_a_whole_answer_costs_another_attempt(self) -> None:
+        async with scene() as s:
+            s.decode[0].decodes = [dies_after_one_step]
+            assert await tokens_of(s) == ANSWER
+            assert not s.router.decode.workers[0].up
+
+    async def test_a_stream_that_has_begun_is_not_started_over(self) -> None:
+        async with scene() as s:
+            s.decode[0].decodes = [dies_after_one_step]
+            stream = await s.router.stream(s.prompt())
+            seen = []
+            with pytest.raises(AttemptError, match="decode-0 was lost") as caught:
+                async for step in stream.steps():
+                    seen.append(step.token)
+            assert caught.value.failure.kind is FailureKind.WORKER_LOST
+            assert seen == ANSWER[:2]
+            assert len(s.decoded) == 1
+
+    async def test_a_stream_that_has_not_begun_is(self) -> None:
+        async with scene() as s:
+            s.decode[0].decodes = [failing(FailureKind.WORKER_FAILED)]
+            stream = await s.router.stream(s.prompt())
+            assert [step.token async for step in stream.steps()] == ANSWER
+
+    @pytest.mark.parametrize("silent", ["prefill", "decode"])
+    async def test_the_deadline_ends_every_wait(self, silent: str) -> None:
+        async with scene() as s:
+            s.prefill[0].prefills = [falls_silent] if silent == "prefill" else []
+            s.decode[0].decodes = [falls_silent] if silent == "decode" else []
+            with pytest.raises(AttemptError, match="deadline has passed") as caught:
+                await tokens_of(s, deadline_s=0.3)
+            assert caught.value.failure.kind is FailureKind.DEADLINE
+        assert s.prefill[0].released == ["r-1"]
+        assert s.prefill[1].prefilled == []
+
+    async def test_a_client_that_leaves_releases_the_blocks(self) -> None:
+        async with scene() as s:
+            asked = asyncio.Event()
+
+            async def wait(_: web.Request) -> web.StreamResponse:
+                asked.set()
+                return await falls_silent()
+
+            s.decode[0].decodes = [wait]
+            request = asyncio.create_task(tokens_of(s), name="request")
+            await asked.wait()
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+        assert s.prefill[0].released == ["r-1"]
+
+    async def test_a_worker_that_answers_again_is_taken_back(self) -> None:
+        async with scene() as s:
+            for worker in [*s.router.prefill.workers, *s.router.decode.workers]:
+                worker.up = False
+            watching = s.router.watch()
+            async with asyncio.timeout(10):
+                while not all(worker.up for worker in [*s.router.prefill.workers, *s.router.decode.workers]):
+                    await asyncio.sleep(0)
+            for task in watching:
+                task.cancel()
+            assert await tokens_of(s) == ANSWER

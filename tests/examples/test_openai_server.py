@@ -1,0 +1,373 @@
+"""The example server as users start it: real model, real NIXL, the real openai client, and workers that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvloop
+from openai_server.launcher import Service
+from openai_server.load_test import LoadSettings, put_load, quantile
+from openai_server.workload import ALL_QUESTIONS, Question, answers_alone, tokens_alone
+from paged_engine.tokenizer import ChatTokenizer, TextStream
+
+import kvflow
+
+Greedy = Callable[[Sequence[int], int], list[int]]
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+SERVER = Path(__file__).parents[2] / "examples" / "openai_server"
+MODEL = "SmolLM2-135M-Instruct"
+FRANCE = Question(text="The capital of France is", chat=False)
+STORY = Question(text="Once upon a time", chat=False)
+COUNTING = Question(text="1, 2, 3,", chat=False)
+SUM = Question(text="What is 2+2? Answer with one number.", chat=True)
+SMILEY = Question(text="Write the word dog in Japanese, and a smiley.", chat=True)
+ASKED = (FRANCE, STORY, COUNTING, SUM, SMILEY)
+START_TIMEOUT_S = 90.0
+LINE_TIMEOUT_S = 60.0
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(240)]
+
+
+@dataclass
+class Running:
+    """The service, started once for all tests here: two workers of each kind."""
+
+    process: subprocess.Popen[str]
+    workers: dict[str, str] = field(default_factory=dict)
+    url: str = ""
+    lines: queue.Queue[str] = field(default_factory=queue.Queue)
+
+    def expect(self, pattern: str, timeout_s: float = LINE_TIMEOUT_S) -> re.Match[str]:
+        """Wait until it prints such a line."""
+        seen = []
+        try:
+            while (match := re.search(pattern, line := self.lines.get(timeout=timeout_s))) is None:
+                seen.append(line)
+        except queue.Empty:
+            raise AssertionError(f"never printed {pattern!r}, but:\n{''.join(seen)}") from None
+        return match
+
+    def health(self, name: str | None = None) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.workers[name] if name else self.url}/health", timeout=30) as answer:
+            health: dict[str, Any] = json.load(answer)
+            return health
+
+    def metric(self, name: str, sample: str) -> float:
+        """One sample at /metrics of a worker, or of the router for ""."""
+        with urllib.request.urlopen(f"{self.workers.get(name, self.url)}/metrics", timeout=30) as answer:
+            match = re.search(rf"^{re.escape(sample)} (\S+)$", answer.read().decode(), re.MULTILINE)
+        return float(match[1]) if match else 0.0
+
+    def kill(self, name: str) -> None:
+        os.kill(self.health(name)["pid"], signal.SIGKILL)
+
+    def blocks_used(self) -> int:
+        return sum(self.health(name)["blocks_used"] for name in self.workers)
+
+    def until_idle(self) -> None:
+        """Ask until no worker has blocks in use; the test's timeout bounds it."""
+        while self.blocks_used():
+            pass
+
+
+@pytest.fixture(scope="module")
+def running(smollm2: tuple[Path, Greedy]) -> Iterator[Running]:
+    command = [str(SERVER), "serve", "--prefill", "2", "--decode", "2", "--port", "0", "--checkpoint", str(smollm2[0])]
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": str(Path(kvflow.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    running = Running(process)
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda: [running.lines.put(line) for line in process.stdout or ()])
+    reader.start()
+    try:
+        for _ in range(4):
+            name, url = running.expect(r"^(\w+-\d): (http://\S+)$", START_TIMEOUT_S).groups()
+            running.workers[name] = url
+        running.url = running.expect(r"^ready: (\S+)/v1$")[1]
+        yield running
+    finally:
+        pids = [running.health(name)["pid"] for name in running.workers]
+        process.terminate()
+        process.wait(timeout=60)
+        reader.join(timeout=10)
+        process.stdout.close()
+    assert [pid for pid in pids if alive(pid)] == []
+
+
+def alive(pid: int) -> bool:
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=90) as client:
+        yield client
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one engine answers all by itself."""
+
+    tokenizer: ChatTokenizer
+    tokens: Mapping[Question, Sequence[int]]
+
+    def __call__(self, question: Question, tokens: int) -> str:
+        """The text of so many tokens, or fewer if the answer ends by itself."""
+        return TextStream(self.tokenizer, self.tokens[question][:tokens]).text
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Engines in this process take one thread; other tests get theirs back."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def alone(smollm2: tuple[Path, Greedy], one_thread: None) -> Alone:
+    return Alone(ChatTokenizer(smollm2[0]), uvloop.run(tokens_alone(smollm2[0], ASKED, 60)))
+
+
+def ask(question: Question) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question.text}]
+
+
+class TestAnswers:
+    def test_models(self, client: openai.OpenAI) -> None:
+        assert [model.id for model in client.models.list()] == [MODEL]
+        assert client.models.retrieve(MODEL).id == MODEL
+
+    def test_a_completion_is_what_one_process_says(self, client: openai.OpenAI, alone: Alone) -> None:
+        answer = client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=12)
+        assert answer.choices[0].text == alone(FRANCE, 12)
+        assert answer.choices[0].finish_reason == "length"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 12, 17)
+
+    def test_a_chat_is_what_one_process_says_and_ends_by_itself(self, client: openai.OpenAI, alone: Alone) -> None:
+        answer = client.chat.completions.create(model=MODEL, messages=ask(SUM), max_tokens=60)
+        assert answer.choices[0].message.content == alone(SUM, 60)
+        assert answer.choices[0].message.role == "assistant"
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens < 60
+
+    def test_streams_grow_to_the_same_text(self, client: openai.OpenAI, alone: Alone) -> None:
+        chunks = list(
+            client.chat.completions.create(
+                model=MODEL,
+                messages=ask(SMILEY),
+                max_tokens=16,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+        )
+        *pieces, usage = chunks
+        assert pieces[0].choices[0].delta.role == "assistant"
+        deltas = [piece.choices[0].delta.content or "" for piece in pieces]
+        assert "".join(deltas) == alone(SMILEY, 16)
+        assert len([delta for delta in deltas if delta]) > 5
+        assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+        assert usage.usage.completion_tokens == 16
+
+    def test_a_completion_streams_too_and_takes_tokens(
+        self, client: openai.OpenAI, alone: Alone, smollm2: tuple[Path, Greedy]
+    ) -> None:
+        prompt = ChatTokenizer(smollm2[0]).encode_text(STORY.text)
+        pieces = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, stream=True)
+        assert "".join(piece.choices[0].text for piece in pieces) == alone(STORY, 8)
+
+    def test_health_and_metrics_tell_what_happened(self, running: Running, client: openai.OpenAI) -> None:
+        client.completions.create(model=MODEL, prompt="One two three", max_tokens=3)
+        assert running.health()["status"] == "ok"
+        assert {worker["name"]: worker["role"] for worker in running.health()["workers"]} == {
+            name: name.split("-")[0] for name in running.workers
+        }
+        assert running.metric("", 'openai_server_requests_total{outcome="ok"}') >= 1
+        assert running.metric("", 'openai_server_workers_up{role="decode"}') == 2
+        decoders = [name for name in running.workers if name.startswith("decode")]
+        loads, overheads, loaded = (
+            sum(running.metric(name, sample) for name in decoders)
+            for sample in (
+                'openai_server_load_seconds_count{phase="wire"}',
+                "openai_server_hand_over_overhead_seconds_count",
+                "openai_server_loaded_bytes_total",
+            )
+        )
+        assert loads == overheads >= 1
+        assert loaded > 0
+        assert running.health("prefill-0").keys() >= {"pid", "runtime", "blocks_used", "blocks_free"}
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("wrong", "kind", "param", "message"),
+        [
+            ({"model": "gpt-7"}, openai.NotFoundError, "model", "'gpt-7' does not exist"),
+            ({"prompt": ""}, openai.BadRequestError, "prompt", "at least one token"),
+            ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt", "1000000000 is no token"),
+            ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "greater than or equal to 1"),
+            ({"max_tokens": 10**5}, openai.BadRequestError, None, "100001, at most 4096"),
+            ({"temperature": 0.5}, openai.BadRequestError, "temperature", "greedy"),
+            ({"stop": ["x"]}, openai.BadRequestError, "stop", "does not support"),
+            ({"extra_body": {"deadline_s": -1}}, openai.BadRequestError, "deadline_s", "greater than 0"),
+        ],
+        ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    )
+    def test_what_cannot_be_right_is_refused(
+        self,
+        client: openai.OpenAI,
+        wrong: Mapping[str, Any],
+        kind: type[openai.APIStatusError],
+        param: str | None,
+        message: str,
+    ) -> None:
+        with pytest.raises(kind, match=message) as caught:
+            client.completions.create(**{"model": MODEL, "prompt": "a", "max_tokens": 1} | dict(wrong))
+        assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
+
+    def test_an_unknown_path_is_an_error_in_the_same_shape(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as caught:
+            client.embeddings.create(model=MODEL, input="a")
+        assert caught.value.type == "invalid_request_error"
+
+    def test_a_deadline_ends_a_whole_answer(self, running: Running, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.APIStatusError, match="deadline has passed") as caught:
+            client.completions.create(model=MODEL, prompt="a b", max_tokens=2000, extra_body={"deadline_s": 0.7})
+        assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
+        running.until_idle()
+
+    def test_a_deadline_ends_a_stream_that_has_begun(
+        self, running: Running, client: openai.OpenAI, alone: Alone
+    ) -> None:
+        text = ""
+        with pytest.raises(openai.APIError, match="deadline has passed") as caught:
+            for piece in client.completions.create(
+                model=MODEL, prompt=COUNTING.text, max_tokens=2000, stream=True, extra_body={"deadline_s": 2}
+            ):
+                text += piece.choices[0].text
+        assert caught.value.code == "deadline_exceeded"
+        assert text
+        assert alone(COUNTING, 60).startswith(text)
+        running.until_idle()
+
+    def test_a_client_that_leaves_frees_its_blocks(self, running: Running, client: openai.OpenAI) -> None:
+        with client.completions.create(model=MODEL, prompt="c d", max_tokens=2000, stream=True) as stream:
+            next(iter(stream))
+            assert running.blocks_used() > 0
+        running.until_idle()
+        assert running.metric("", 'openai_server_requests_total{outcome="client_gone"}') >= 1
+
+
+class TestDeaths:
+    def test_a_killed_prefill_worker_costs_no_answer(
+        self, running: Running, client: openai.OpenAI, alone: Alone
+    ) -> None:
+        running.kill("prefill-0")
+        answers = [client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=4) for _ in range(3)]
+        assert {answer.choices[0].text for answer in answers} == {alone(FRANCE, 4)}
+        running.expect(r"prefill-0 died \(killed by SIGKILL\)")
+        running.expect("router: prefill-0 is up")
+        # The same name, but a new incarnation: decode workers shake hands with it again.
+        answers = [client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=4) for _ in range(4)]
+        assert {answer.choices[0].text for answer in answers} == {alone(FRANCE, 4)}
+        assert running.metric("prefill-0", 'openai_server_leases_total{outcome="read"}') >= 1
+
+    def test_a_killed_decode_worker_costs_its_streams_and_nothing_else(
+        self, running: Running, client: openai.OpenAI, alone: Alone
+    ) -> None:
+        def stream() -> tuple[str, str | None]:
+            text = ""
+            try:
+                for piece in client.completions.create(model=MODEL, prompt=COUNTING.text, max_tokens=40, stream=True):
+                    text += piece.choices[0].text
+                    begun.release()
+            except openai.APIError as error:
+                return text, error.code
+            return text, None
+
+        def whole() -> str:
+            answer = client.completions.create(model=MODEL, prompt=COUNTING.text, max_tokens=40)
+            text: str = answer.choices[0].text
+            return text
+
+        right = alone(COUNTING, 40)
+        begun = threading.Semaphore(0)
+        with ThreadPoolExecutor() as threads:
+            # First the one kind, then the other: both decode workers have one of each.
+            streams = [threads.submit(stream) for _ in range(2)]
+            for _ in range(6):
+                assert begun.acquire(timeout=60)
+            wholes = [threads.submit(whole) for _ in range(2)]
+            running.kill("decode-0")
+            outcomes = sorted((future.result() for future in streams), key=lambda outcome: outcome[1] or "")
+            assert [future.result() for future in wholes] == [right] * 2
+        (complete, no_error), (cut, error) = outcomes
+        assert (complete, no_error) == (right, None)
+        assert error == "worker_lost"
+        assert right.startswith(cut)
+        assert cut != right
+        running.expect("router: decode-0 is up")
+        running.until_idle()
+
+
+class TestLoad:
+    def test_no_wrong_answer_while_a_worker_is_killed(
+        self, running: Running, smollm2: tuple[Path, Greedy], one_thread: None
+    ) -> None:
+        right = uvloop.run(answers_alone(smollm2[0], ALL_QUESTIONS[:8], 8))
+        service = Service(
+            url=running.url,
+            prefill={name: url for name, url in running.workers.items() if name.startswith("prefill")},
+            decode={name: url for name, url in running.workers.items() if name.startswith("decode")},
+        )
+        load = LoadSettings(clients=12, requests=2, tokens=8, kill="decode")
+        result = uvloop.run(put_load(service, load, right))
+        assert (result.tally.wrong, result.tally.unclear) == ([], [])
+        assert result.tally.ended == 24
+        assert result.tally.right >= 12
+        assert result.good
+
+
+def test_the_median_is_read_from_a_histogram() -> None:
+    assert quantile(Counter({1.0: 2, 2.0: 0, 4.0: 2}), 0.5) == pytest.approx(1.0)
+    assert quantile(Counter({1.0: 1, 2.0: 3}), 0.5) == pytest.approx(1 + 1 / 3)
+    with pytest.raises(ValueError, match="empty histogram"):
+        quantile(Counter({1.0: 0}), 0.5)
+
+
+def test_says_what_is_not_installed(run_python: RunPython) -> None:
+    lines = (
+        "import runpy, sys",
+        "sys.modules['fastapi'] = None",
+        f"sys.argv = ['server', 'serve']; runpy.run_path({str(SERVER)!r}, run_name='__main__')",
+    )
+    done = run_python("-c", "\n".join(lines))
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: not installed: fastapi.")

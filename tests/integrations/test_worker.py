@@ -1,0 +1,330 @@
+"""Both halves of a connector together, for an engine that is nobody's: a scheduler's calls, a worker's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from tests_support import small_cache
+
+from kvflow import Config, LeaseOutcome
+from kvflow.blocking import Runtime
+from kvflow.core.scheduling import ConnectorScheduler, Scheduled, SchedulingConfig
+from kvflow.core.step import Step
+from kvflow.errors import LeaseExpired, RuntimeClosed
+from kvflow.integrations.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.world import World
+from kvflow.testing import assert_quiet
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+BLOCK_SIZE = 4
+CONFIG = Config(
+    engine_id="any",
+    listen="tcp://127.0.0.1:0",
+    drain_timeout_s=1.0,
+    seal_hold_s=0.01,
+    lease_wait_s=0.05,
+    lease_ttl_s=60,
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass
+class Engine:
+    """One rank and its scheduler. `until` steps the engine until something has happened."""
+
+    runtime: Runtime
+    transport: InprocTransport
+    kv_caches: dict[str, torch.Tensor]
+    scheduler: ConnectorScheduler
+    worker: ConnectorWorker
+    happened: list[Happening] = field(default_factory=list)
+
+    def step(self, *scheduled: tuple[str, int], blocks: Sequence[int] = (), preempted: Sequence[str] = ()) -> Step:
+        entries = [Scheduled(*entry) for entry in scheduled]
+        step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks, now_s=0.0)
+        self.worker.begin(step)
+        self.collect()
+        return step
+
+    def collect(self) -> None:
+        results = self.worker.collect()
+        self.scheduler.update_from_workers(received=results.received, sent=results.sent)
+        assert results.failed.keys() <= results.received
+        self.happened += results.happenings
+
+    def until(self, happened: Callable[[Happening], bool]) -> Happening:
+        tick = threading.Event()
+        for _ in range(1000):
+            self.step()
+            for entry in self.happened:
+                if happened(entry):
+                    self.happened.remove(entry)
+                    return entry
+            tick.wait(0.01)  # as an idle engine does between its steps
+        raise AssertionError(f"did not happen; what did: {self.happened}")
+
+    def prefill(self, request_id: str = "r", blocks: Sequence[int] = (1, 2), tokens: int = 7) -> dict[str, Any]:
+        """Compute a prompt and finish; what the router gets."""
+        self.scheduler.add(Request(request_id, tokens, PREFILL))
+        self.step((request_id, tokens), blocks=blocks)
+        finished = self.scheduler.request_finished(request_id, completed=True, now_s=0.0)
+        assert finished.hold_blocks
+        assert finished.params is not None
+        return finished.params
+
+    def receive(self, params: dict[str, Any], blocks: Sequence[int], request_id: str = "d", tokens: int = 7) -> None:
+        self.scheduler.add(Request(request_id, tokens, params))
+        matched = self.scheduler.num_new_matched_tokens(request_id, 0)
+        assert matched == (tokens, True)
+        self.scheduler.update_after_alloc(request_id, blocks, matched.tokens)
+
+    def until_settled(self) -> None:
+        """Step until the runtime has no lease, load or blocks in use."""
+        tick = threading.Event()
+        for _ in range(1000):
+            self.step()
+            statistics = self.runtime.statistics()
+            if statistics.blocks is not None and statistics.blocks.free == statistics.blocks.total:
+                break
+            tick.wait(0.01)
+        assert_quiet(self.runtime.statistics())
+
+
+def make(engine_id: str, network: InprocNetwork, fill: float, config: Config) -> Engine:
+    made: list[InprocTransport] = []
+
+    def transport(_: Config, name: str) -> InprocTransport:
+        made.append(InprocTransport(name, network))
+        return made[0]
+
+    runtime = Runtime(replace(config, engine_id=engine_id), world=World(transport=transport))
+    runtime.open()
+    kv_caches, layout = small_cache(fill=fill)
+    runtime.register_kv_caches(kv_caches, layout)
+    worker = ConnectorWorker(runtime)
+    scheduler = ConnectorScheduler(
+        SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=config.lease_ttl_s), new_secret=iter("abcdefgh").__next__
+    )
+    scheduler.introduce(worker.introduction())
+    return Engine(runtime, made[0], kv_caches, scheduler, worker)
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Engine
+    decode: Engine
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    config = replace(CONFIG, **getattr(request, "param", {}))
+    network = InprocNetwork()
+    both = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))
+    try:
+        yield both
+        for engine in (both.prefill, both.decode):
+            engine.until_settled()
+            assert engine.scheduler.open_requests == 0
+    finally:
+        for engine in (both.decode, both.prefill):
+            engine.runtime.close()
+
+
+def lease_ended(entry: Happening) -> bool:
+    return isinstance(entry, LeaseEnded)
+
+
+def load_ended(entry: Happening) -> bool:
+    return isinstance(entry, Loaded | LoadFailed)
+
+
+def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
+    pair.decode.receive(pair.prefill.prefill(), [5, 6])
+    loaded = pair.decode.until(load_ended)
+    assert isinstance(loaded, Loaded)
+    assert loaded.report.tokens == 7
+    for layer in pair.decode.kv_caches.values():
+        assert (layer[:, 5] == 1.0).all()
+        assert (layer[:, 6, :, :3] == 1.0).all()
+        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert not pair.prefill.scheduler.blocks_held("r")
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_a_reader_that_comes_before_the_engine_has_stepped_again(pair: Pair) -> None:
+    """The lease was opened in the step that computed the prompt: no later step is needed for it to be read."""
+    params = pair.prefill.prefill()
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    assert pair.prefill.scheduler.blocks_held("r")
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_a_request_aborted_before_its_load_frees_the_producers_blocks(pair: Pair) -> None:
+    pair.decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
+    assert not pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
+    pair.decode.step()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+
+
+def test_a_full_local_hit_frees_the_producers_blocks(pair: Pair) -> None:
+    pair.decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
+    pair.decode.scheduler.update_after_alloc("d", [5, 6], 0)
+    pair.decode.step()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -> None:
+    decode = pair.decode
+    decode.transport.faults.hold = True
+    decode.receive(pair.prefill.prefill(), [5, 6])
+    decode.step()
+    decode.runtime.start(reads_are_open).result(10.0)
+    assert decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
+    decode.step()
+    decode.step()
+    assert decode.happened == []
+    assert decode.scheduler.blocks_held("d")
+    decode.transport.faults.hold = False
+    on_loop(decode.runtime, decode.transport.perform)
+    assert decode.until(load_ended) == LoadFailed("d", (5, 6), None)
+    assert not decode.scheduler.blocks_held("d")
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told at once
+
+
+@pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01, "load_deadline_s": 1.0}], indirect=True)
+def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
+    decode = pair.decode
+    decode.receive(pair.prefill.prefill(), [5, 6], "first")  # the handshake is no part of the deadline below
+    decode.until(load_ended)
+    decode.scheduler.request_finished("first", completed=True, now_s=0.0)
+    pair.prefill.until(lease_ended)
+    decode.transport.faults.hold = True
+    decode.receive(pair.prefill.prefill(), [5, 6])
+    decode.step()
+    decode.runtime.start(blocks_are_quarantined).result(10.0)
+    decode.step()
+    assert decode.happened == []
+    assert decode.scheduler.blocks_held("d")
+    on_loop(decode.runtime, decode.transport.perform)
+    failed = decode.until(load_ended)
+    assert isinstance(failed, LoadFailed)
+    assert "deadline exceeded in phase 'wire'" in str(failed.error)
+    decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+    pair.prefill.scheduler.withdraw_all()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
+
+
+def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
+    params = pair.prefill.prefill()
+    pair.prefill.scheduler.withdraw_all()
+    pair.prefill.until(lease_ended)
+    for layer in pair.prefill.kv_caches.values():
+        layer.fill_(9.0)
+    pair.decode.receive(params, [5, 6])
+    failed = pair.decode.until(load_ended)
+    assert isinstance(failed, LoadFailed)
+    assert isinstance(failed.error, LeaseExpired)
+    assert failed.block_ids == (5, 6)
+    assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
+    pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+
+
+def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> None:
+    prefill = pair.prefill
+    prefill.scheduler.add(Request("r", 7, PREFILL))
+    first = prefill.step(("r", 7), blocks=[1, 2]).save[0]
+    prefill.step(preempted=["r"])
+    second = prefill.step(("r", 7), blocks=[3, 4]).save[0]
+    assert first.serve_id != second.serve_id
+    params = prefill.scheduler.request_finished("r", completed=True, now_s=0.0).params
+    assert params is not None
+    assert params["remote_block_ids"] == [3, 4]
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    outcomes = {prefill.until(lease_ended) for _ in range(2)}
+    assert outcomes == {LeaseEnded("r", LeaseOutcome.REVOKED, False), LeaseEnded("r", LeaseOutcome.READ, True)}
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> None:
+    """An engine that prefills and decodes: its scheduler hands the blocks on before the lease has quite ended."""
+    params = pair.prefill.prefill()
+    decode = pair.decode
+    decode.scheduler.add(Request("own", 7, PREFILL))
+    decode.step(("own", 7), blocks=[5, 6])
+    decode.scheduler.request_finished("own", completed=False, now_s=0.0)
+    decode.receive(params, [5, 6])
+    assert isinstance(decode.until(load_ended), Loaded)
+    decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: Pair) -> None:
+    params = pair.prefill.prefill(blocks=[1, 99])
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), LoadFailed)
+    pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+
+
+def test_steps_without_work_wake_nobody(pair: Pair) -> None:
+    started = []
+    start, pair.decode.runtime.start = pair.decode.runtime.start, started.append  # type: ignore[method-assign]
+    pair.decode.step()
+    pair.decode.runtime.start = start  # type: ignore[method-assign]
+    assert started == []
+
+
+def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
+    network = InprocNetwork()
+    prefill, decode = (make(name, network, 1.0, replace(CONFIG, drain_timeout_s=0.01)) for name in ("p", "d"))
+    decode.transport.faults.hold = True
+    decode.receive(prefill.prefill(), [5, 6])
+    decode.step()
+    decode.runtime.start(reads_are_open).result(10.0)
+    on_loop(decode.runtime, lambda: decode.transport.faults.__setattr__("hold", False))
+    on_loop(decode.runtime, decode.transport.perform)
+    decode.until(load_ended)
+    for engine in (decode, prefill):
+        engine.runtime.close()
+    prefill.collect()
+    with pytest.raises(RuntimeClosed):
+        prefill.step(("r2", 7))
+        prefill.scheduler.add(Request("r2", 7, PREFILL))
+        prefill.step(("r2", 7), blocks=[1, 2])
+
+
+def on_loop(runtime: Runtime, call: Callable[[], object]) -> None:
+    async def run(_: asynchronous.Runtime) -> None:
+        call()
+
+    runtime.start(run).result(10.0)
+
+
+async def reads_are_open(runtime: asynchronous.Runtime) -> None:
+    while runtime.statistics().transport.open_reads == 0:
+        await asyncio.sleep(0)
+
+
+async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
+    while not runtime.quarantines:
+        await asyncio.sleep(0)

@@ -1,0 +1,234 @@
+"""A kvflow engine that lives in a process of its own and does what it is told, several commands at once.
+
+Commands and answers are lines of JSON: `{"call": 3, "verb": "load", "arguments": {...}}` is answered by
+`{"call": 3, "value": ...}` or by `{"call": 3, "error": {...}}`, in whatever order the verbs end. The test's end is
+`engine_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from socket import socket
+from typing import Any
+
+import psutil
+import torch
+import uvloop
+
+import kvflow
+
+BLOCK_SIZE = 16
+LAYERS = 4
+KV_HEADS, HEAD_SIZE = 4, 64
+BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
+_LINE_BYTES_MAX = 1 << 24
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
+_MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
+_LIMITS = {"drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What one engine is. Every element of its cache is `fill`; port 0 is any free one."""
+
+    engine_id: str
+    fill: float = 0.0
+    num_blocks: int = 64
+    host: str = "127.0.0.1"
+    port: int = 0
+    namespace: str | None = None
+    """The network namespace that it lives in."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
+    """What the process runs: until told to quit, or until the test's end is gone."""
+    os.environ.update(environment)
+    if setup.namespace is not None:
+        enter_namespace(setup.namespace)
+    uvloop.run(Engine(commands, brake, setup).run())
+
+
+def enter_namespace(name: str) -> None:
+    """Move to another network; with a /sys of its own, where UCX looks for network devices."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}") as namespace:
+        failed = (
+            libc.setns(namespace.fileno(), _CLONE_NEWNET)
+            or libc.unshare(_CLONE_NEWNS)
+            or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)
+            or libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None)
+        )
+    if failed:
+        raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
+
+
+class Engine:
+    """Each `do_` method is a verb; its parameters are the command's arguments."""
+
+    def __init__(self, commands: socket, brake: Connection, setup: EngineSetup) -> None:
+        self._socket = commands
+        self._brake = brake
+        self._setup = setup
+        shape = (2, setup.num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+        self._caches = {f"layers.{index}": torch.full(shape, setup.fill).half() for index in range(LAYERS)}
+        self._leases: dict[str, kvflow.Lease] = {}
+        self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
+
+    async def run(self) -> None:
+        setup = self._setup
+        config = kvflow.Config(
+            engine_id=setup.engine_id, listen=f"tcp://{setup.host}:{setup.port}", **{**_LIMITS, **setup.config}
+        )
+        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
+        async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config) as self._runtime:
+            layout = kvflow.CacheLayout.infer(self._caches, order="HND", block_size=BLOCK_SIZE)
+            await self._runtime.register_kv_caches(self._caches, layout)
+            self._answer({"call": 0, "value": "ready"})
+            while (command := json.loads(await reader.readline()))["verb"] != "quit":
+                self._verbs.create_task(self._do(**command))
+        self._assert_nothing_left()
+
+    def _assert_nothing_left(self) -> None:
+        statistics = self._runtime.statistics()
+        threads = [thread.name for thread in threading.enumerate() if "kvflow" in thread.name]
+        if statistics.transport.open_threads or statistics.tasks or threads:
+            raise SystemExit(f"left behind: {statistics}, {threads}")
+
+    async def _do(self, call: int, verb: str, arguments: dict[str, Any]) -> None:
+        try:
+            value = await getattr(self, f"do_{verb}")(**arguments)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is the test that judges it
+            quarantine = getattr(error, "quarantine", None)
+            described = {
+                "kind": type(error).__name__,
+                "text": str(error),
+                "phase": getattr(error, "phase", None),
+                "quarantined": list(quarantine.block_ids) if quarantine else [],
+            }
+            self._answer({"call": call, "error": described})
+        else:
+            self._answer({"call": call, "value": value})
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def do_offer(self, request_id: str, block_ids: list[int], ttl_s: float | None = None) -> dict[str, Any]:
+        request = kvflow.ServeRequest(request_id, block_ids, len(block_ids) * BLOCK_SIZE, ttl_s=ttl_s)
+        self._leases[request_id] = self._runtime.serve_blocks(request)
+        return self._leases[request_id].ticket.to_params()
+
+    async def do_revoke(self, request_id: str) -> None:
+        self._leases[request_id].revoke()
+
+    async def do_outcome(self, request_id: str) -> str:
+        return str(await self._leases.pop(request_id))
+
+    async def do_load(
+        self, request_id: str, ticket: dict[str, Any], block_ids: list[int], deadline_s: float = 30.0
+    ) -> dict[str, int]:
+        request = kvflow.LoadRequest(request_id, ticket, block_ids, deadline_s=deadline_s)
+        task = self._loads[request_id] = asyncio.ensure_future(self._runtime.load_blocks(request))
+        try:
+            report = await task
+        finally:
+            del self._loads[request_id]
+        return {"bytes": report.bytes, "descriptors": report.descriptors}
+
+    async def do_cancel(self, request_id: str) -> None:
+        self._loads[request_id].cancel()
+
+    async def do_offer_many(self, offers: list[dict[str, Any]], then: float) -> list[dict[str, Any]]:
+        """Offer several requests; as soon as a lease has ended its blocks are filled with `then`.
+
+        An offer may say `revoke_after_s`.
+        """
+        tickets = []
+        for offer in offers:
+            revoke_after_s = offer.pop("revoke_after_s", None)
+            tickets.append(await self.do_offer(**offer))
+            lease = self._leases.pop(offer["request_id"])
+            self._verbs.create_task(self._reuse(lease, then))
+            if revoke_after_s is not None:
+                asyncio.get_running_loop().call_later(revoke_after_s, lease.revoke)
+        return tickets
+
+    async def _reuse(self, lease: kvflow.Lease, value: float) -> None:
+        await lease
+        self._fill(lease.block_ids, value)
+
+    async def do_load_many(self, loads: list[dict[str, Any]]) -> list[str | list[float | None]]:
+        """Load several tickets: what was in the blocks when each load returned, or the type of its error.
+
+        A load may say `delay_s` and `cancel_after_s`.
+        """
+        return await asyncio.gather(*(self._load_one(**load) for load in loads))
+
+    async def _load_one(
+        self, delay_s: float = 0.0, cancel_after_s: float | None = None, **request: Any
+    ) -> str | list[float | None]:
+        await asyncio.sleep(delay_s)
+        try:
+            async with asyncio.timeout(cancel_after_s):
+                await self._runtime.load_blocks(kvflow.LoadRequest(**request))
+        except TimeoutError:
+            return "cancelled"
+        except kvflow.errors.KVFlowError as error:
+            return type(error).__name__
+        return [self._value_of(block) for block in request["block_ids"]]
+
+    async def do_fill(self, block_ids: list[int], value: float) -> None:
+        self._fill(block_ids, value)
+
+    def _fill(self, block_ids: Sequence[int], value: float) -> None:
+        for tensor in self._caches.values():
+            tensor[:, list(block_ids)] = value
+
+    async def do_values(self, block_ids: list[int]) -> list[float | None]:
+        """For each block the one value that fills it, or None."""
+        return [self._value_of(block) for block in block_ids]
+
+    def _value_of(self, block: int) -> float | None:
+        parts = [tensor[:, block] for tensor in self._caches.values()]
+        value = float(parts[0].flatten()[0])
+        return value if all(bool((part == value).all()) for part in parts) else None
+
+    async def do_statistics(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._runtime.statistics())
+
+    async def do_safe(self) -> None:
+        """Wait until no block is quarantined."""
+        for quarantine in self._runtime.quarantines:
+            await quarantine.wait()
+
+    async def do_stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> None:
+        """Stop the event loop, as an engine's long step does, until the test lets go of the brake.
+
+        Waits before until the transport has been given `after_reads` more reads. With `hold_gil` no other thread can
+        run Python either.
+        """
+        wanted = self._runtime.statistics().transport.reads + after_reads
+        while self._runtime.statistics().transport.reads < wanted:
+            await asyncio.sleep(0)
+        self._brake.send_bytes(b"stalled")
+        if hold_gil:
+            ctypes.PyDLL(None).read(self._brake.fileno(), ctypes.create_string_buffer(64), 64)
+        else:
+            os.read(self._brake.fileno(), 64)
+
+    async def do_resources(self) -> dict[str, int]:
+        process = psutil.Process()
+        return {
+            "rss_bytes": process.memory_info().rss,
+            "fds": process.num_fds(),
+            "threads": process.num_threads(),
+            "tasks": len(asyncio.all_tasks()),
+        }

@@ -1,0 +1,226 @@
+"""Processes that are killed, stopped and started again, at every moment of a read: what survives keeps its promises.
+
+Each test ends with `assert_healthy`: every block of a survivor is free again, and it serves and loads with the next
+healthy peer. Nothing here waits for time to pass: *during a read* means that the consumer's loop was stopped after some
+of a load's reads were posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import pytest
+from engine_main import BLOCK_BYTES, EngineSetup
+from engine_process import Call, EngineError, EngineProcess, Engines
+from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, start_load
+
+pytestmark = pytest.mark.nixl
+
+SLICES_BEFORE_FAULT = 8
+DEADLINE_S = 1.0
+SHORT_TTL_S = 1.0
+LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 2.0, "cancel_grace_s": 0.1}
+PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS)
+SPARE = EngineSetup(engine_id="spare", fill=7.0, config=LIMITS)
+
+
+class Victim(StrEnum):
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+
+
+class Fault(StrEnum):
+    KILLED = "killed"
+    STOPPED = "stopped"
+
+
+class Moment(StrEnum):
+    BEFORE = "before"
+    DURING = "during"
+    AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fault, and how a load that is under way then may end: "loaded" or the type of its error, by transport."""
+
+    victim: Victim
+    fault: Fault
+    moment: Moment
+    shm: tuple[str, ...] = ()
+    tcp: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.victim}-{self.fault}-{self.moment}"
+
+    def expected(self, transport: str) -> tuple[str, ...]:
+        return {"shm": self.shm, "tcp": self.tcp}[transport]
+
+
+FAILED, EXPIRED, LATE = ("TransferFailed",), ("LeaseExpired",), ("DeadlineExceeded",)
+# Over shared memory a reader copies by itself, but UCX may still wait for a word from a stopped producer.
+LATE_OR_NOT = ("loaded", "DeadlineExceeded")
+CASES = [
+    Case(Victim.PRODUCER, Fault.KILLED, Moment.BEFORE, shm=FAILED, tcp=FAILED),
+    Case(Victim.PRODUCER, Fault.KILLED, Moment.DURING, shm=FAILED, tcp=FAILED),
+    Case(Victim.PRODUCER, Fault.KILLED, Moment.AFTER),
+    Case(Victim.PRODUCER, Fault.STOPPED, Moment.BEFORE, shm=LATE_OR_NOT, tcp=LATE),
+    Case(Victim.PRODUCER, Fault.STOPPED, Moment.DURING, shm=LATE_OR_NOT, tcp=LATE),
+    Case(Victim.PRODUCER, Fault.STOPPED, Moment.AFTER),
+    Case(Victim.CONSUMER, Fault.KILLED, Moment.BEFORE),
+    Case(Victim.CONSUMER, Fault.KILLED, Moment.DURING),
+    Case(Victim.CONSUMER, Fault.KILLED, Moment.AFTER),
+    Case(Victim.CONSUMER, Fault.STOPPED, Moment.BEFORE, shm=EXPIRED, tcp=EXPIRED),
+    Case(Victim.CONSUMER, Fault.STOPPED, Moment.DURING, shm=EXPIRED, tcp=EXPIRED),
+    Case(Victim.CONSUMER, Fault.STOPPED, Moment.AFTER),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -> None:
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    victim = {Victim.PRODUCER: producer, Victim.CONSUMER: consumer}[case.victim]
+    hand_over(producer, consumer, "warm up")
+    ttl_s, deadline_s = (SHORT_TTL_S, None) if victim is consumer else (None, DEADLINE_S)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=ttl_s)
+
+    load = strike(case, consumer, victim, ticket, deadline_s)
+    if victim is consumer:
+        outcome = producer.call("outcome", request_id="r")
+        assert outcome == "expired" or (outcome == "read" and case.moment is Moment.AFTER)
+        producer.call("fill", block_ids=BLOCKS, value=99.0)
+        consumer.resume()
+    if load is not None:
+        assert how_it_ended(load) in case.expected(transport)
+    producer.resume()
+    if victim is producer and case.fault is Fault.STOPPED:
+        producer.call("revoke", request_id="r")
+
+    for survivor in (engine for engine in (producer, consumer) if engine.running):
+        assert_healthy(survivor, spare)
+
+
+def strike(
+    case: Case,
+    consumer: EngineProcess,
+    victim: EngineProcess,
+    ticket: Mapping[str, object],
+    deadline_s: float | None,
+) -> Call | None:
+    """Start the load, and do the fault at its moment; the load, if there is still somebody to end it."""
+    do_fault = {Fault.KILLED: victim.kill, Fault.STOPPED: victim.stop}[case.fault]
+    if case.moment is Moment.BEFORE:
+        do_fault()
+        if not consumer.running:
+            return None
+    if case.moment is Moment.DURING:
+        consumer.stall(after_reads=SLICES_BEFORE_FAULT)
+    load = start_load(consumer, "r", ticket, deadline_s=deadline_s)
+    if case.moment is Moment.AFTER:
+        assert how_it_ended(load) == "loaded"
+        assert consumer.call("values", block_ids=BLOCKS) == [1.0] * len(BLOCKS)
+        do_fault()
+        return None
+    if case.moment is Moment.DURING:
+        consumer.wait_until_stalled()
+        do_fault()
+        if not consumer.running:
+            return None
+        consumer.go_on()
+    return load
+
+
+@pytest.mark.parametrize("victim", list(Victim))
+def test_a_process_closes_during_a_read(engines: Engines, victim: Victim) -> None:
+    """In order, so its exit code is 0; the other one goes on."""
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    hand_over(producer, consumer, "warm up")
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=SHORT_TTL_S)
+    consumer.stall(after_reads=SLICES_BEFORE_FAULT)
+    load = start_load(consumer, "r", ticket)
+    consumer.wait_until_stalled()
+    if victim is Victim.PRODUCER:
+        producer.start_to_quit()
+        assert producer.wait_for_exit() == 0
+        consumer.go_on()
+        assert how_it_ended(load) == "TransferFailed"
+        assert_healthy(consumer, spare)
+    else:
+        consumer.start_to_quit()
+        consumer.go_on()
+        assert consumer.wait_for_exit() == 0
+        assert producer.call("outcome", request_id="r") in ("read", "expired")
+        assert_healthy(producer, spare)
+
+
+def test_a_stopped_producer_cannot_be_met(engines: Engines) -> None:
+    """No connection yet: the handshake has its own bound, and the same ticket works once the producer is back."""
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    producer.stop()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    producer.resume()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"
+    assert producer.call("outcome", request_id="r") == "read"
+
+
+def test_a_killed_producer_cannot_be_met(engines: Engines) -> None:
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    producer.kill()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    assert_healthy(consumer, spare)
+
+
+@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+def test_a_restarted_producer_satisfies_no_old_ticket(engines: Engines, met_before: bool) -> None:
+    """Same name, same port, other incarnation."""
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    old = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    if met_before:
+        hand_over(producer, consumer, "before")
+    producer.kill()
+    (producer,) = engines.start(replace(PRODUCER, fill=2.0, port=old["remote_port"]))
+    if met_before:  # the first to use the old connection finds out
+        assert how_it_ended(start_load(consumer, "r", old)) == "TransferFailed"
+    assert how_it_ended(start_load(consumer, "r", old)) == "LeaseExpired"
+    hand_over(producer, consumer, "new", value=2.0)
+    assert how_it_ended(start_load(consumer, "r", old)) == "LeaseExpired"
+    hand_over(producer, consumer, "newer", value=2.0)
+
+
+@pytest.mark.parametrize("met_before", [False, True], ids=["never met", "met before"])
+def test_a_restarted_consumer_is_served(engines: Engines, met_before: bool) -> None:
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    if met_before:
+        hand_over(producer, consumer, "before")
+    consumer.kill()
+    (consumer,) = engines.start(CONSUMER)
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"
+    assert producer.call("outcome", request_id="r") == "read"
+    assert_healthy(producer, consumer)
+
+
+@pytest.mark.parametrize("transport", ["tcp"])
+def test_a_cancelled_load_quarantines_what_may_still_land(engines: Engines, transport: str) -> None:
+    """The producer is stopped, so the reads that were posted are as good as endless until it is back."""
+    producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
+    hand_over(producer, consumer, "warm up")
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    producer.stop()
+    load = start_load(consumer, "r", ticket)
+    consumer.wait_until(lambda statistics: statistics["transport"]["open_reads"] > 0)
+    consumer.call("cancel", request_id="r")
+    assert how_it_ended(load) == "CancelledError"
+    assert consumer.call("statistics")["blocks"]["quarantined"] == len(BLOCKS)
+    with pytest.raises(EngineError, match="BlocksBusy"):
+        start_load(consumer, "again", ticket).result()
+    hand_over(spare, consumer, "elsewhere", blocks=[40, 41], value=7.0)
+    producer.resume()
+    consumer.call("safe")
+    producer.call("revoke", request_id="r")
+    assert_healthy(consumer, producer)

@@ -1,0 +1,104 @@
+"""Side channels that are cut or swallow everything, and a cable that is pulled out: every wait keeps its bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from engine_main import BLOCK_BYTES, EngineSetup
+from engine_process import EngineProcess, Engines
+from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, start_load
+from networks import Cable, Proxy, Way, cable
+
+pytestmark = pytest.mark.nixl
+
+LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 1.0, "cancel_grace_s": 0.1}
+PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS)
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    with Proxy() as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("way", [Way.CUT, Way.SWALLOWS])
+def test_a_handshake_without_a_side_channel_fails_and_can_be_tried_again(
+    engines: Engines, proxy: Proxy, way: Way
+) -> None:
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    ticket = proxy.redirect(producer.call("offer", request_id="r", block_ids=BLOCKS))
+    proxy.set_way(way)
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    proxy.set_way(Way.OPEN)
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"
+    assert producer.call("outcome", request_id="r") == "read"
+
+
+@pytest.mark.parametrize("way", [Way.CUT, Way.SWALLOWS])
+def test_a_connected_consumer_needs_no_side_channel(engines: Engines, proxy: Proxy, way: Way) -> None:
+    """Also not to find out that a lease has ended."""
+    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    ticket = proxy.redirect(producer.call("offer", request_id="first", block_ids=BLOCKS))
+    assert how_it_ended(start_load(consumer, "first", ticket)) == "loaded"
+    proxy.set_way(way)
+    ticket = proxy.redirect(producer.call("offer", request_id="second", block_ids=BLOCKS))
+    assert how_it_ended(start_load(consumer, "second", ticket)) == "loaded"
+    assert producer.call("outcome", request_id="second") == "read"
+    assert how_it_ended(start_load(consumer, "again", ticket)) == "LeaseExpired"
+
+
+@pytest.fixture
+def hosts() -> Iterator[Cable]:
+    with cable() as made:
+        yield made
+
+
+@pytest.fixture
+def transport() -> str:
+    """Shared memory works across network namespaces, so only tcp tests a network."""
+    return "tcp"
+
+
+@pytest.fixture
+def apart(engines: Engines, hosts: Cable) -> list[EngineProcess]:
+    """A producer on one host; a consumer and a spare on the other."""
+    there = {"host": hosts.producer_host, "namespace": hosts.producer_side}
+    here = {"host": hosts.consumer_host, "namespace": hosts.consumer_side}
+    spare = replace(PRODUCER, engine_id="spare", fill=7.0)
+    return engines.start(replace(PRODUCER, **there), replace(CONSUMER, **here), replace(spare, **here))
+
+
+@pytest.mark.parametrize("posted_before", [0, 8], ids=["before a read", "during a read"])
+def test_a_link_goes_down_and_up(apart: list[EngineProcess], hosts: Cable, posted_before: int) -> None:
+    """A load ends at its deadline; what it had posted ends when the link is back. Nobody else is concerned."""
+    producer, consumer, spare = apart
+    hand_over(producer, consumer, "warm up")
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    consumer.stall(after_reads=posted_before)
+    if posted_before == 0:
+        consumer.wait_until_stalled()
+    load = start_load(consumer, "r", ticket, deadline_s=1.0)
+    if posted_before > 0:
+        consumer.wait_until_stalled()
+    hosts.unplug()
+    consumer.go_on()
+    assert how_it_ended(load) == "DeadlineExceeded"
+    assert consumer.call("statistics")["blocks"]["quarantined"] == len(BLOCKS)
+    hand_over(spare, consumer, "from the same host", blocks=[40, 41], value=7.0)
+
+    hosts.plug_in()
+    consumer.call("safe")
+    producer.call("revoke", request_id="r")
+    assert_healthy(producer, consumer)
+
+
+def test_a_handshake_over_a_link_that_is_down(apart: list[EngineProcess], hosts: Cable) -> None:
+    producer, consumer, _ = apart
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    hosts.unplug()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    hosts.plug_in()
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"

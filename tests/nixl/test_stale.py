@@ -1,0 +1,57 @@
+"""No load succeeds with bytes of another time: on real NIXL, leases that end around the moment they are read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from engine_main import EngineSetup
+from engine_process import Engines
+from hand_over import BLOCKS, how_it_ended, start_load
+
+pytestmark = pytest.mark.nixl
+
+BATCHES, BATCH_SIZE = 10, 100
+BLOCKS_EACH = 2
+TTL_S = 0.08
+AROUND_END_S = (0.04, 0.12)
+REUSED = -2.0
+
+
+def test_a_ticket_of_an_expired_lease_is_refused(engines: Engines) -> None:
+    producer, consumer = engines.pair()
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=0.05)
+    assert producer.call("outcome", request_id="r") == "expired"
+    producer.call("fill", block_ids=BLOCKS, value=99.0)
+    assert how_it_ended(start_load(consumer, "r", ticket)) == "LeaseExpired"
+
+
+def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines: Engines) -> None:
+    """1,000 loads at random moments around the end of their leases; the producer reuses blocks as soon as it may."""
+    random = Random(4)
+    setup = {"num_blocks": BATCH_SIZE * BLOCKS_EACH}
+    producer, consumer = engines.start(
+        EngineSetup(engine_id="producer", **setup), EngineSetup(engine_id="consumer", **setup)
+    )
+    every_block = list(range(BATCH_SIZE * BLOCKS_EACH))
+    block_ids = [every_block[start : start + BLOCKS_EACH] for start in every_block[::BLOCKS_EACH]]
+    endings: Counter[str] = Counter()
+    for batch in range(BATCHES):
+        offered = float(batch + 1)
+        producer.call("fill", block_ids=every_block, value=offered)
+        names = [f"{batch}-{index}" for index in range(BATCH_SIZE)]
+        offers = [
+            {"request_id": name, "block_ids": ids, "ttl_s": TTL_S} for name, ids in zip(names, block_ids, strict=True)
+        ]
+        tickets = producer.call("offer_many", offers=offers, then=REUSED)
+        loads = [
+            {"request_id": name, "ticket": ticket, "block_ids": ids, "delay_s": random.uniform(*AROUND_END_S)}
+            for name, ticket, ids in zip(names, tickets, block_ids, strict=True)
+        ]
+        for found in consumer.call("load_many", loads=loads):
+            endings[str(found) if found != [offered] * BLOCKS_EACH else "fresh"] += 1
+        producer.wait_until(lambda statistics: statistics["serving"]["open_leases"] == 0)
+    assert set(endings) == {"fresh", "LeaseExpired"}, endings
+    assert min(endings.values()) > BATCHES, endings  # the moments were well chosen
+    assert consumer.call("statistics")["blocks"]["free"] == BATCH_SIZE * BLOCKS_EACH

@@ -1,0 +1,207 @@
+"""CURVE on the side channel: who is in the allowlist gets through, everybody else gets nothing and learns why."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
+from tests_support import small_cache
+
+from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
+from kvflow.core import wire
+from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
+from kvflow.runtime.keyring import KeyPair, Keyring, make_key_files
+from kvflow.runtime.world import World
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+from kvflow.testing import InprocNetwork, InprocTransport
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A folder with the keys of three engines; `stranger` is in another one."""
+    for name in ("producer", "reader", "other"):
+        make_key_files(tmp_path / "keys", name)
+    make_key_files(tmp_path / "strangers", "stranger")
+    return tmp_path / "keys"
+
+
+def config_of(keys: Path, engine_id: str, *, secret_of: str | None = None, folder: Path | None = None) -> Config:
+    """An engine with the key that is in its name, or another one's."""
+    secret = (folder or keys) / f"{secret_of or engine_id}.secret"
+    return replace(PLAIN, engine_id=engine_id, curve_secret_key_file=secret, curve_peers_dir=keys)
+
+
+@contextlib.asynccontextmanager
+async def engine(config: Config, network: InprocNetwork, fill: float) -> AsyncIterator[Runtime]:
+    kv_caches, layout = small_cache(fill=fill)
+    async with Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network))) as runtime:
+        await runtime.register_kv_caches(kv_caches, layout)
+        yield runtime
+
+
+async def test_engines_that_know_each_other_load(keys: Path) -> None:
+    network = InprocNetwork()
+    async with (
+        engine(config_of(keys, "producer"), network, 5.0) as producer,
+        engine(config_of(keys, "reader"), network, 0.0) as reader,
+    ):
+        lease = producer.serve_blocks(ServeRequest("req", block_ids=[2], num_tokens=4))
+        await reader.load_blocks(LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[1]))
+        assert await lease is LeaseOutcome.READ
+        statistics = producer.statistics().listener
+        assert statistics is not None
+        assert (statistics.answered, statistics.refused, statistics.rejected) == (1, 0, 0)
+
+
+async def test_an_answer_comes_encrypted(keys: Path) -> None:
+    """Neither what is asked nor what is answered is on the wire as it stands."""
+    heard: list[bytes] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(4096):
+            heard.append(data)
+            writer.write(data)
+        writer.close()
+
+    async with listening(config_of(keys, "producer")) as listener, asyncio.TaskGroup() as group:
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there = await asyncio.open_connection("127.0.0.1", listener.port)
+            group.create_task(pump(reader, there[1]))
+            group.create_task(pump(there[0], writer))
+
+        between = await asyncio.start_server(forward, "127.0.0.1", 0)
+        port = between.sockets[0].getsockname()[1]
+        channel = ZmqSideChannel(config_of(keys, "reader"), Hands().now_s)
+        reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
+        assert reply == wire.NoLease(ended=True)
+        between.close()
+    assert b"CURVE" in b"".join(heard)
+    for word in (b"producer", b"reader", b"get_metadata", b"no_lease"):
+        assert word not in b"".join(heard)
+
+
+async def test_a_key_that_is_not_listed_is_refused_at_once(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stranger = config_of(keys, "stranger", folder=keys.parent / "strangers")
+    async with listening(config_of(keys, "producer")) as listener:
+        with pytest.raises(PeerRefused, match=r"CURVE: the peer does not accept our key.*stranger\.public"):
+            await ask(stranger, listener)
+        statistics = await seen(listener, rejected=1)
+    assert (statistics.answered, statistics.refused, statistics.dropped) == (0, 0, 0)
+    assert "its CURVE key is in no file of curve_peers_dir" in caplog.text
+
+
+async def test_a_peer_that_we_do_not_list_is_not_even_called(keys: Path) -> None:
+    (keys / "producer.public").unlink()
+    async with listening(config_of(keys, "producer")) as listener:
+        with pytest.raises(PeerRefused, match=r"CURVE: .*keys has no key of engine 'producer'"):
+            await ask(config_of(keys, "reader"), listener)
+        assert listener.statistics.answered == 0
+
+
+async def test_somebody_else_at_the_address_gets_nothing(keys: Path) -> None:
+    """Who listens at a producer's address without its key cannot answer in its name, even if it is in the list."""
+    async with listening(config_of(keys, "other")) as listener:
+        with pytest.raises(PeerUnreachable, match=r"failed in its handshake.*our producer\.public is not the key"):
+            await ask(config_of(keys, "reader"), listener)
+        assert (await seen(listener, rejected=1)).answered == 0
+
+
+async def test_nobody_asks_in_the_name_of_another(keys: Path) -> None:
+    liar = wire.MetadataRequest(reader="reader/0.0.0#1", target=REQUEST.target)
+    async with listening(config_of(keys, "producer")) as listener:
+        reply = await ask(config_of(keys, "other"), listener, liar)
+    assert isinstance(reply, wire.Refusal)
+    assert reply.reason == "the request is in the name of 'reader', its key belongs to 'other'"
+
+
+@pytest.mark.parametrize("secure", ["reader", "producer"])
+async def test_curve_on_one_side_only_is_said_on_both(
+    keys: Path, secure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = {name: replace(PLAIN, engine_id=name) for name in ("producer", "reader")}
+    configs[secure] = config_of(keys, secure)
+    expected = "it may not use CURVE, as we do" if secure == "reader" else "it may use CURVE, which we do not"
+    async with listening(configs["producer"]) as listener, asyncio.timeout(10):
+        while listener.statistics.rejected == 0:  # the side that closes first may leave the other without a reason
+            with pytest.raises(PeerUnreachable, match=f"failed in its handshake: {expected}"):
+                await ask(configs["reader"], listener)
+        assert listener.statistics.answered == 0
+    assert "only one side uses CURVE" in caplog.text
+
+
+async def test_the_first_protocols_of_zeromq_get_nothing(keys: Path) -> None:
+    """They know no keys; ZeroMQ would speak them with a listener that uses none."""
+    async with listening(config_of(keys, "producer")) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(b"\x01\x00" * 300)
+        with contextlib.suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+        await seen(listener, connections=0, dropped=0, answered=0)
+
+
+async def test_engines_join_and_leave_without_a_restart(keys: Path) -> None:
+    hands = Hands()
+    public = keys / "other.public"
+    public.rename(keys.parent / "other.public")
+    other = config_of(keys, "other")
+    request = wire.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
+    async with listening(config_of(keys, "producer"), hands) as listener:
+        with pytest.raises(PeerRefused, match="does not accept our key"):
+            await ask(other, listener, request)
+        (keys.parent / "other.public").rename(public)
+        hands.now += 2
+        assert await ask(other, listener, request) == wire.NoLease(ended=True)
+        public.unlink()
+        hands.now += 2
+        with pytest.raises(PeerRefused, match="does not accept our key"):
+            await ask(other, listener, request)
+
+
+async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path) -> None:
+    hands = Hands()
+    pair = await _pair(keys, "other")
+    server = await _pair(keys, "producer")
+    frames = wire.encode_frames(
+        wire.our_header(b""), wire.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
+    )
+    async with listening(config_of(keys, "producer"), hands) as listener:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
+                server.public,
+                pair.public,
+                pair.secret,
+            )
+            dealer.connect(f"tcp://127.0.0.1:{listener.port}")
+            await dealer.send_multipart(frames)
+            await dealer.recv_multipart()
+            (keys / "other.public").unlink()
+            hands.now += 2
+            await dealer.send_multipart(frames)
+            statistics = await seen(listener, dropped=1)
+    assert statistics.answered == 1
+
+
+async def _pair(keys: Path, name: str) -> KeyPair:
+    return (await Keyring.read(name, keys / f"{name}.secret", keys, Hands().now_s)).own
+
+
+async def test_a_runtime_with_bad_keys_does_not_open_and_leaves_nothing(keys: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    config = replace(config_of(keys, "producer", secret_of="reader"), listen=f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=r"producer\.public does not belong to .*reader\.secret"):
+        async with Runtime(config):
+            pass
+    with socket.create_server(("127.0.0.1", port)):
+        pass

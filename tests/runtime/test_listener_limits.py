@@ -1,0 +1,147 @@
+"""What one peer can cost the listener: messages, connections, time of the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import zmq
+import zmq.asyncio
+from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
+
+from kvflow.core import wire
+from kvflow.errors import PeerUnreachable
+from kvflow.runtime.zmq_listener import ZmqListener
+
+QUESTION = wire.encode_frames(wire.our_header(b""), REQUEST)
+
+
+@contextlib.asynccontextmanager
+async def dealer(listener: ZmqListener, source: str = "127.0.0.1") -> AsyncIterator[zmq.asyncio.Socket]:
+    """A socket that is connected to the listener from `source`."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as opened:
+        opened.linger = 0
+        opened.connect(f"tcp://{source}:0;127.0.0.1:{listener.port}")
+        yield opened
+
+
+async def test_what_comes_too_often_is_not_answered() -> None:
+    config, hands = replace(PLAIN, side_channel_requests_per_s_max=3), Hands()
+    async with listening(config, hands) as listener, dealer(listener) as one, dealer(listener, "127.0.0.2") as two:
+        for _ in range(5):
+            await one.send_multipart(QUESTION)
+        await seen(listener, answered=3, over_rate=2)
+        await two.send_multipart(QUESTION)  # another peer
+        await seen(listener, answered=4, over_rate=2)
+        hands.now += 0.34  # a third of a second is one request
+        for _ in range(2):
+            await one.send_multipart(QUESTION)
+        await seen(listener, answered=5, over_rate=3)
+
+
+async def test_nobody_can_choose_the_address_that_it_is_counted_under() -> None:
+    """What a peer says of itself comes with its messages too, beside what ZeroMQ knows."""
+    config = replace(PLAIN, side_channel_requests_per_s_max=1)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
+    said = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x0cPeer-Address\x00\x00\x00\x07" + b"9.9.9.9"
+    async with listening(config) as listener:
+        for _ in range(2):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            writer.write(greeting + b"\x04" + bytes([len(said)]) + said)
+            await reader.readuntil(b"READY")
+            writer.write(b"\x00\x01x")
+            await writer.drain()
+            writer.close()
+        await seen(listener, dropped=1, over_rate=1)
+
+
+async def test_garbage_counts_as_asking() -> None:
+    config = replace(PLAIN, side_channel_requests_per_s_max=3)
+    async with listening(config) as listener, dealer(listener) as one:
+        for frames in ([b"x"], [b"x"] * 5, [b"x", b"y"], [b"x", b"y"], QUESTION):
+            await one.send_multipart(frames)
+        await seen(listener, dropped=3, over_rate=2)
+
+
+async def test_a_request_that_is_too_large_ends_its_connection_unread() -> None:
+    config = replace(PLAIN, side_channel_request_bytes_max=1000)
+    async with listening(config) as listener:
+        long = wire.LeaseRequest(
+            reader="r", target=REQUEST.target, request_id="x" * 1000, num_tokens=1, blocks_digest=b""
+        )
+        with pytest.raises(PeerUnreachable, match="closed the connection without an answer"):
+            await ask(replace(PLAIN, engine_id="reader"), listener, long)
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+
+
+async def test_a_flood_leaves_the_loop_its_turns() -> None:
+    """ZeroMQ's sockets do not give way as long as messages are there."""
+    steps: list[int] = []
+    async with listening(replace(PLAIN, side_channel_requests_per_s_max=10_000)) as listener:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
+            flood.linger = 0
+            flood.connect(f"tcp://127.0.0.1:{listener.port}")
+            for _ in range(500):  # from another thread of ZeroMQ's; they wait while this does not
+                flood.send_multipart(QUESTION)
+            async with asyncio.timeout(5):
+                while listener.statistics.answered < 500:
+                    before = listener.statistics.answered
+                    await asyncio.sleep(0)
+                    steps.append(listener.statistics.answered - before)
+    assert max(steps) <= 1
+
+
+async def test_connections_are_counted_down_when_they_end() -> None:
+    async with listening(PLAIN) as listener:
+        for _ in range(3):
+            await ask(replace(PLAIN, engine_id="reader"), listener)
+        with socket.create_connection(("127.0.0.1", listener.port)) as raw:
+            raw.setblocking(False)
+            await seen(listener, connections=1)
+            await asyncio.get_running_loop().sock_sendall(raw, b"\xff" * 100)
+            await seen(listener, connections=0, rejected=1, recycled=0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64, bytes(100), b"\x01\x00" * 300, b"\xff" + bytes(8) + b"\x01\x00" * 300],
+    ids=["http", "zeros", "ZeroMQ 2", "half of a greeting"],
+)
+async def test_bytes_that_are_no_message_change_nothing(data: bytes) -> None:
+    """ZeroMQ hands over messages of its first protocols too, and cannot say whose they are."""
+    async with listening(PLAIN) as listener:
+        _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(data)
+        await writer.drain()
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+        writer.close()
+        await seen(listener, answered=1, refused=0, connections=0)
+
+
+async def test_too_many_connections_are_all_dropped_and_the_port_stays() -> None:
+    config = replace(PLAIN, side_channel_connections_max=8)
+    async with listening(config) as listener:
+        port = listener.port
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]
+        await seen(listener, recycled=1, connections=0)
+        for reader, writer in idle:
+            with contextlib.suppress(ConnectionError):
+                await reader.read()  # what ZeroMQ says first, and the end
+            writer.close()
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+        assert listener.port == port
+        await seen(listener, recycled=1, connections=0)
+
+
+async def test_who_never_finishes_the_handshake_is_dropped() -> None:
+    config = replace(PLAIN, handshake_timeout_s=0.05)
+    async with listening(config) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        async with asyncio.timeout(5):
+            await reader.read()
+        await seen(listener, connections=0)
+        writer.close()

@@ -1,0 +1,63 @@
+"""Both ends of the side channel without a runtime around them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from kvflow import Config
+from kvflow.core import wire
+from kvflow.runtime.side_channel import ListenerStatistics
+from kvflow.runtime.zmq_listener import ZmqListener
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+
+PLAIN = Config(engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1.0)
+REQUEST = wire.MetadataRequest(reader="reader/0.0.0#1", target=wire.Target("producer", 0, 0, 0))
+
+
+class Hands:
+    """A clock that a test turns."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def now_s(self) -> float:
+        return self.now
+
+
+def answer(header: wire.Header, request: wire.Request) -> wire.Reply:
+    return wire.NoLease(ended=True)
+
+
+@contextlib.asynccontextmanager
+async def listening(config: Config, hands: Hands | None = None) -> AsyncIterator[ZmqListener]:
+    listener = await ZmqSideChannel(config, (hands or Hands()).now_s).listen(answer)
+    task = asyncio.create_task(listener.serve())
+    try:
+        yield listener
+        assert not task.done(), "the listener has stopped"
+    finally:
+        task.cancel()
+        try:
+            await asyncio.wait([task])
+        finally:
+            listener.close()
+        if not task.cancelled():
+            await task  # raises what killed it
+
+
+async def ask(config: Config, listener: ZmqListener, request: wire.Request = REQUEST) -> wire.Reply:
+    channel = ZmqSideChannel(config, Hands().now_s)
+    return await channel.ask(f"tcp://127.0.0.1:{listener.port}", request, fingerprint=b"")
+
+
+async def seen(listener: ZmqListener, **expected: int) -> ListenerStatistics:
+    """Wait until the listener has counted that."""
+    try:
+        async with asyncio.timeout(5):
+            while any(getattr(listener.statistics, name) != value for name, value in expected.items()):
+                await asyncio.sleep(0)
+    except TimeoutError:
+        raise AssertionError(f"expected {expected}, got {listener.statistics}") from None
+    return listener.statistics

@@ -1,0 +1,220 @@
+"""kvflow's connector against vLLM's own NixlConnector: the same prompts, interleaved, on one machine.
+
+Both pairs of servers run, and take turns: while one answers the other is stopped (SIGSTOP), since vLLM's connector
+keeps two cores busy when it is idle. Run it in the environment of `python3 dev.py vllm`, on a machine that does
+nothing else:
+
+    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests_vllm.servers import KVFLOW, NAME, ROOT, HTTPFailed, Server, Setup, prefill
+
+LENGTHS = (100, 400, 1000, 1900)
+TOKENS = 16
+CONNECTORS = {"kvflow": tuple(KVFLOW.items()), "nixl": (("kv_connector", "NixlConnector"),)}
+LEASE_S = 5
+STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    producer: Server
+    consumer: Server
+
+    @classmethod
+    def start(cls, name: str, *, blocks: int | None = None, lease_s: int | None = None) -> Pair:
+        return cls(
+            name, *(_start(name, role, core, blocks, lease_s) for core, role in enumerate(("producer", "consumer")))
+        )
+
+    def wait_up(self) -> None:
+        self.producer.wait_up()
+        self.consumer.wait_up()
+
+    def signal(self, what: signal.Signals) -> None:
+        for server in (self.producer, self.consumer):
+            for process in server.processes():
+                process.send_signal(what)
+
+    def kill(self) -> None:
+        self.producer.kill()
+        self.consumer.kill()
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        self.signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGSTOP)
+
+
+def _start(name: str, role: str, core: int, blocks: int | None, lease_s: int | None) -> Server:
+    extra = {"kvflow": {"model": NAME}, "nixl": {}}[name]
+    if lease_s is not None:
+        extra[{"kvflow": "lease_ttl_s", "nixl": "kv_lease_duration"}[name]] = lease_s
+    return Server.start(
+        Setup(
+            role=f"kv_{role}",
+            core=core,
+            connector=CONNECTORS[name],
+            extra=tuple(extra.items()),
+            blocks=blocks,
+            environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18600 + 10 * core)),),
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of one hand-over: decode's first token, the whole request at decode, both sides together."""
+
+    first_s: float
+    decode_s: float
+    total_s: float
+    text: str
+
+
+def sample(pair: Pair, prompt: Sequence[int]) -> Sample:
+    began_s = time.perf_counter()
+    params = prefill(pair.producer, prompt)
+    asked_s = time.perf_counter()
+    body = {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "stream": True}
+    body["kv_transfer_params"] = params
+    first_s, text = 0.0, ""
+    url = f"http://127.0.0.1:{pair.consumer.port}/v1/completions"
+    with pair.consumer.client.stream("POST", url, json=body) as lines:
+        for line in lines.iter_lines():
+            if line.startswith("data: {"):
+                first_s = first_s or time.perf_counter()
+                text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+    ended_s = time.perf_counter()
+    return Sample(first_s - asked_s, ended_s - asked_s, ended_s - began_s, text)
+
+
+def speed(pairs: Sequence[Pair], story: Sequence[int], rounds: int) -> None:
+    found: dict[tuple[str, int], list[Sample]] = {}
+    for turn in range(-1, rounds):
+        for length in LENGTHS:
+            start = 7 + 11 * (turn + 1)  # a prompt that no cache has a block of
+            for pair in pairs if turn % 2 else tuple(reversed(pairs)):
+                with pair.awake():
+                    got = sample(pair, story[start : start + length])
+                if turn >= 0:  # the first round shakes hands
+                    found.setdefault((pair.name, length), []).append(got)
+    texts_differ = sum(
+        len({sample.text for sample in entries}) > 1
+        for length in LENGTHS
+        for entries in zip(*(found[pair.name, length] for pair in pairs), strict=True)
+    )
+    print(f"\nSpeed, ms: median (smallest to largest) of {rounds}; texts that differ: {texts_differ}")
+    print(f"{'prompt':>7} {'':8} {'first token at decode':>28} {'all tokens at decode':>28} {'prefill and decode':>28}")
+    for length in LENGTHS:
+        for pair in pairs:
+            entries = found[pair.name, length]
+            columns = [[getattr(entry, field) for entry in entries] for field in ("first_s", "decode_s", "total_s")]
+            print(f"{length:>7} {pair.name:8} " + " ".join(f"{_spread(column):>28}" for column in columns))
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    low, middle, high = (1e3 * value for value in (min(seconds), statistics.median(seconds), max(seconds)))
+    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
+
+
+def idle(pairs: Sequence[Pair], seconds: float) -> None:
+    print(f"\nIdle CPU, % of one core over {seconds:g} s: all processes of a server; its busiest thread")
+    for pair in pairs:
+        with pair.awake():
+            time.sleep(2.0)
+            before = {server: _threads(server) for server in (pair.producer, pair.consumer)}
+            time.sleep(seconds)
+            for server, was in before.items():
+                spent = {key: value - was.get(key, 0.0) for key, value in _threads(server).items()}
+                total, most = sum(spent.values()), max(spent.values())
+                share = [f"{100 * value / seconds:6.1f}" for value in (total, most)]
+                print(f"{pair.name:8} {server.setup.role:12} {share[0]} {share[1]}")
+
+
+def _threads(server: Server) -> dict[tuple[int, int], float]:
+    return {
+        (process.pid, thread.id): thread.user_time + thread.system_time
+        for process in server.processes()
+        for thread in process.threads()
+    }
+
+
+def stale(name: str) -> None:
+    """Parameters that are used when their lease is over and the blocks hold other prompts."""
+    pair = Pair.start(name, blocks=STALE_BLOCKS, lease_s=LEASE_S)
+    try:
+        pair.wait_up()
+        story = _story(pair)
+        prompt = story[:STALE_PROMPT]
+        expected = pair.producer.text(prompt, cache_salt="alone")
+        params = prefill(pair.producer, prompt)
+        time.sleep(LEASE_S + 3)
+        for start in range(500, 500 + 100 * OTHERS, 100):
+            pair.producer.text(story[start : start + 600], 1)
+        try:
+            late = pair.consumer.text(prompt, kv_transfer_params=params)
+            answer = "the right text" if late == expected else "WRONG TEXT with HTTP 200"
+        except HTTPFailed as error:
+            answer = f"HTTP {error.status}"
+        plain = pair.consumer.text(prompt)
+        after = "right" if plain == expected else "WRONG: the prefix cache is poisoned"
+        print(f"{name:8} late parameters: {answer}; the same prompt later, without parameters: {after}")
+    finally:
+        pair.kill()
+
+
+def _story(pair: Pair) -> list[int]:
+    return pair.consumer.tokens((ROOT / "docs" / "architecture.md").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--idle-s", type=float, default=10.0)
+    parser.add_argument("--only", choices=["speed", "idle", "stale"])
+    options = parser.parse_args()
+    if options.only != "stale":
+        pairs: list[Pair] = []
+        try:
+            for name in CONNECTORS:
+                pairs.append(Pair.start(name))
+                pairs[-1].wait_up()
+                story = _story(pairs[-1])
+                pairs[-1].signal(signal.SIGSTOP)
+            if options.only != "idle":
+                speed(pairs, story, options.rounds)
+            if options.only != "speed":
+                idle(pairs, options.idle_s)
+        finally:
+            for pair in pairs:
+                pair.kill()
+    if options.only in (None, "stale"):
+        print(
+            f"\nStale: lease {LEASE_S} s, {STALE_BLOCKS} blocks a side, used after {LEASE_S + 3} s and {OTHERS} prompts"
+        )
+        for name in CONNECTORS:
+            stale(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Real `vllm serve` processes: started, asked, stopped, killed; and the few lines of a router between two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
+MODEL = HOME / "smollm2"
+NAME = "smollm2"
+UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
+DOWN_WITHIN_S = 60.0
+
+KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.integrations.vllm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a server is started. `blocks` limits its KV cache; `core` is the CPU that its model runs on."""
+
+    role: str
+    core: int
+    connector: tuple[tuple[str, Any], ...] = tuple(KVFLOW.items())
+    extra: tuple[tuple[str, Any], ...] = (("model", NAME),)
+    policy: str = "fail"
+    blocks: int | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def command(self, port: int) -> list[str]:
+        transfer = {
+            **dict(self.connector),
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": dict(self.extra),
+        }
+        limit = [] if self.blocks is None else ["--num-gpu-blocks-override", str(self.blocks)]
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL)),
+            *("--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
+            *("--max-num-seqs", "8", "--max-num-batched-tokens", "2048"),
+            *("--kv-transfer-config", json.dumps(transfer), *limit),
+        ]
+
+
+class HTTPFailed(Exception):
+    """A server has answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:300]}")
+        self.status = status
+
+
+@dataclass
+class Server:
+    """One running server."""
+
+    setup: Setup
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120.0))
+
+    @classmethod
+    def start(cls, setup: Setup) -> Server:
+        port = _free_port()
+        log = Path(tempfile.mkstemp(prefix=f"vllm-{setup.role}-", suffix=".log")[1])
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": str(setup.core),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "NIXL_LOG_LEVEL": "WARN",
+            "UCX_LOG_LEVEL": "error",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(_shim())]),
+            **dict(setup.environment),
+        }
+        with log.open("wb") as sink:
+            process = subprocess.Popen(setup.command(port), env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        return cls(setup, port, process, log)
+
+    def wait_up(self) -> None:
+        deadline_s = time.monotonic() + UP_WITHIN_S
+        while not self.healthy():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                tail = self.log.read_text(errors="replace")[-4000:]
+                raise AssertionError(f"the server did not come up ({self.log}):\n{tail}")
+            time.sleep(0.5)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def healthy(self) -> bool:
+        try:
+            return self.client.get(self._url("/health")).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **query: Any) -> dict[str, Any]:
+        response = self.client.post(self._url(path), json=body, params=query)
+        if response.status_code != 200:
+            raise HTTPFailed(response.status_code, response.text)
+        return response.json() if response.content else {}
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+        body = {"model": NAME, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **more}
+        return self.post("/v1/completions", body)
+
+    def text(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> str:
+        text: str = self.complete(prompt, max_tokens, **more)["choices"][0]["text"]
+        return text
+
+    def tokens(self, text: str) -> list[int]:
+        found: list[int] = self.post("/tokenize", {"model": NAME, "prompt": text, "add_special_tokens": False})[
+            "tokens"
+        ]
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        total = 0.0
+        for line in self.client.get(self._url("/metrics")).text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and all(pair in sample for pair in wanted):
+                total += float(value)
+        return total
+
+    def wait_metric(self, name: str, value: float, **labels: str) -> None:
+        """Wait until a metric has reached a value. vLLM publishes them step by step."""
+        deadline_s = time.monotonic() + 60.0
+        while (found := self.metric(name, **labels)) < value:
+            assert time.monotonic() < deadline_s, f"{name} {labels} is {found}, not {value}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        try:
+            me = psutil.Process(self.process.pid)
+            return [me, *me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def worker(self) -> psutil.Process:
+        """The process that computes and transfers."""
+        return next(entry for entry in self.processes() if entry.name().startswith("VLLM::Worker"))
+
+    def kill(self) -> None:
+        """As a machine that fails: all its processes at once."""
+        for entry in self.processes():
+            entry.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.client.close()
+
+    def stop(self) -> int:
+        """As an operator does; its exit code. Whatever is left after a while is killed."""
+        left = self.processes()
+        self.process.terminate()
+        try:
+            return self.process.wait(DOWN_WITHIN_S)
+        finally:
+            for entry in psutil.wait_procs(left, timeout=5.0)[1]:
+                entry.kill()
+            self.client.close()
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+
+def prefill(server: Server, prompt: Sequence[int]) -> dict[str, Any]:
+    """The first half of what any router does: one token, and the parameters for the decode side."""
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    params: dict[str, Any] = server.complete(prompt, 1, kv_transfer_params=wanted)["kv_transfer_params"]
+    return params
+
+
+def hand_over(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> str:
+    """A router: forwards what the prefill side has said, without looking at it."""
+    return consumer.text(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
+
+
+def _free_port() -> int:
+    """A port that nobody has; the system gives those below 32768 to nobody while the server starts."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port between 20000 and 32000")
+
+
+def _shim() -> Path:
+    """vLLM asks for the version of a distribution called vllm; the CPU build is called vllm-cpu."""
+    folder = HOME / "shim"
+    info = folder / "vllm-0.32.0+cpu.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    return folder

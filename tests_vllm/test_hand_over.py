@@ -1,0 +1,143 @@
+"""Prompts go from one vLLM to another and the answers are those of one vLLM alone."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests_vllm.conftest import DECODE, PREFILL, Site
+from tests_vllm.servers import HTTPFailed, Server, hand_over, prefill
+
+EXTERNAL = "vllm:prompt_tokens_by_source_total"
+LENGTHS = [3, 100, 127, 128, 129, 417, 1000, 1900]  # a block has 128 tokens
+ALONE = {"cache_salt": "alone"}  # a prefix cache of its own
+
+
+def received_tokens(server: Server) -> float:
+    return server.metric(EXTERNAL, source="external_kv_transfer")
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_the_text_is_that_of_a_single_instance(pair: tuple[Server, Server], story: list[int], length: int) -> None:
+    producer, consumer = pair
+    prompt = story[-length:]
+    expected = producer.text(prompt, **ALONE)
+    before = received_tokens(consumer)
+    assert hand_over(producer, consumer, prompt) == expected
+    consumer.wait_metric(EXTERNAL, before + length, source="external_kv_transfer")
+    assert received_tokens(consumer) == before + length, "the prompt was computed, not received"
+
+
+def test_a_cached_prefix_is_not_received_again(pair: tuple[Server, Server], story: list[int]) -> None:
+    producer, consumer = pair
+    prompt = story[50:650]
+    expected = producer.text(prompt, **ALONE)
+    consumer.text(prompt[:256], 1)
+    before = received_tokens(consumer)
+    assert hand_over(producer, consumer, prompt) == expected
+    consumer.wait_metric(EXTERNAL, before + 600 - 256, source="external_kv_transfer")
+    assert received_tokens(consumer) == before + 600 - 256
+
+
+def test_what_was_received_is_a_prefix_for_later_prompts(pair: tuple[Server, Server], story: list[int]) -> None:
+    producer, consumer = pair
+    prompt = story[700:1100]
+    hand_over(producer, consumer, prompt)
+    assert consumer.text(prompt + story[:20]) == producer.text(prompt + story[:20], **ALONE)
+
+
+def test_a_sampled_token_at_the_end_is_no_part_of_it(pair: tuple[Server, Server], story: list[int]) -> None:
+    """Routers that let the prefill side generate more than one token: its prompt is offered, and nothing else."""
+    producer, consumer = pair
+    prompt = story[1100:1300]
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    params = producer.complete(prompt, 5, kv_transfer_params=wanted)["kv_transfer_params"]
+    assert consumer.text(prompt, kv_transfer_params=params) == producer.text(prompt, **ALONE)
+
+
+def test_many_at_once(pair: tuple[Server, Server], story: list[int]) -> None:
+    """32 requests through servers that run 8 at a time, and whose caches hold 64 blocks."""
+    producer, consumer = pair
+    prompts = [story[start : start + 60 + 9 * start // 40] for start in range(0, 32 * 40, 40)]
+    expected = [producer.text(prompt, 8, **ALONE) for prompt in prompts]
+    before = received_tokens(consumer)
+    with ThreadPoolExecutor(32) as clients:
+        assert list(clients.map(lambda prompt: hand_over(producer, consumer, prompt, 8), prompts)) == expected
+    consumer.wait_metric(EXTERNAL, before + sum(map(len, prompts)), source="external_kv_transfer")
+
+
+def test_all_blocks_come_back(pair: tuple[Server, Server], story: list[int]) -> None:
+    producer, consumer = pair
+    hand_over(producer, consumer, story[:300])
+    for server in pair:
+        until(lambda server=server: server.metric("vllm:kv_cache_usage_perc") == 0.0)
+
+
+def test_metrics_of_both_sides(pair: tuple[Server, Server], story: list[int]) -> None:
+    producer, consumer = pair
+    loads, leases = "vllm:kvflow_load_seconds_count", "vllm:kvflow_leases_total"
+    before = consumer.metric(loads), producer.metric(leases, outcome="read")
+    hand_over(producer, consumer, story[1300:1500])
+    consumer.wait_metric(loads, before[0] + 1)
+    producer.wait_metric(leases, before[1] + 1, outcome="read")
+    assert consumer.metric("vllm:kvflow_load_bytes_sum") > 0
+
+
+def test_parameters_of_another_connector_are_computed_locally(pair: tuple[Server, Server], story: list[int]) -> None:
+    _, consumer = pair
+    params = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "other",
+        "remote_block_ids": [[1, 2]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+    }
+    prompt = story[1500:1600]
+    assert consumer.text(prompt, kv_transfer_params=params) == consumer.text(prompt, **ALONE)
+
+
+def test_a_reset_of_the_cache_withdraws_what_is_offered(site: Site, story: list[int]) -> None:
+    """As after new weights: what the blocks held is not to be read any more."""
+    producer, consumer = site.have(PREFILL, DECODE)
+    params = prefill(producer, story[:300])
+    producer.post("/reset_prefix_cache", reset_external="true")
+    producer.wait_metric("vllm:kvflow_leases_total", 1, outcome="revoked")
+    with pytest.raises(HTTPFailed) as caught:
+        consumer.text(story[:300], kv_transfer_params=params, cache_salt="after a reset")
+    assert caught.value.status == 500
+
+
+def test_a_server_that_slept_goes_on(pair: tuple[Server, Server], story: list[int]) -> None:
+    producer, consumer = pair
+    for server in pair:
+        server.post("/sleep", level=0)
+        server.post("/wake_up")
+    prompt = story[300:500]
+    assert hand_over(producer, consumer, prompt) == producer.text(prompt, **ALONE)
+
+
+def test_idle_servers_leave_the_cpu_alone(pair: tuple[Server, Server], story: list[int]) -> None:
+    """Every thread of a worker but its main one: kvflow's, NIXL's and UCX's, and those that vLLM itself has."""
+    producer, consumer = pair
+    hand_over(producer, consumer, story[:300])
+    used = {}
+    for server in pair:
+        worker = server.worker()
+        before = {thread.id: thread.user_time + thread.system_time for thread in worker.threads()}
+        time.sleep(10.0)
+        after = {thread.id: thread.user_time + thread.system_time for thread in worker.threads()}
+        used[server.setup.role] = max(
+            spent - before.get(thread, 0.0) for thread, spent in after.items() if thread != worker.pid
+        )
+    assert all(seconds / 10.0 < 0.01 for seconds in used.values()), f"seconds of CPU in 10 s, busiest thread: {used}"
+
+
+def until(condition) -> None:
+    deadline_s = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)

@@ -1,0 +1,88 @@
+"""What vLLM's configuration becomes, and which of it is refused. No server is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvflow import LeaseOutcome
+from kvflow.errors import ConfigError, LeaseExpired
+from kvflow.integrations.vllm.layout import block_size_of
+from kvflow.integrations.vllm.metrics import KVFlowStats
+from kvflow.integrations.vllm.settings import config_of, extra_of, scheduling_of
+from kvflow.integrations.worker import LeaseEnded, LoadFailed
+
+
+def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
+    """The parts of a VllmConfig that are read."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id="engine",
+            kv_connector_extra_config=extra,
+            is_kv_producer=role != "kv_consumer",
+            is_kv_consumer=role != "kv_producer",
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=4, data_parallel_index=1, pipeline_parallel_size=2),
+        model_config=SimpleNamespace(model="org/model", use_mla=False, get_total_num_kv_heads=lambda: 8),
+    )
+
+
+def test_ranks_and_names_are_vllms() -> None:
+    config = config_of(vllm_config(), tp_rank=3, pp_rank=1)
+    assert (config.engine_id, config.model, config.num_kv_heads) == ("engine", "org/model", 8)
+    assert (config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.dp_rank) == (3, 4, 1, 2, 1)
+    assert (config.listen, config.listen_port) == ("tcp://127.0.0.1:0", 0)
+
+
+def test_extra_config_goes_where_it_belongs() -> None:
+    given = vllm_config(
+        "kv_producer", listen="tcp://127.0.0.1:5600", lease_ttl_s=7, fetch_tokens_min=64, kv_format="plain"
+    )
+    config = config_of(given, tp_rank=3, pp_rank=1)
+    assert (config.lease_ttl_s, config.listen_port) == (7.0, 5600 + (1 * 2 + 1) * 4 + 3)
+    scheduling = scheduling_of(given, block_size=16)
+    assert (scheduling.block_size, scheduling.lease_ttl_s, scheduling.fetch_tokens_min) == (16, 7.0, 64)
+    assert (scheduling.produces, scheduling.consumes) == (True, False)
+    assert extra_of(given).kv_format == "plain"
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"lease_ttl": 5}, "unknown: lease_ttl; known are .*lease_ttl_s"),
+        ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
+        ({"lease_ttl_s": "5"}, r"Expected `float`, got `str` - at `\$.lease_ttl_s`"),
+        ({"fetch_tokens_min": 1.5}, r"Expected `int`, got `float` - at `\$.fetch_tokens_min`"),
+        ({"lease_ttl_s": -1}, "lease_ttl_s: expected more than 0"),
+        ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected more than 0"),
+        ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scheduling_of(vllm_config(**extra), block_size=16)
+
+
+def test_one_group_of_full_attention() -> None:
+    spec = FullAttentionSpec(block_size=128, num_kv_heads=3, head_size=64, dtype=torch.float32)
+    group = KVCacheGroupSpec(["layers.0"], spec)
+    one = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+    assert block_size_of(one) == 128
+    two = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group, group])
+    with pytest.raises(ConfigError, match=r"expected one KV cache group .*FullAttentionSpec, FullAttentionSpec"):
+        block_size_of(two)
+
+
+def test_statistics_add_up() -> None:
+    error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
+    stats = KVFlowStats.of([LoadFailed("r", (1,), error), LeaseEnded("s", LeaseOutcome.READ, True)])
+    both = stats.aggregate(KVFlowStats.of([LoadFailed("r", (1,), None)]))
+    assert both.data["load_failures"] == ["LeaseExpired", "Abandoned"]
+    assert both.reduce()["Failed loads"] == 2
+    assert both.reduce()["Leases read"] == 1
+    assert KVFlowStats().is_empty()
+    assert not both.is_empty()
