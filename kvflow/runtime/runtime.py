@@ -202,9 +202,10 @@ class Runtime:
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks.
 
-        Raises RequestError, a PeerError, LeaseExpired, TransferFailed or DeadlineExceeded; never reports a success
-        that is partial or stale. Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the
-        blocks are in `quarantines` (see also `quarantines_of`, and an error's `quarantine`) until they are safe.
+        Waits its turn when others load, too (`LoadRequest.priority`). Raises RequestError, a PeerError, LeaseExpired,
+        TransferFailed, Overloaded or DeadlineExceeded; never reports a success that is partial or stale. Cancelling
+        returns within Config.cancel_grace_s; if bytes may still land then, the blocks are in `quarantines` (see also
+        `quarantines_of`, and an error's `quarantine`) until they are safe.
         """
         return await self._require_cache().loader.load(request)
 

@@ -93,6 +93,7 @@ class Life:
         for task in tasks:
             task.cancel()
         self._remains.clear()
+        self._waiting = deque(call for call in self._waiting if not isinstance(call, _Timer))
         self._resume()
         return tasks
 
@@ -119,6 +120,10 @@ class _Call(asyncio.TimerHandle):
 
     def run(self) -> None:
         self._run()
+
+
+class _Timer(_Call):
+    """A callback that was set for a moment."""
 
 
 class _Task(asyncio.Task[T]):
@@ -184,7 +189,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_at(
         self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        call = _Call(when, callback, args, self, context)
+        call = _Timer(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), call))
         return call
 
@@ -224,6 +229,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def run_again(self, calls: deque[Any]) -> None:
         """Only for `Life`: what was put off is ready now."""
         self._ready.extend(calls)
+
+    def drop_timers(self) -> None:
+        """After a test: nothing that was set for later happens any more."""
+        self._timers.clear()
 
     # --- running
 

@@ -8,12 +8,12 @@ import pytest
 
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.seals import SealTable
-from kvflow.core.states import TransferEvent, TransferState
-from kvflow.runtime import peers
-from kvflow.runtime.loading import Loader
-from kvflow.runtime.peers import Peers
+from kvflow.core.states import LeaseEvent, TransferEvent, TransferState, lease_open
+from kvflow.runtime import connection
+from kvflow.runtime.peers import Peer
 from kvflow.runtime.poller import Poller
-from kvflow.runtime.serving import Serving
+from kvflow.runtime.releases import Releases
+from kvflow.runtime.serving import Lease, Serving
 from kvflow.runtime.transfer import Transfer
 from kvflow.testing.simulator import simulate
 
@@ -28,19 +28,17 @@ def do_nothing(*_: object, **__: object) -> None:
 
 def give_back_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free early: blocks come back in the moment in which the lease ends."""
-    monkeypatch.setattr(Serving, "_end", _end_at_once)
+    real = Serving._end
 
+    def end(self: Serving, lease: Lease, event: LeaseEvent) -> None:
+        entry = self._entries.get(lease.ticket.lease_id)
+        is_open = lease_open(lease.state)
+        real(self, lease, event)
+        if is_open and entry is not None and len(entry.ids):
+            self._give_back(entry)
 
-def _end_at_once(self, lease, event) -> None:  # type: ignore[no-untyped-def]
-    from kvflow.core.states import lease_open
-
-    if lease_open(lease.state):
-        entry = self._entries[lease.ticket.lease_id]
-        entry.timer.cancel()
-        self._seals.give_back(lease.ticket.first.seal_index)
-        del self._open_requests[lease.request_id]
-        lease.fire(event)
-        self._held(entry)
+    monkeypatch.setattr(Serving, "_end", end)
+    monkeypatch.setattr(Serving, "_held", do_nothing)
 
 
 def leave_seals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,11 +53,12 @@ def believe_every_seal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seal that was fetched at the start vouches for slow reads, too."""
-    monkeypatch.setattr(peers, "trust_s", lambda hold_s: 1e9)
+    monkeypatch.setattr(connection, "trust_s", lambda hold_s: 1e9)
 
 
 def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loader, "_notify", do_nothing)
+    """A reader does not say that it has read."""
+    monkeypatch.setattr(Releases, "_tell", do_nothing)
 
 
 def release_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,29 +97,21 @@ def lose_ends_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def never_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Serving._open
-
-    def open_it(self, lease, ids, staged, ttl_s):  # type: ignore[no-untyped-def]
-        entry = real(self, lease, ids, staged, ttl_s)
-        entry.timer.cancel()
-        return entry
-
-    monkeypatch.setattr(Serving, "_open", open_it)
+    monkeypatch.setattr(Serving, "_expire", do_nothing)
 
 
 def keep_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer that has restarted is never connected to again."""
-    monkeypatch.setattr(peers.Peer, "retire", do_nothing)
+    monkeypatch.setattr(Peer, "usable", lambda self, incarnation: self.current)
 
 
 def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated connection is given back to the transport while reads use it."""
 
-    async def drop(self: Peers, peer: peers.Peer) -> None:
-        while peer.retired:
-            await self._transport.remove_peer(peer.retired.pop(0).agent)
+    async def idle(self: connection.Connection) -> None:
+        pass
 
-    monkeypatch.setattr(Peers, "_drop_retired", drop)
+    monkeypatch.setattr(connection.Connection, "idle", idle)
 
 
 MUTATIONS: dict[str, tuple[Mutation, str]] = {
@@ -129,14 +120,14 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
     "believe_every_seal": (believe_every_seal, "I2 I3"),
     "trust_for_too_long": (trust_for_too_long, "I2 I3"),
     "forget_notifications": (forget_notifications, "I4"),
-    "release_on_cancel": (release_on_cancel, "I1"),
+    "release_on_cancel": (release_on_cancel, "I1 I5"),
     "never_release_leased_blocks": (never_release_leased_blocks, "I5"),
     "never_release_loaded_blocks": (never_release_loaded_blocks, "I5"),
     "forget_quarantines": (forget_quarantines, "I5 I7"),
     "lose_ends_of_reads": (lose_ends_of_reads, "I7"),
     "never_expire": (never_expire, "I7"),
     "keep_broken_connections": (keep_broken_connections, "I7"),
-    "tear_down_under_reads": (tear_down_under_reads, "I1 I4"),
+    "tear_down_under_reads": (tear_down_under_reads, "I7"),
 }
 
 

@@ -460,7 +460,9 @@ class Engine:
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
             expected = "host_buffer_bytes_max" in str(error) or "peers_max" in str(error)
         if isinstance(error, RuntimeBroken):
-            expected = self.host.agent_lost
+            if not self.host.agent_lost:
+                self._simulation.fail("I7", f"{self}, {request_id}: the runtime broke by itself: {error}")
+            return
         if not expected:
             self._simulation.fail("I5", f"{self}, {request_id}: {type(error).__name__}: {error}")
 

@@ -335,6 +335,7 @@ class Simulation:
             engine.host.life.bury()
             for life, _ in engine.graves:
                 life.bury()
+        self.loop.drop_timers()
         for _ in range(_ROUNDS_MAX):  # what ends may begin something
             tasks = self.loop.tasks()
             if not tasks:
