@@ -8,7 +8,9 @@ from kvflow.config import Config
 from kvflow.core.backends import layout_for_backend
 from kvflow.core.layout import CacheLayout, KVStyle
 from kvflow.core.ticket import Ticket, merge_tickets
+from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.runtime import Runtime, RuntimeState, RuntimeStatistics
 from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 
@@ -17,11 +19,14 @@ __version__ = "0.1.0"
 __all__ = [
     "CacheLayout",
     "Config",
+    "DrainReport",
     "KVStyle",
     "Lease",
     "LeaseOutcome",
     "LoadReport",
     "LoadRequest",
+    "PeerAddress",
+    "Prewarmed",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",

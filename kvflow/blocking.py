@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -26,11 +26,12 @@ from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import RuntimeStatistics
 from kvflow.runtime.serving import Lease as AsyncLease
 from kvflow.runtime.serving import LeaseOutcome, ServeRequest
 from kvflow.runtime.staging import BlockCopier
-from kvflow.transport.base import Transport
+from kvflow.runtime.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +146,11 @@ class Runtime:
         self,
         config: Config,
         *,
-        transport: Callable[[str], Transport] | None = None,
+        observers: Sequence[Observer] = (),
+        world: World = World(),  # noqa: B008 - frozen
         call_timeout_s: float = 10.0,
     ) -> None:
-        self._runtime = asynchronous.Runtime(config, transport=transport)
+        self._runtime = asynchronous.Runtime(config, observers=observers, world=world)
         self._call_timeout_s = call_timeout_s
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()

@@ -92,10 +92,27 @@ class Config:
     """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
 
     lease_ttl_s: float = 30.0
+    """How long blocks are kept for their readers; a reader that is at it renews that."""
+    lease_lifetime_s: float = 600.0
+    """How long after an offer readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
+    clock_age_s: float = 60.0
+    """How old a reader lets what it knows of a producer's clock become before it asks again, beside its loads."""
     load_deadline_s: float = 30.0
     handshake_timeout_s: float = 5.0
     lease_wait_s: float = 1.0
     """How long a reader waits for the lease of a rank that its ticket does not name: ranks open theirs one by one."""
+    peer_backoff_first_s: float = 0.2
+    """How long a peer is not asked after a failure; doubled with each further one in a row."""
+    peer_backoff_max_s: float = 10.0
+    peer_idle_s: float = 600.0
+    """Connections that no load has used for so long are given up. Making one again costs a handshake, and NIXL keeps a
+    file descriptor or two of each that it gives up, so do not set it low."""
+    peers_max: int = 1024
+    """Ranks of remote engines that are remembered at once."""
+    goodbye_timeout_s: float = 1.0
+    """How long draining and closing take at most to tell readers."""
+    readers_max: int = 1024
+    """Readers that are remembered, to tell them."""
     cancel_grace_s: float = 1.0
     """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
     drain_timeout_s: float = 10.0

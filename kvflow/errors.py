@@ -11,10 +11,12 @@ written carries a `quarantine` that can be awaited.
     |  |- RequestError         a ServeRequest, LoadRequest or ticket that cannot be right
     |  |  `- BlocksBusy        blocks that another request is using in a way that excludes this one
     |  `- UsageError           a verb called in the wrong state: twice, too early
+    |     |- RuntimeDraining   the runtime takes no new work: its owner drains it
     |     `- RuntimeClosed     the runtime was closed by its owner
     |- PeerError               the other side's fault, or the network's; names the peer
-    |  |- PeerUnreachable      refused, or no answer within the bound; retry later
+    |  |- PeerUnreachable      refused, no answer within the bound, or not asked since it failed before; retry later
     |  |- PeerRefused          answered "no" and why; do not retry as it is
+    |  |  `- PeerNotReady      ... because it has no cache yet or drains; retry, there or elsewhere
     |  |- PeerIncompatible     protocol or cache do not match; do not retry; lists ours and theirs
     |  `- ProtocolError        answered something that is no kvflow message; do not retry
     |- LoadError               one load failed after it was accepted; names request and peer
@@ -75,6 +77,10 @@ class UsageError(InvalidInput):
     """A verb was called in the wrong state, such as before registration or twice."""
 
 
+class RuntimeDraining(UsageError):
+    """The runtime drains: what it has begun goes on, new work it does not take."""
+
+
 class RuntimeClosed(UsageError):
     """The runtime was closed by its owner."""
 
@@ -82,17 +88,23 @@ class RuntimeClosed(UsageError):
 class PeerError(KVFlowError):
     """Another engine, or the way to it, failed. `peer` names it."""
 
-    def __init__(self, message: str, *, peer: str) -> None:
+    def __init__(self, message: str, *, peer: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.peer = peer
+        self.retry_after_s = retry_after_s
+        """Loads from the peer fail at once for so long, then it is asked again; None if the next load asks it."""
 
 
 class PeerUnreachable(PeerError):
-    """Nobody answers at the peer's address within the bound."""
+    """Nobody answers at the peer's address within the bound, or it has failed and is not asked for now."""
 
 
 class PeerRefused(PeerError):
     """The peer answered the handshake with a refusal."""
+
+
+class PeerNotReady(PeerRefused):
+    """The peer is there, but has no cache yet or takes no new readers any more."""
 
 
 class PeerIncompatible(PeerError):

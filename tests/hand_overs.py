@@ -13,15 +13,15 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.errors import ConfigError
+from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
-from kvflow.transport.base import Transport
 from tests.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache, Reference
 
 LEASE_END_S = 5.0
@@ -103,16 +103,16 @@ class _Rank:
         return f"{config.engine_id} (dp {config.dp_rank} pp {self.place.pp} tp {self.place.tp}) at "
 
 
-async def run(case: HandOver, transport: Callable[[str], Transport] | None = None) -> None:
-    """Do it on this transport (None takes real NIXL); AssertionError says what is not as it should be."""
+async def run(case: HandOver, world: World | None = None) -> None:
+    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be."""
     reference = Reference(case.producer.model, case.num_tokens)
     async with AsyncExitStack() as stack:
-        replicas = await open_producer(stack, case, transport)
+        replicas = await open_producer(stack, case, world)
         producers = replicas[case.producer.dp_rank]
         for rank in producers:
             rank.cache.write(reference, _offered_tokens(case), case.offered)
         before = [rank.cache.snapshot() for rank in itertools.chain(*replicas)]
-        consumers = await open_consumer(stack, case, transport)
+        consumers = await open_consumer(stack, case, world)
         leases = serve(case, producers)
         reports = await _load(case, consumers, ticket_of(case, leases))
         await _all_read(leases)
@@ -140,9 +140,7 @@ def ticket_of(case: HandOver, leases: list[Lease]) -> dict[str, Any]:
     return ticket
 
 
-async def open_producer(
-    stack: AsyncExitStack, case: HandOver, transport: Callable[[str], Transport] | None
-) -> list[list[_Rank]]:
+async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | None) -> list[list[_Rank]]:
     """All replicas up to the one that has the request; the others hold nothing but the sentinel."""
     engine = case.producer
     count = (engine.dp_rank + 1) * len(engine.places)
@@ -151,8 +149,7 @@ async def open_producer(
         async with AsyncExitStack() as attempt:
             try:
                 replicas = [
-                    await _open_engine(attempt, case, 0, dp_rank, base, transport)
-                    for dp_rank in range(engine.dp_rank + 1)
+                    await _open_engine(attempt, case, 0, dp_rank, base, world) for dp_rank in range(engine.dp_rank + 1)
                 ]
             except ConfigError as error:
                 if "cannot bind" in str(error):
@@ -162,10 +159,8 @@ async def open_producer(
             return replicas
 
 
-async def open_consumer(
-    stack: AsyncExitStack, case: HandOver, transport: Callable[[str], Transport] | None
-) -> list[_Rank]:
-    return await _open_engine(stack, case, 1, case.consumer.dp_rank, 0, transport)
+async def open_consumer(stack: AsyncExitStack, case: HandOver, world: World | None) -> list[_Rank]:
+    return await _open_engine(stack, case, 1, case.consumer.dp_rank, 0, world)
 
 
 async def _open_engine(
@@ -174,7 +169,7 @@ async def _open_engine(
     side: int,
     dp_rank: int,
     port: int,
-    transport: Callable[[str], Transport] | None,
+    world: World | None,
 ) -> list[_Rank]:
     """A registered runtime for each rank of one replica."""
     engine, fill = (case.consumer, CONSUMER_FILL) if side else (case.producer, PRODUCER_FILL)
@@ -190,13 +185,13 @@ async def _open_engine(
             dp_rank=dp_rank,
             num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
             drain_timeout_s=0.03,  # only counts when something has failed
-            seal_hold_s=0.05 if transport is None else 0.004,
+            seal_hold_s=0.05 if world is None else 0.004,
             leases_max=4,
             loads_max=64,
             **case.paths.options(side),
         )
         cache = RankCache(engine, place, fill)
-        runtime = await stack.enter_async_context(Runtime(config, transport=transport))
+        runtime = await stack.enter_async_context(Runtime(config, world=world or World()))
         await runtime.register_kv_caches(cache.tensors, cache.layout)
         ranks.append(_Rank(place, cache, runtime))
     return ranks

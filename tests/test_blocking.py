@@ -28,6 +28,7 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
@@ -46,14 +47,14 @@ def engine(engine_id: str, network: InprocNetwork | None, *, fill: float, config
     """One side; over real NIXL without a network."""
     made: list[InprocTransport] = []
 
-    def make(name: str) -> InprocTransport:
+    def make(_: Config, name: str) -> InprocTransport:
         assert network is not None
         made.append(InprocTransport(name, network))
         return made[0]
 
     kv_caches, layout = small_cache(fill=fill)
     config = replace(config, engine_id=engine_id)
-    with Runtime(config, transport=make if network else None, call_timeout_s=20.0) as runtime:
+    with Runtime(config, world=World(transport=make) if network else World(), call_timeout_s=20.0) as runtime:
         runtime.register_kv_caches(kv_caches, layout)
         yield Engine(runtime, kv_caches, made[0] if made else None)
 
@@ -211,7 +212,7 @@ async def perform(transport: InprocTransport) -> None:
 
 def runtime() -> Runtime:
     network = InprocNetwork()
-    return Runtime(CONFIG, transport=lambda name: InprocTransport(name, network))
+    return Runtime(CONFIG, world=World(transport=lambda _, name: InprocTransport(name, network)))
 
 
 def test_closing_twice_is_fine_and_nothing_works_afterwards() -> None:

@@ -281,6 +281,7 @@ def test_the_tickets_of_every_legal_config_are_legal(
                 lease_id="ab" * 16,
                 seal_index=0,
                 incarnation="8f14e45fceea167a",
+                expires_s=legal.lease_ttl_s,
                 host=legal.advertise_host or legal.listen_host,
                 port=legal.listen_port,
             ),

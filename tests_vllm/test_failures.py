@@ -17,7 +17,7 @@ ALONE = {"cache_salt": "alone"}
 ENDED = "vllm:kvflow_leases_total"
 FAILED = "vllm:kvflow_load_failures_total"
 
-SHORT_LEASES = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 1.0)), blocks=24)
+SHORT_LEASES = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 5.0)), blocks=24)
 RECOMPUTING = replace(DECODE, policy="recompute")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from kvflow.cli.bench.settings import Pattern, SettingsError, Transport, Transpo
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
+from kvflow.integrations.timeline import BadRecords, read_records, timeline
 
 app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
@@ -105,3 +107,19 @@ def topology(
     topology_report.print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(topology_report.as_json(report), indent=2) + "\n")
+
+
+@app.command()
+def trace(
+    files: Annotated[list[Path], typer.Argument(help="Files that timeline.RecordFile has written.", exists=True)],
+    out: Annotated[Path, typer.Option(help="The timeline to write; open it at ui.perfetto.dev.")] = Path("trace.json"),
+) -> None:
+    """Make one timeline of the records of several engines."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        lines = [line for file in files for line in read_records(file)]
+    except (BadRecords, OSError) as error:
+        notes.print(f"kvflow trace: {error}", style="red", markup=False)
+        raise typer.Exit(code=1) from error
+    out.write_text(json.dumps(timeline(lines)))
+    notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)

@@ -36,17 +36,21 @@ def knows(table: Table[StateT, EventT], state: StateT, event: EventT) -> bool:
 class PeerState(enum.StrEnum):
     """One rank of a remote engine, as a reader sees it."""
 
-    UNKNOWN = "unknown"  # no connection: never made, or the handshake failed
+    UNKNOWN = "unknown"  # no connection was made, or the peer asked to be asked later
     CONNECTING = "connecting"  # one handshake is under way, everybody waits on it
     READY = "ready"
+    DRAINING = "draining"  # connected; it has said that it takes no new work
     BROKEN = "broken"  # the connection is dead or outdated; the next load makes a new one
+    BACKING_OFF = "backing_off"  # it failed; nobody asks it until its wait is over (`core.circuit`)
     CLOSED = "closed"
 
 
 class PeerEvent(enum.StrEnum):
-    CONNECT = "connect"
+    CONNECT = "connect"  # also while connected, if a ticket is of another life of the peer
     CONNECTED = "connected"
-    CONNECT_FAILED = "connect_failed"
+    POSTPONE = "postpone"
+    BACK_OFF = "back_off"
+    DRAIN = "drain"
     BREAK = "break"
     CLOSE = "close"
 
@@ -55,11 +59,21 @@ PEER_TABLE: Table[PeerState, PeerEvent] = {
     (PeerState.UNKNOWN, PeerEvent.CONNECT): PeerState.CONNECTING,
     (PeerState.UNKNOWN, PeerEvent.CLOSE): PeerState.CLOSED,
     (PeerState.CONNECTING, PeerEvent.CONNECTED): PeerState.READY,
-    (PeerState.CONNECTING, PeerEvent.CONNECT_FAILED): PeerState.UNKNOWN,
+    (PeerState.CONNECTING, PeerEvent.POSTPONE): PeerState.UNKNOWN,
+    (PeerState.CONNECTING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
+    (PeerState.READY, PeerEvent.CONNECT): PeerState.CONNECTING,
+    (PeerState.READY, PeerEvent.DRAIN): PeerState.DRAINING,
     (PeerState.READY, PeerEvent.BREAK): PeerState.BROKEN,
+    (PeerState.READY, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
     (PeerState.READY, PeerEvent.CLOSE): PeerState.CLOSED,
+    (PeerState.DRAINING, PeerEvent.CONNECT): PeerState.CONNECTING,
+    (PeerState.DRAINING, PeerEvent.BREAK): PeerState.BROKEN,
+    (PeerState.DRAINING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
+    (PeerState.DRAINING, PeerEvent.CLOSE): PeerState.CLOSED,
     (PeerState.BROKEN, PeerEvent.CONNECT): PeerState.CONNECTING,
     (PeerState.BROKEN, PeerEvent.CLOSE): PeerState.CLOSED,
+    (PeerState.BACKING_OFF, PeerEvent.CONNECT): PeerState.CONNECTING,
+    (PeerState.BACKING_OFF, PeerEvent.CLOSE): PeerState.CLOSED,
 }
 
 

@@ -24,6 +24,7 @@ from kvflow.errors import RequestError
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 # Python and JSON know larger integers, but no message of ours can carry them.
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -32,8 +33,10 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's lease, and where that rank's side channel listens.
 
-    `block_ids` are set if the rank's differ from the engine's: it offers host buffers. In a ticket's dict the first
-    rank has no host and port: they are where routers look for them. With an empty `lease_id` the rank has to be asked.
+    `expires_s` is when the lease ends on the clock of that life of the rank (`incarnation`), and means nothing to
+    anybody who does not know that clock (`core.clock`). `block_ids` are set if the rank's differ from the engine's: it
+    offers host buffers. In a ticket's dict the first rank has no host and port: they are where routers look for them.
+    With an empty `lease_id` the rank has to be asked.
     """
 
     pp_rank: Int64
@@ -41,6 +44,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_id: str
     seal_index: Int64
     incarnation: str
+    expires_s: float
     host: str = ""
     port: Int64 = 0
     block_ids: tuple[Int64, ...] | None = None
@@ -59,8 +63,8 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             raise RequestError(f"ticket: incarnation {self.incarnation[:80]!a} is no name")
         if self.lease_id and (not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID):
             raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
-        if self.seal_index < 0:
-            raise RequestError(f"ticket: seal_index {self.seal_index}")
+        if self.seal_index < 0 or not math.isfinite(self.expires_s):
+            raise RequestError(f"ticket: seal_index {self.seal_index}, expires_s {self.expires_s}")
         if self.block_ids is not None and len(self.block_ids) != block_count:
             raise RequestError(f"ticket: {block_count} blocks, but {len(self.block_ids)} of tp_rank {self.tp_rank}")
 
@@ -77,6 +81,7 @@ class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: Int64
     model_kv_heads: Int64
     fixed_ports: bool
+    traceparent: str
     ranks: list[RankLease]
 
 
@@ -98,7 +103,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """What a consumer needs to read one request's blocks.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
-    that the lease had left when the ticket was made; it is a hint for routers, readers trust the seal (`core.seals`).
+    that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
+    the seal (`core.seals`).
     `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
     `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
     first one's.
@@ -117,6 +123,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     model_kv_heads: int
     fixed_ports: bool
     ranks: tuple[RankLease, ...]
+    traceparent: str = ""
+    """W3C trace context of the request, for what observes the load; "" if there is none."""
 
     @property
     def first(self) -> RankLease:
@@ -166,7 +174,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_leases(self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float) -> Ticket:
         """A ticket of the same ranks for another request, whose readers ask each rank for its lease."""
-        ranks = tuple(msgspec.structs.replace(rank, lease_id="", seal_index=0, block_ids=None) for rank in self.ranks)
+        ranks = tuple(
+            msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None)
+            for rank in self.ranks
+        )
         return msgspec.structs.replace(
             self, request_id=request_id, block_ids=tuple(block_ids), num_tokens=num_tokens, ttl_s=ttl_s, ranks=ranks
         )
@@ -194,6 +205,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                     kv_heads=self.kv_heads,
                     model_kv_heads=self.model_kv_heads,
                     fixed_ports=self.fixed_ports,
+                    traceparent=self.traceparent,
                     ranks=[first, *self.ranks[1:]],
                 ),
             )
@@ -232,6 +244,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             model_kv_heads=extra.model_kv_heads,
             fixed_ports=extra.fixed_ports,
             ranks=(first, *extra.ranks[1:]),
+            traceparent=extra.traceparent,
         )
         ticket.check()
         return ticket
@@ -251,6 +264,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(
                 f"ticket: block_size {self.block_size}, kv_heads {self.kv_heads}, model_kv_heads {self.model_kv_heads}"
             )
+        check_traceparent(self.traceparent, "ticket")
         if not 0 < len(self.ranks) <= RANKS_MAX:
             raise RequestError(f"ticket: it names {len(self.ranks)} ranks, expected 1 to {RANKS_MAX}")
         for lease in self.ranks:
@@ -259,6 +273,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
                 )
+
+
+def read_ticket(ticket: Ticket | Mapping[str, Any]) -> Ticket:
+    """The ticket, checked; RequestError names what is wrong with it."""
+    if isinstance(ticket, Ticket):
+        ticket.check()
+        return ticket
+    return Ticket.from_params(ticket)
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -281,9 +303,15 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     for ticket in tickets[1:]:
         for name in Ticket.__struct_fields__:
             ours, theirs = getattr(first, name), getattr(ticket, name)
-            if name not in ("ranks", "ttl_s") and ours != theirs:
+            if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
     return merged
+
+
+def check_traceparent(text: str, what: str) -> None:
+    """RequestError unless it is empty or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
+    if text and not _TRACEPARENT.fullmatch(text):
+        raise RequestError(f"{what}: traceparent {text[:80]!a} is no W3C trace context")
 
 
 def _encodes(text: str) -> bool:

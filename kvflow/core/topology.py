@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
 
 
@@ -32,6 +33,11 @@ class Rank(NamedTuple):
 
     def __str__(self) -> str:
         return f"dp {self.dp} pp {self.pp} tp {self.tp}"
+
+    @classmethod
+    def of(cls, config: Config) -> Rank:
+        """The rank that a config describes."""
+        return cls(config.dp_rank, config.pp_rank, config.tp_rank)
 
 
 class Cut(NamedTuple):
@@ -169,6 +175,12 @@ def share_of(ours: Holding, theirs: Holding, tellers: int) -> tuple[int, int]:
     have no layer in common: then others tell it.
     """
     return len(set(ours.layers) & set(theirs.layers)), tellers * len(theirs.layers)
+
+
+def report_of(ours: Holding, theirs: Holding) -> tuple[int, int] | None:
+    """(share, whole) that we report to a rank when we are done; None if that rank is none that concerns us."""
+    source = next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
+    return None if source is None else share_of(ours, theirs, source.tellers)
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:

@@ -11,6 +11,7 @@ differ and is planned for is a rank's `topology.Holding`; both are named togethe
 from __future__ import annotations
 
 import hashlib
+import math
 import zlib
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,7 +23,7 @@ from kvflow.core.layout import LAYERS_MAX, BlockShape, CacheLayout
 from kvflow.core.regions import Device, Regions
 from kvflow.core.topology import Holding, Rank
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 LEASE_ID_CHARS = 32
@@ -84,11 +85,33 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
     tp_rank: int
 
 
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to tell when the asked rank goes, and where: the reader's own side channel."""
+
+    target: Target
+    address: str
+
+
 class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metadata"):
     """Who are you, and where is your cache?"""
 
     reader: str
     target: Target
+    request_id: str | None = None
+    """Whose lease the reader has a ticket of; a rank that drains connects nobody else."""
+    caller: Caller | None = None
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """A rank tells a reader (`target`) that it takes no new work, or that it closes now.
+
+    It is believed if `incarnation` is that of the reader's connection. A forged one costs a handshake at most.
+    """
+
+    target: Target
+    sender: Target
+    incarnation: str
+    closing: bool
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
@@ -100,6 +123,25 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
     num_tokens: int
     blocks_digest: bytes
     """`digest_of` the engine's block ids, which are the same on all its ranks."""
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """We need the blocks of that lease no more: a `ReadDone` of a reader that is not connected.
+
+    What share of the lease it answers for follows from what it holds (`topology.report_of`).
+    """
+
+    reader: str
+    target: Target
+    lease_id: str
+    holding: Holding
+
+
+class ClockRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_clock"):
+    """What does your clock show?"""
+
+    reader: str
+    target: Target
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +170,7 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
 
     engine_id: str
     incarnation: str
+    clock_s: float
     holding: Holding
     agent_metadata: bytes
     agent_metadata_crc32: int
@@ -142,6 +185,8 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """The rank's open lease for a request; `block_ids` are set if they differ from the engine's (host buffers)."""
 
     incarnation: str
+    clock_s: float
+    expires_s: float
     lease_id: str
     seal_index: int
     block_ids: tuple[int, ...] | None
@@ -153,17 +198,36 @@ class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
     ended: bool
 
 
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
+    """Noted. A lease that is not open is none of this life of the rank, or has ended: nothing changes then."""
+
+    incarnation: str
+
+
+class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    """What the rank's clock shows. It means nothing on another machine: see `core.clock`."""
+
+    incarnation: str
+    clock_s: float
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """No, and why. The facts are set when the fingerprints differ."""
 
     reason: str
     version: int
+    passing: bool = False
+    """Whether the answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
     holding: Holding | None = None
 
 
-Request: TypeAlias = MetadataRequest | LeaseRequest
-Reply: TypeAlias = Metadata | LeaseFound | NoLease | Refusal
+class Noted(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
+    """The answer to what is no question."""
+
+
+Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | Goodbye
+Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Noted | Refusal
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
@@ -176,6 +240,24 @@ class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
     reader: str
     share: int
     whole: int
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Notification from a reader: it still needs the blocks of these leases; see `renewals_max`."""
+
+    lease_ids: tuple[str, ...]
+    reader: str
+
+
+Notification: TypeAlias = ReadDone | Renew
+
+
+def renewals_max(reader: str, bytes_max: int) -> int:
+    """How many leases a `Renew` of at most `bytes_max` may name; one at least."""
+    array_header_bytes = 5
+    id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
+    rest_bytes = len(encode(Renew(lease_ids=(), reader=reader))) + array_header_bytes
+    return max((bytes_max - rest_bytes) // id_bytes, 1)
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -208,8 +290,8 @@ def decode_reply(frame: bytes) -> Reply:
     return message
 
 
-def decode_notification(payload: bytes) -> ReadDone:
-    message: ReadDone = _decode(payload, ReadDone)
+def decode_notification(payload: bytes) -> Notification:
+    message: Notification = _decode(payload, Notification)
     return message
 
 
@@ -299,6 +381,12 @@ def check_holding_of(holding: Holding, regions: Regions) -> None:
         raise WireError(
             f"holding: latent is {holding.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
         )
+
+
+def check_clock(clock_s: float) -> None:
+    """WireError unless a clock can show that."""
+    if not math.isfinite(clock_s):
+        raise WireError(f"clock: {clock_s} s")
 
 
 def check_seals(location: SealLocation) -> None:

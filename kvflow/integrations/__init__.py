@@ -1,1 +1,1 @@
-"""Engines that use kvflow: what any connector needs, and the connectors, each imported when it is asked for."""
+"""kvflow in other people's programs: engines, metrics and traces. Each module needs what its name says, as an extra."""

@@ -9,35 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvflow.config import Config
-from kvflow.core import wire
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
-from kvflow.core.ticket import Ticket
+from kvflow.core.ticket import Ticket, read_ticket
+from kvflow.core.topology import Rank
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
     LeaseExpired,
-    PeerError,
     Quarantine,
     RequestError,
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
-from kvflow.runtime.peers import LocalRank
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
+from kvflow.runtime.releases import Releases
+from kvflow.runtime.renewals import Renewals
 from kvflow.runtime.serving import check_request_id
 from kvflow.runtime.sources import Source, Sources
 from kvflow.runtime.transfer import CopyFailed, Seal, Stream, Transfer
-from kvflow.transport.base import Transport, TransportError
+from kvflow.runtime.world import Clock
+from kvflow.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +93,21 @@ class LoadingStatistics:
     failed: int
     cancelled: int
     bytes: int
+    renewals: int
+    """How often a lease was renewed for a load under way."""
 
 
 class _Stopwatch:
     """Which phase a load is in, and how long each took."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.phase = "queued"
-        self._since_s = time.monotonic()
+        self._clock = clock
+        self._since_s = clock.now_s()
 
     def enter(self, phase: str) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock.now_s()
         self.seconds[self.phase] += now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
@@ -153,9 +159,12 @@ class Loader:
         seals: SealTable,
         landing: Landing,
         sources: Sources,
+        releases: Releases,
+        renewals: Renewals,
         poller: Poller,
         copier: Copier,
-        transport: Transport,
+        clock: Clock,
+        observers: Observers,
     ) -> None:
         self._config = config
         self._local = local
@@ -164,9 +173,12 @@ class Loader:
         self._seals = seals
         self._landing = landing
         self._sources = sources
+        self._releases = releases
+        self._renewals = renewals
         self._poller = poller
         self._copier = copier
-        self._transport = transport
+        self._clock = clock
+        self._observers = observers
         self._loads: set[_Load] = set()
         self._unsafe: set[Transfer] = set()
         self._quiet = asyncio.Event()
@@ -186,6 +198,7 @@ class Loader:
             failed=self._failed,
             cancelled=self._cancelled,
             bytes=self._bytes,
+            renewals=self._renewals.sent,
         )
 
     @property
@@ -194,9 +207,13 @@ class Loader:
         running = {transfer for load in self._loads for transfer in load.transfers}
         return tuple(transfer for transfer in self._unsafe if transfer not in running)
 
+    async def release(self, ticket: Ticket | Mapping[str, Any]) -> bool:
+        """See `Runtime.release_blocks`."""
+        return await self._releases.release(self._check_ticket(ticket))
+
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
-        watch = _Stopwatch()
+        watch = _Stopwatch(self._clock)
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
@@ -206,21 +223,26 @@ class Loader:
             report = await self._run(load)
         except asyncio.CancelledError:
             self._cancelled += 1
+            self._record(load, CANCELLED)
             raise
         except KVFlowError as error:
             self._failed += 1
             logger.info("load %s failed in phase %s: %s", request.request_id, load.watch.phase, error)
+            self._record(load, type(error).__name__, str(error))
             raise
         finally:
             self._loads.discard(load)
+            self._renewals.forget(load)
             self._note_quiet()
         self._succeeded += 1
         self._bytes += report.bytes
+        self._record(load, LOADED)
         return report
 
     def close(self) -> None:
         """Make every load under way end soon, with RuntimeClosed."""
         self._closed = True
+        self._renewals.close()
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
             if not load.timeout.expired():  # else it is ending already
@@ -234,14 +256,22 @@ class Loader:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
         check_request_id(request.request_id, self._config.request_id_chars_max)
-        ticket = _ticket_of(request)
-        most = max(len(request.block_ids), len(ticket.block_ids))
-        if most > self._config.block_ids_max:
-            raise RequestError(f"{what}: {most} block ids, at most {self._config.block_ids_max}")
+        ticket = self._check_ticket(request.ticket)
+        if len(request.block_ids) > self._config.block_ids_max:
+            raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
         if request.deadline_s is not None and not request.deadline_s > 0:
             raise RequestError(f"{what}: deadline_s {request.deadline_s} is not above 0")
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
         return ticket, local_ids
+
+    def _check_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
+        checked = read_ticket(ticket)
+        count = len(checked.block_ids)
+        if count > self._config.block_ids_max:
+            raise RequestError(
+                f"ticket of request {checked.request_id!r}: {count} block ids, at most {self._config.block_ids_max}"
+            )
+        return checked
 
     async def _run(self, load: _Load) -> LoadReport:
         request, ticket = load.request, load.ticket
@@ -254,7 +284,7 @@ class Loader:
                 load.watch.enter("handshake")
                 await self._sources.check(ticket)
                 chunks = self._match(load)
-                sources = await self._sources.find(ticket)
+                sources = await self._sources.find(ticket, partial(self._renewals.keep, load, ticket.ttl_s))
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:
@@ -284,16 +314,8 @@ class Loader:
 
     async def _release_only(self, load: _Load) -> LoadReport:
         """A full hit: tell the producer. If it cannot be told its lease runs out, which costs the load nothing."""
-        load.watch.enter("handshake")
-        try:
-            await self._sources.check(load.ticket)
-            sources = await self._sources.find(load.ticket)
-        except (PeerError, LeaseExpired) as error:
-            logger.warning("request %s: could not tell the producer: %s", load.request.request_id, error)
-            return load.report(notified=False)
         load.watch.enter("notify")
-        self._notify(sources)
-        return load.report(notified=True)
+        return load.report(notified=await self._releases.release(load.ticket))
 
     async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
         load.watch.enter("plan")
@@ -314,17 +336,18 @@ class Loader:
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):
                 if stream is transfer.failed:
-                    source.peer.retire(source.connection, str(error))
+                    self._sources.failed(source, str(error))
             await transfer.stop(self._config.cancel_grace_s)
             raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
         except BaseException:
             await transfer.stop(self._config.cancel_grace_s)
             raise
         transfer.finish()
+        self._sources.succeeded(read_from)
         if not fresh:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
-        self._notify(sources)
+        self._releases.tell(sources)
         return load.report(
             sources=tuple(str(source) for source in read_from),
             tokens=sum(len(some) * some.tokens for some in chunks),
@@ -341,7 +364,7 @@ class Loader:
             missing=lambda: self._seals.missing(place, lease.lease_id),
             trust_s=connection.seal_trust_s,
         )
-        return Stream(connection.agent, seal, staged=connection.staged)
+        return Stream(connection.agent, seal, sure_until_s=source.sure_until_s, staged=connection.staged)
 
     def _start(self, load: _Load, sources: Sequence[Source]) -> tuple[Transfer, list[int]]:
         """Claim what a transfer needs, a landing place for each rank's seal; given back when its blocks are safe."""
@@ -362,7 +385,13 @@ class Loader:
                     f"request {load.request.request_id!r}: {self._seals.count} reads are open (loads_max)"
                 )
             transfer = Transfer(
-                load.request.request_id, load.local_ids, self._ledger, self._poller, self._copier, give_back
+                load.request.request_id,
+                load.local_ids,
+                self._ledger,
+                self._poller,
+                self._copier,
+                self._clock,
+                give_back,
             )
         except KVFlowError:
             give_back(None)
@@ -382,26 +411,30 @@ class Loader:
             quarantine=load.quarantine,
         )
 
-    def _notify(self, sources: Sequence[Source]) -> None:
-        """Tell every rank that holds a lease for us, also those that nothing was read from."""
-        for source in sources:
-            connection = source.connection
-            message = wire.ReadDone(
-                lease_id=source.lease.lease_id,
-                reader=self._local.reader,
-                share=connection.share,
-                whole=connection.whole,
+    def _record(self, load: _Load, outcome: str, error: str = "") -> None:
+        """Tell the observers how a load has ended."""
+        if not self._observers.any:
+            return
+        load.watch.enter(load.watch.phase)
+        self._observers.load_ended(
+            LoadRecord(
+                engine_id=self._config.engine_id,
+                rank=str(Rank.of(self._config)),
+                request_id=load.request.request_id,
+                peer_engine_id=load.ticket.engine_id,
+                remote_request_id=load.ticket.request_id,
+                peer=load.ticket.address,
+                outcome=outcome,
+                error=error,
+                phase=load.watch.phase,
+                bytes=sum(transfer.size_bytes for transfer in load.transfers),
+                blocks=len(load.local_ids),
+                descriptors=sum(transfer.descriptor_count for transfer in load.transfers),
+                seconds=load.watch.seconds,
+                traceparent=load.ticket.traceparent,
             )
-            self._transport.notify(connection.agent, wire.encode(message))
+        )
 
     def _note_quiet(self) -> None:
         if not self._loads and not self._unsafe:
             self._quiet.set()
-
-
-def _ticket_of(request: LoadRequest) -> Ticket:
-    """The request's ticket, checked; RequestError names what is wrong with it."""
-    if isinstance(request.ticket, Ticket):
-        request.ticket.check()
-        return request.ticket
-    return Ticket.from_params(request.ticket)

@@ -1,209 +1,289 @@
 """Peers: one object per remote rank, one handshake at a time for each, connections shared by all loads.
 
-A handshake asks the peer's side channel for its metadata, judges it, and only then lets the transport see it. It runs
-in a task of its own, so a load that gives up does not take it away from the others that wait. A connection that broke
-is given back to the transport when its last user has left: nothing is torn down under a running read.
+A handshake runs in a task of its own, so a load that gives up does not take it away from the others that wait. A peer
+that fails is left alone for a while (`core.circuit`): loads that need it fail at once, without a packet. A ticket of
+a life of the peer that was not tried yet may try at once: it shows that the peer lived after it had failed.
+
+Peers that no load has used for `Config.peer_idle_s` are forgotten; a timer looks, as long as there are any.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections import deque
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvflow.config import Config
-from kvflow.core import topology, wire
-from kvflow.core.layout import PLAIN
-from kvflow.core.pairing import HeadSlice, Pairing
-from kvflow.core.regions import Regions
-from kvflow.core.seals import HOST, SEAL_SIZE_BYTES, trust_s
+from kvflow.core import wire
+from kvflow.core.circuit import BackOff, Circuit, after_failed_handshake, after_failed_read
 from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
-from kvflow.core.topology import Holding, Rank
+from kvflow.core.topology import Rank
 from kvflow.errors import (
     KVFlowError,
     PeerError,
-    PeerIncompatible,
-    PeerRefused,
+    PeerNotReady,
     PeerUnreachable,
     ProtocolError,
+    RequestError,
     RuntimeBroken,
     RuntimeClosed,
 )
-from kvflow.runtime.landing import Landing
-from kvflow.runtime.permute import Permutation
-from kvflow.runtime.side_channel import ask
-from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, Transport, TransportError
+from kvflow.runtime.clocks import PeerClocks
+from kvflow.runtime.connection import Address, Connection, Connections, Spawn
+from kvflow.runtime.handshake import Handshakes
+from kvflow.runtime.world import Clock, Timer
 
 logger = logging.getLogger(__name__)
 
-
-class Spawn(Protocol):
-    """Starts a task in the runtime's task group."""
-
-    def __call__(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
+_LIVES_MAX = 64
+_ERROR_CHARS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRank:
-    """What this rank tells peers and compares with theirs; complete once a cache is registered."""
+class PeerStatistics:
+    """One rank of a remote engine, as it is now."""
 
-    reader: str
-    compatibility: wire.Compatibility
-    holding: Holding
-    regions: Regions
-
-
-class Connection:
-    """A peer after its handshake: what we read from it, and what we tell it."""
-
-    def __init__(
-        self,
-        agent: AgentName,
-        metadata: wire.Metadata,
-        num_blocks: int,
-        pairing: Pairing | None,
-        permutation: Permutation | None,
-        told: tuple[int, int],
-    ) -> None:
-        self.agent = agent
-        self.incarnation = metadata.incarnation
-        self.holding = metadata.holding
-        self.cut = metadata.holding.cut
-        self.num_blocks = num_blocks
-        self.pairing = pairing
-        """What we read from it; None if it only has to be told."""
-        self.permutation = permutation
-        self.share, self.whole = told
-        """How much of it we answer for (`topology.share_of`); a share of 0 means that it is none of our business."""
-        self.staged = metadata.staged
-        self.seal_trust_s = trust_s(metadata.seals.hold_s)
-        # Seals lie in host memory on both sides; a read is of one kind of memory on each. A staged rank's seal has to
-        # be seen before anything is read.
-        self.carries_seals = (
-            pairing is not None and not self.staged and pairing.local.device == pairing.remote.device == HOST
-        )
-        self._seals = metadata.seals
-        self._users = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    def seal_address(self, index: int) -> int | None:
-        """Where the peer keeps seal `index`, or None if it has no such seal."""
-        return self._seals.address + index * SEAL_SIZE_BYTES if 0 <= index < self._seals.count else None
-
-    def hold(self) -> None:
-        """Keep the transport's side of the connection alive until `release`."""
-        self._users += 1
-        self._idle.clear()
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._idle.set()
-
-    async def idle(self) -> None:
-        """Wait until no load holds it."""
-        await self._idle.wait()
+    engine_id: str
+    rank: Rank
+    address: str
+    state: PeerState
+    failures: int
+    """Failures in a row."""
+    retry_after_s: float
+    """How long loads from it fail at once; 0 if the next one may ask it."""
+    last_error: str
+    """What failed last, since it was last connected; "" if nothing did."""
 
 
 class Peer:
     """One rank of a remote engine, by the address of its side channel."""
 
-    def __init__(self, engine_id: str, rank: Rank, address: str) -> None:
-        self.engine_id = engine_id
-        self.rank = rank
-        self.address = address
+    def __init__(self, address: Address, now_s: float) -> None:
+        self.engine_id, self.rank, self.address = address
+        self.at = address
         self.state = PeerState.UNKNOWN
         self.current: Connection | None = None
-        self.retired: list[Connection] = []
         self.handshake: asyncio.Future[Connection] | None = None
+        self.circuit = Circuit()
+        self.last_error = ""
+        self.used_s = now_s
+        self.tried: set[str] = set()
+        """Incarnations of tickets that have asked for it since it was last connected."""
+        self.over: deque[str] = deque(maxlen=_LIVES_MAX)
+        """Incarnations that are known to be over."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
+
+    @property
+    def busy(self) -> bool:
+        """Whether a load uses it or waits for it."""
+        return self.handshake is not None or (self.current is not None and self.current.used)
 
     def fire(self, event: PeerEvent, why: str = "") -> None:
         before, self.state = self.state, fire(PEER_TABLE, self.state, event)
         logger.info("peer %s at %s: %s -> %s%s", self.engine_id, self.address, before, self.state, why and f" ({why})")
 
-    def retire(self, connection: Connection, why: str) -> None:
-        """Use `connection` for no new load. Firing twice is fine: several reads may find out."""
-        if self.current is connection:
-            self.current = None
-            self.retired.append(connection)
-            self.fire(PeerEvent.BREAK, why)
+    def usable(self, incarnation: str | None) -> Connection | None:
+        """The connection, unless a ticket of this incarnation shows that it may be outdated."""
+        if self.current is None or incarnation is None or incarnation in self.over:
+            return self.current
+        return self.current if self.current.incarnation == incarnation else None
 
 
 class Peers:
     """All peers of a runtime."""
 
-    def __init__(self, config: Config, transport: Transport, local: LocalRank, landing: Landing, spawn: Spawn) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reader: str,
+        handshakes: Handshakes,
+        connections: Connections,
+        clocks: PeerClocks,
+        clock: Clock,
+        spawn: Spawn,
+    ) -> None:
         self._config = config
-        self._transport = transport
-        self._local = local
-        self._landing = landing
+        self._back_off = BackOff(config.peer_backoff_first_s, config.peer_backoff_max_s)
+        self._reader = reader
+        self._handshakes = handshakes
+        self._connections = connections
+        self._clocks = clocks
+        self._clock = clock
         self._spawn = spawn
-        self._peers: dict[tuple[str, Rank, str], Peer] = {}
+        self._peers: dict[Address, Peer] = {}
+        self._sweep_timer: Timer | None = None
         self._closed = False
 
     @property
-    def states(self) -> tuple[PeerState, ...]:
-        return tuple(peer.state for peer in self._peers.values())
+    def statistics(self) -> tuple[PeerStatistics, ...]:
+        now_s = self._clock.now_s()
+        return tuple(
+            PeerStatistics(
+                engine_id=peer.engine_id,
+                rank=peer.rank,
+                address=peer.address,
+                state=peer.state,
+                failures=peer.circuit.failures,
+                retry_after_s=peer.circuit.wait_s(now_s),
+                last_error=peer.last_error,
+            )
+            for peer in self._peers.values()
+        )
 
     def get(self, engine_id: str, rank: Rank, address: str) -> Peer:
-        """The one object for this peer."""
-        key = (engine_id, rank, address)
+        """The one object for this peer. RequestError if there are `Config.peers_max` others and all in use."""
+        key = Address(engine_id, rank, address)
         peer = self._peers.get(key)
         if peer is None:
-            peer = self._peers[key] = Peer(engine_id, rank, address)
+            self._make_room(key)
+            peer = self._peers[key] = Peer(key, self._clock.now_s())
+            if self._sweep_timer is None and not self._closed:
+                self._sweep_later()
         return peer
 
-    async def connect(self, peer: Peer, incarnation: str | None) -> Connection:
+    async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """The peer's connection, made if need be; all who ask meanwhile share one handshake.
 
-        A connection to another incarnation than the ticket's is outdated and replaced once; None takes any. Raises a
+        With the incarnation of a ticket, a connection to another one is not taken before the peer was asked once;
+        None takes any. `request_id` is for peers that drain: they connect readers of open leases only. Raises a
         PeerError. Cancelling stops the waiting, not the handshake.
         """
-        if peer.current is not None and incarnation is not None and peer.current.incarnation != incarnation:
-            peer.retire(peer.current, f"it restarted: {peer.current.incarnation} is not {incarnation}")
-        if peer.current is not None:
-            return peer.current
-        if peer.handshake is None:
-            self._start_handshake(peer)
-        assert peer.handshake is not None
-        return await asyncio.shield(peer.handshake)
+        while True:
+            peer.used_s = self._clock.now_s()
+            connection = peer.usable(incarnation)
+            if connection is not None:
+                return connection
+            handshake, ours = peer.handshake, peer.handshake is None
+            if handshake is None:
+                handshake = self._start_handshake(peer, incarnation, request_id)
+            try:
+                connection = await asyncio.shield(handshake)
+            except PeerNotReady:  # that was about another request
+                if ours:
+                    raise
+            else:
+                if ours or incarnation in (None, connection.incarnation):
+                    return connection
 
     async def find_lease(self, peer: Peer, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
         """Ask a rank for its lease of a request. Raises a PeerError."""
-        reply = await self._ask(peer, question)
+        connection = peer.current
+        try:
+            reply = await self._handshakes.ask(peer.at, question)
+        except PeerUnreachable as error:
+            if connection is not None:
+                self.failed(connection, str(error))
+            raise
         if isinstance(reply, wire.LeaseFound | wire.NoLease):
             return reply
         raise ProtocolError(f"{peer.address}: asked for a lease, got {type(reply).__name__}", peer=peer.address)
 
-    async def aclose(self) -> None:
-        """Forget all peers. Loads have ended before, and the task group ends handshakes."""
-        self._closed = True
-        for peer in self._peers.values():
-            if knows(PEER_TABLE, peer.state, PeerEvent.CLOSE):
-                peer.fire(PeerEvent.CLOSE)
-            peer.current = None
-        self._peers.clear()
+    async def release(self, peer: Peer, lease_id: str) -> str:
+        """Tell a rank that we need a lease's blocks no more; its incarnation. No connection is made. PeerError."""
+        self._check_wait(peer, None)
+        return await self._handshakes.release(peer.at, lease_id)
 
-    def _start_handshake(self, peer: Peer) -> None:
+    def keep_clock(self, peer: Peer, now_s: float) -> None:
+        """Have a peer's clock asked for if what we know of it has aged; nobody waits for that."""
+        if self._clocks.is_due(peer.at, now_s):
+            self._spawn(self._handshakes.ask_clock(peer.at), name=f"kvflow-clock {peer.address}")
+
+    def sure_until_s(self, peer: Peer, incarnation: str, theirs_s: float) -> float:
+        """See `PeerClocks.sure_until_s`."""
+        return self._clocks.sure_until_s(peer.at, incarnation, theirs_s)
+
+    def succeeded(self, peer: Peer) -> None:
+        """Bytes were read from it: whatever failed before is over."""
+        peer.circuit = Circuit()
+        peer.used_s = self._clock.now_s()
+
+    def failed(self, connection: Connection, why: str) -> None:
+        """Use the connection for no new load. Several reads may find out; the first one counts."""
+        for peer in self._users_of(connection):
+            peer.circuit = after_failed_read(
+                peer.circuit, self._back_off, now_s=self._clock.now_s(), name=self._name_for(peer)
+            )
+            peer.last_error = why[:_ERROR_CHARS_MAX]
+            waits = peer.circuit.wait_s(self._clock.now_s()) > 0
+            self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
+
+    def said_goodbye(self, goodbye: wire.Goodbye) -> None:
+        """A peer drains, or closes: then its connection goes. Nothing happens unless we have one to that very life."""
+        sender = goodbye.sender
+        rank = Rank(sender.dp_rank, sender.pp_rank, sender.tp_rank)
+        for peer in self._peers.values():
+            connection = peer.current
+            if (peer.engine_id, peer.rank) != (sender.engine_id, rank) or connection is None:
+                continue
+            if connection.incarnation != goodbye.incarnation:
+                continue
+            if goodbye.closing:
+                self._disconnect(peer, PeerEvent.BREAK, "it closes")
+            elif knows(PEER_TABLE, peer.state, PeerEvent.DRAIN):
+                peer.fire(PeerEvent.DRAIN)
+
+    async def forget(self, engine_id: str, address: str | None) -> bool:
+        """See `Runtime.forget_peer`."""
+
+        def chosen() -> list[Peer]:
+            found = [peer for peer in self._peers.values() if peer.engine_id == engine_id]
+            return [peer for peer in found if address in (None, peer.address)]
+
+        handshakes = [peer.handshake for peer in chosen() if peer.handshake is not None]
+        if handshakes:
+            await asyncio.wait(handshakes)  # bounded by handshake_timeout_s
+        agents = [peer.current.agent for peer in chosen() if peer.current is not None]
+        for peer in chosen():
+            if peer.handshake is None:  # else it was begun just now, from scratch
+                self._drop(peer, "forgotten")
+        return await self._connections.gone(agents, self._config.handshake_timeout_s)
+
+    async def aclose(self) -> None:
+        """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
+        self._closed = True
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        for peer in list(self._peers.values()):
+            self._drop(peer, "closing")
+
+    def _start_handshake(
+        self, peer: Peer, incarnation: str | None, request_id: str | None
+    ) -> asyncio.Future[Connection]:
         if self._closed:
             raise RuntimeClosed("the runtime is closed")
+        self._check_wait(peer, incarnation)
         future: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        self._spawn(self._run_handshake(peer, future), name=f"kvflow-handshake {peer.address}")
+        self._spawn(self._run_handshake(peer, incarnation, request_id, future), name=f"kvflow-handshake {peer.address}")
         peer.handshake = future
         peer.fire(PeerEvent.CONNECT)
+        if incarnation is not None:
+            peer.tried.add(incarnation)
+        return future
 
-    async def _run_handshake(self, peer: Peer, future: asyncio.Future[Connection]) -> None:
+    def _check_wait(self, peer: Peer, incarnation: str | None) -> None:
+        """PeerUnreachable if the peer must not be asked yet."""
+        wait_s = peer.circuit.wait_s(self._clock.now_s())
+        another_life = incarnation is not None and incarnation not in peer.tried and len(peer.tried) < _LIVES_MAX
+        if wait_s > 0 and not another_life:
+            raise PeerUnreachable(
+                f"{peer.address}: engine {peer.engine_id!r} ({peer.rank}) is not asked for another {wait_s:.3g} s "
+                f"(failures in a row: {peer.circuit.failures}, the last: {peer.last_error})",
+                peer=peer.address,
+                retry_after_s=wait_s,
+            )
+
+    async def _run_handshake(
+        self, peer: Peer, incarnation: str | None, request_id: str | None, future: asyncio.Future[Connection]
+    ) -> None:
         """The handshake task: settles `future` whatever happens."""
         error: KVFlowError = RuntimeClosed("the runtime closed during the handshake")
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
-                connection = await self._shake_hands(peer)
+                connection = await self._handshakes.connect(peer.at, request_id)
         except KVFlowError as problem:
             error = problem
         except TimeoutError:
@@ -217,161 +297,87 @@ class Peers:
             error.__cause__ = bug
             raise
         else:
-            peer.current = connection
-            peer.fire(PeerEvent.CONNECTED)
+            self._connected(peer, connection, incarnation)
             future.set_result(connection)
         finally:
             peer.handshake = None
             if not future.done():
-                peer.fire(PeerEvent.CONNECT_FAILED, str(error))
+                self._not_connected(peer, error)
                 future.set_exception(error)
                 future.exception()  # seen: everybody who waited may have given up
 
-    async def _shake_hands(self, peer: Peer) -> Connection:
-        await self._drop_retired(peer)
-        reply = await self._ask(peer, wire.MetadataRequest(reader=self._local.reader, target=target_of(peer)))
-        if not isinstance(reply, wire.Metadata):
-            raise ProtocolError(f"{peer.address}: asked for metadata, got {type(reply).__name__}", peer=peer.address)
-        regions = _judge(peer, reply, self._local)
-        agent = await self._add_agent(peer, reply)
-        pairing, told = _relation(peer, reply, self._local, regions)
-        permutation = self._landing.permutation(pairing, regions)
-        return Connection(agent, reply, regions.num_blocks, pairing, permutation, told)
+    def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
+        """A handshake worked. What other life the ticket or the last connection was of is over."""
+        before = peer.current
+        others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
+        peer.over.extend(other for other in others if other is not None and other not in peer.over)
+        peer.fire(PeerEvent.CONNECTED)
+        peer.current = connection
+        peer.tried = {connection.incarnation}
+        peer.last_error = ""
+        if connection.pairing is None:  # nothing will be read from it, which would end a row of failures
+            peer.circuit = Circuit()
+        if before is not None and before is not connection:
+            self._leave(before)
 
-    async def _ask(self, peer: Peer, request: wire.Request) -> wire.Reply:
-        """Put a question to a peer; its refusal is raised."""
-        reply = await ask(
-            peer.address,
-            request,
-            fingerprint=self._local.compatibility.fingerprint(),
-            timeout_s=self._config.handshake_timeout_s,
-            message_bytes_max=self._config.side_channel_message_bytes_max,
-        )
-        if isinstance(reply, wire.Refusal):
-            raise _refused(peer, reply, self._local)
-        return reply
+    def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
+        """A handshake failed; the peer's own fault is counted."""
+        event = PeerEvent.POSTPONE
+        if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
+            event = PeerEvent.BACK_OFF
+            now_s = self._clock.now_s()
+            peer.circuit = after_failed_handshake(peer.circuit, self._back_off, now_s=now_s, name=self._name_for(peer))
+            error.retry_after_s = peer.circuit.wait_s(now_s)
+        peer.last_error = str(error)[:_ERROR_CHARS_MAX]
+        self._disconnect(peer, event, str(error))
 
-    async def _drop_retired(self, peer: Peer) -> None:
-        """Give outdated connections back to the transport, each once its last user has left."""
-        while peer.retired:
-            await peer.retired[0].idle()
-            await self._transport.remove_peer(peer.retired.pop(0).agent)
+    def _name_for(self, peer: Peer) -> str:
+        """What a wait's jitter depends on: another one for every reader of a peer."""
+        return f"{self._reader} {peer.address}"
 
-    async def _add_agent(self, peer: Peer, metadata: wire.Metadata) -> AgentName:
-        expected = wire.agent_name(peer.engine_id, peer.rank, metadata.incarnation)
-        try:
-            agent = await self._transport.add_peer(metadata.agent_metadata)
-        except PeerGone as error:
-            raise PeerUnreachable(f"{peer.address}: {error}", peer=peer.address) from error
-        except TransportError as error:
-            raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error
-        if agent != expected:
-            await self._transport.remove_peer(agent)
-            raise ProtocolError(f"{peer.address}: agent name: expected {expected!r}, got {agent!r}", peer=peer.address)
-        return agent
+    def _users_of(self, connection: Connection) -> list[Peer]:
+        """Peers that connect by it: two, if two addresses lead to one rank."""
+        return [peer for peer in self._peers.values() if peer.current is connection]
 
+    def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
+        """Take the peer's connection away. If a handshake is under way, that decides about the state."""
+        connection, peer.current = peer.current, None
+        if peer.handshake is None:
+            peer.fire(event, why)
+        if connection is not None:
+            self._leave(connection)
 
-def target_of(peer: Peer) -> wire.Target:
-    """Whom we believe to listen at the peer's address."""
-    return wire.Target(peer.engine_id, peer.rank.dp, peer.rank.pp, peer.rank.tp)
+    def _leave(self, connection: Connection) -> None:
+        if not self._users_of(connection):
+            self._connections.leave(connection)
 
+    def _drop(self, peer: Peer, why: str) -> None:
+        """Forget a peer that has no handshake."""
+        del self._peers[peer.at]
+        self._clocks.forget(peer.at)
+        self._disconnect(peer, PeerEvent.CLOSE, why)
 
-def _refused(peer: Peer, refusal: wire.Refusal, ours: LocalRank) -> PeerError:
-    """The error for a peer that said no."""
-    if refusal.compatibility is not None:
-        differences = ours.compatibility.differences(refusal.compatibility) or [refusal.reason]
-        if refusal.holding is not None:
-            try:
-                wire.check_holding(refusal.holding)
-            except wire.WireError as error:
-                return ProtocolError(f"{peer.address}: {error}", peer=peer.address)
-            differences += topology.differences(ours.holding, refusal.holding)
-        return _incompatible(peer, differences)
-    if refusal.version != wire.PROTOCOL_VERSION:
-        return PeerIncompatible(
-            f"{peer.address}: kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {refusal.version}",
-            peer=peer.address,
-        )
-    return PeerRefused(f"{peer.address}: refused: {refusal.reason}", peer=peer.address)
+    def _make_room(self, newcomer: Address) -> None:
+        if len(self._peers) < self._config.peers_max:
+            return
+        # A load that was given a connection takes a moment until it holds it.
+        idle_before_s = self._clock.now_s() - self._config.handshake_timeout_s
+        idle = [peer for peer in self._peers.values() if not peer.busy and peer.used_s <= idle_before_s]
+        if not idle:
+            raise RequestError(
+                f"{newcomer.address}: engine {newcomer.engine_id!r}: {len(self._peers)} peers are in use (peers_max)"
+            )
+        self._drop(min(idle, key=lambda peer: peer.used_s), f"idle, and there are {len(self._peers)} peers")
 
+    def _sweep_later(self) -> None:
+        self._sweep_timer = self._clock.call_later(self._config.peer_idle_s / 4, self._sweep)
 
-def _incompatible(peer: Peer, differences: list[str]) -> PeerIncompatible:
-    return PeerIncompatible(
-        f"{peer.address}: engine {peer.engine_id!r} ({peer.rank}) is not compatible: {'; '.join(differences)}",
-        peer=peer.address,
-    )
-
-
-def _judge(peer: Peer, metadata: wire.Metadata, ours: LocalRank) -> Regions:
-    """Check everything a peer says of itself before any of it is used."""
-    if metadata.engine_id != peer.engine_id:
-        raise PeerRefused(
-            f"{peer.address}: expected engine {peer.engine_id!r}, found {metadata.engine_id!r}", peer=peer.address
-        )
-    actual = wire.checksum(metadata.agent_metadata)
-    if actual != metadata.agent_metadata_crc32:
-        raise ProtocolError(
-            f"{peer.address}: agent metadata checksum: computed {actual:#010x}, "
-            f"sent {metadata.agent_metadata_crc32:#010x}",
-            peer=peer.address,
-        )
-    try:
-        regions = wire.regions_from_wire(metadata.regions)
-        wire.check_holding_of(metadata.holding, regions)
-        wire.check_seals(metadata.seals)
-    except wire.WireError as error:
-        raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error
-    found = topology.differences(ours.holding, metadata.holding)
-    for name, mine, theirs in (
-        ("attention", ours.holding.latent, metadata.holding.latent),
-        ("rank (pp, tp)", peer.rank[1:], (metadata.holding.pp_rank, metadata.holding.tp_rank)),
-        ("bytes of a head", _head_bytes(ours.regions), _head_bytes(regions)),
-        ("opaque blocks (kv_format)", *_opaque_shapes(ours, regions)),
-    ):
-        if mine != theirs:
-            found.append(f"{name}: ours {mine}, theirs {theirs}")
-    reachable = {kind for kinds in BUFFER_DEVICES.values() for kind in kinds}
-    if regions.device.kind not in reachable:
-        found.append(f"device: ours {sorted(reachable)}, theirs {regions.device.kind}")
-    if found:
-        raise _incompatible(peer, found)
-    return regions
-
-
-def _head_bytes(regions: Regions) -> int:
-    """Bytes of one head of one token over all parts."""
-    return regions.block.run * len(regions.parts)
-
-
-def _opaque(ours: LocalRank) -> bool:
-    """Whether blocks mean more than values at strides, so that only whole ones of the same shape can be read."""
-    return ours.compatibility.kv_format != PLAIN
-
-
-def _opaque_shapes(ours: LocalRank, regions: Regions) -> tuple[object, object]:
-    """What has to be equal if blocks are opaque."""
-    if not _opaque(ours):
-        return None, None
-    return (ours.regions.block, ours.regions.parts), (regions.block, regions.parts)
-
-
-def _relation(
-    peer: Peer, metadata: wire.Metadata, ours: LocalRank, regions: Regions
-) -> tuple[Pairing | None, tuple[int, int]]:
-    """What we read from a rank, and what share of it we answer for."""
-    theirs = metadata.holding
-    source = next((one for one in topology.sources_of(ours.holding, theirs) if one.tp_rank == theirs.tp_rank), None)
-    if source is None:
-        raise _incompatible(peer, [f"tp_rank: ours {ours.holding.tp_rank} has nothing to do with {theirs.tp_rank}"])
-    told = topology.share_of(ours.holding, theirs, source.tellers)
-    if source.heads == 0 or told[0] == 0:
-        return None, told
-    pairing = Pairing(
-        ours.regions,
-        regions,
-        heads=HeadSlice(source.local_start, source.remote_start, source.heads),
-        local_layers=ours.holding.layers,
-        remote_layers=theirs.layers,
-        opaque=_opaque(ours),
-    )
-    return pairing, told
+    def _sweep(self) -> None:
+        """The timer: forget who was not used for long enough."""
+        idle_before_s = self._clock.now_s() - self._config.peer_idle_s
+        for peer in list(self._peers.values()):
+            if not peer.busy and peer.used_s <= idle_before_s:
+                self._drop(peer, f"not used for {self._config.peer_idle_s} s")
+        self._sweep_timer = None
+        if self._peers:
+            self._sweep_later()

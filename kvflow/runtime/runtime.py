@@ -9,33 +9,32 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import secrets
-from collections.abc import Callable, Coroutine, Sequence
+import math
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.layout import CacheLayout, KVCaches
-from kvflow.core.ledger import BlockCounts, BlockLedger
-from kvflow.core.regions import Regions, map_regions, map_spans
-from kvflow.core.seals import HOST, SealTable
-from kvflow.core.states import PeerState
-from kvflow.core.topology import Rank, holding_of
-from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
-from kvflow.runtime.copier import Copier
-from kvflow.runtime.landing import Landing
-from kvflow.runtime.loading import Loader, LoadingStatistics, LoadReport, LoadRequest
-from kvflow.runtime.peers import LocalRank, Peers
-from kvflow.runtime.permute import Scratch
+from kvflow.core.ledger import BlockCounts
+from kvflow.core.ticket import Ticket
+from kvflow.core.topology import Rank
+from kvflow.errors import Quarantine, RuntimeBroken, RuntimeClosed, RuntimeDraining, UsageError
+from kvflow.runtime.answers import answer, refusal
+from kvflow.runtime.cache import RegisteredCache, Services, register
+from kvflow.runtime.drain import DrainReport, busy, drain, end
+from kvflow.runtime.loading import LoadingStatistics, LoadReport, LoadRequest
+from kvflow.runtime.peers import PeerStatistics
 from kvflow.runtime.poller import Poller
-from kvflow.runtime.serving import Lease, ServeRequest, Serving, ServingStatistics
-from kvflow.runtime.side_channel import Listener, ListenerStatistics
-from kvflow.runtime.sources import Sources
-from kvflow.runtime.staging import BlockCopier, HostBuffers
-from kvflow.transport.base import Transport, TransportError, TransportStatistics, choose_buffer_device
-from kvflow.transport.factory import make_transport
+from kvflow.runtime.prewarm import PeerAddress, Prewarmed, prewarm
+from kvflow.runtime.records import Observer, Observers
+from kvflow.runtime.serving import Lease, ServeRequest, ServingStatistics
+from kvflow.runtime.side_channel import ListenerStatistics
+from kvflow.runtime.staging import BlockCopier
+from kvflow.runtime.world import World
+from kvflow.transport.base import TransportError, TransportStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,7 @@ logger = logging.getLogger(__name__)
 class RuntimeState(enum.StrEnum):
     NEW = "new"
     OPEN = "open"
+    DRAINING = "draining"
     BROKEN = "broken"
     CLOSING = "closing"
     CLOSED = "closed"
@@ -59,51 +59,43 @@ class RuntimeStatistics:
     """Host blocks and scratch buffers that are in use now."""
     serving: ServingStatistics | None
     loading: LoadingStatistics | None
-    peers: tuple[PeerState, ...]
+    peers: tuple[PeerStatistics, ...]
+    readers: int
+    """Ranks that have connected to this one and will be told when it goes."""
     listener: ListenerStatistics | None
     transport: TransportStatistics
     early_notifications: int
     """Notifications that came before a cache was registered, when no lease could exist."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Cache:
-    """Everything that exists once a cache is registered."""
-
-    layout: CacheLayout
-    regions: Regions
-    local: LocalRank
-    ledger: BlockLedger
-    seals: SealTable
-    serving: Serving
-    loader: Loader
-    peers: Peers
-    staging: HostBuffers | None
-    scratch: Scratch
-    agent_metadata: bytes
-
-    @property
-    def buffers_used(self) -> int:
-        return self.scratch.used + (self.staging.pool.used if self.staging else 0)
-
-
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    It belongs to the event loop that opened it. `transport` makes one from the agent's name, in place of the one that
-    `config.transport` names.
+    It belongs to the event loop that opened it. `observers` are told how every load and lease has ended.
+    Tests give it another `world`.
     """
 
-    def __init__(self, config: Config, *, transport: Callable[[str], Transport] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        observers: Sequence[Observer] = (),
+        world: World = World(),  # noqa: B008 - frozen
+    ) -> None:
         self._config = config
-        self._rank = Rank(config.dp_rank, config.pp_rank, config.tp_rank)
-        self._incarnation = secrets.token_hex(8)
+        self._observers = Observers(observers)
+        self._world = world
+        self._rank = Rank.of(config)
+        self._incarnation = world.token_hex(8)
+        self._host = config.advertise_host or config.listen_host
         self._agent_name = wire.agent_name(config.engine_id, self._rank, self._incarnation)
-        self._transport = transport(self._agent_name) if transport else make_transport(config, self._agent_name)
+        self._transport = world.transport(config, self._agent_name)
+        self._side_channel = world.side_channel(config)
+        self._clock = world.clock()
         self._state = RuntimeState.NEW
         self._cause: BaseException | None = None
         self._registering = False
-        self._cache: _Cache | None = None
+        self._cache: RegisteredCache | None = None
         self._early_notifications = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._supervisor: asyncio.Task[None] | None = None
@@ -116,19 +108,27 @@ class Runtime:
         return self._config
 
     @property
+    def rank(self) -> Rank:
+        return self._rank
+
+    @property
     def state(self) -> RuntimeState:
         return self._state
 
     @property
     def address(self) -> str:
         """The side channel's address as tickets name it."""
-        self._require_open()
-        return f"tcp://{self._config.advertise_host or self._config.listen_host}:{self._listener.port}"
+        self._require_running()
+        return f"tcp://{self._host}:{self._listener.port}"
 
     @property
     def quarantines(self) -> tuple[Quarantine, ...]:
         """Blocks in which bytes may still land although their load has ended; each can be awaited."""
         return self._cache.loader.quarantines if self._cache else ()
+
+    def quarantines_of(self, request_id: str) -> tuple[Quarantine, ...]:
+        """Those of `quarantines` that loads of this request have left: for cancelled ones, whose error carries none."""
+        return tuple(one for one in self.quarantines if one.request_id == request_id)
 
     async def __aenter__(self) -> Self:
         """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had."""
@@ -137,17 +137,12 @@ class Runtime:
         self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
         await self._transport.open()
         try:
-            self._listener = Listener(
-                self._config.listen_host,
-                self._config.listen_port,
-                message_bytes_max=self._config.side_channel_message_bytes_max,
-                answer=self._answer,
-            )
+            self._listener = self._side_channel.listen(self._answer)
         except BaseException:
             await self._transport.aclose(self._config.transport_close_timeout_s)
             raise
         self._poller = Poller(self._transport, self._on_notification)
-        self._copier = Copier(f"kvflow-copy {self._agent_name}")
+        self._copier = self._world.copier(f"kvflow-copy {self._agent_name}")
         self._stop = asyncio.Event()
         self._state = RuntimeState.OPEN
         started = asyncio.Event()
@@ -191,15 +186,9 @@ class Runtime:
         self._require_open()
         if self._cache is not None or self._registering:
             raise UsageError("a KV cache is registered already; a runtime has one")
-        regions = map_regions(layout, kv_caches)
-        buffer_device = choose_buffer_device(regions.device.kind, self._config.kv_buffer_device)
-        staged = self._config.always_stage or buffer_device != regions.device.kind
         self._registering = True
         try:
-            staging = await self._stage(kv_caches, layout, copy_blocks) if staged else None
-            self._cache = await self._register(kv_caches, layout, regions, staging)
-        except TransportError as error:
-            raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
+            self._cache = await register(self._services(), kv_caches, layout, copy_blocks)
         finally:
             self._registering = False
 
@@ -219,6 +208,50 @@ class Runtime:
         """
         return await self._require_cache().loader.load(request)
 
+    async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
+        """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
+
+        One message to each rank, no handshake; its lease ends as if we had read. Returns whether all ranks were told,
+        within Config.handshake_timeout_s: a producer that has restarted or cannot be reached is no error, since
+        leases run out. A release that comes late or twice changes nothing. Raises RequestError for a ticket that
+        cannot be right. Cancelling stops it; some ranks may have been told then.
+        """
+        return await self._require_cache().loader.release(ticket)
+
+    async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
+        """Connect to engines before the first load from them, so that no load waits for a handshake.
+
+        Each is named by the address of one of its ranks, or by a ticket of it. Returns one result for each, in order,
+        with the error if there was one; one bad engine does not keep others from being connected. Takes at most
+        Config.handshake_timeout_s for each rank. Cancelling stops the waiting; handshakes under way go on.
+        """
+        cache = self._require_cache()
+        return await prewarm(cache.sources, cache.peers, engines)
+
+    async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
+        """Forget all ranks of an engine, or the one at an address: connections, failures, waits.
+
+        The next load from it starts from scratch. Loads that read from it now go on; the transport forgets the engine
+        when they have left. Returns whether that was so within Config.handshake_timeout_s; if not it will be later.
+        Cancelling stops the waiting.
+        """
+        self._require_running()
+        return self._cache is None or await self._cache.peers.forget(engine_id, address)
+
+    async def drain(self, deadline_s: float | None = None) -> DrainReport:
+        """Take no new work, tell readers, and wait until all leases and loads have ended, or until `deadline_s`.
+
+        From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
+        with PeerNotReady unless they have a ticket of an open lease. At the deadline (Config.drain_timeout_s if None)
+        leases are revoked and loads ended, which takes at most Config.seal_hold_s, cancel_grace_s and drain_timeout_s.
+        Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
+        """
+        self._require_running()
+        if deadline_s is not None and not 0 < deadline_s < math.inf:
+            raise UsageError(f"drain: deadline_s {deadline_s} is not above 0 and finite")
+        self._state = RuntimeState.DRAINING
+        return await self._drain(self._config.drain_timeout_s if deadline_s is None else deadline_s)
+
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
         cache = self._cache
@@ -230,82 +263,11 @@ class Runtime:
             buffers_used=cache.buffers_used if cache else 0,
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
-            peers=cache.peers.states if cache else (),
+            peers=cache.peers.statistics if cache else (),
+            readers=cache.readers.count if cache else 0,
             listener=self._listener.statistics if self._supervisor is not None else None,
             transport=self._transport.statistics,
             early_notifications=self._early_notifications,
-        )
-
-    async def _stage(self, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None) -> HostBuffers:
-        """Make the host buffers; on the copy thread, since that touches all their pages."""
-        made: list[HostBuffers] = []
-        await self._copier.run(lambda: made.append(HostBuffers(kv_caches, layout, self._config, copy_blocks)))
-        return made[0]
-
-    async def _register(
-        self, kv_caches: KVCaches, layout: CacheLayout, regions: Regions, staging: HostBuffers | None
-    ) -> _Cache:
-        config = self._config
-        seals, fetched = SealTable(config.leases_max), SealTable(config.loads_max)
-        caches = kv_caches if staging is None else staging.caches
-        regions = regions if staging is None else staging.regions
-        await self._transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
-        await self._transport.register([seals.span, fetched.span], HOST, (seals, fetched))
-        agent_metadata = await self._transport.metadata()
-        holding = holding_of(
-            layout,
-            tp_rank=config.tp_rank,
-            tp_size=config.tp_size,
-            pp_rank=config.pp_rank,
-            pp_size=config.pp_size,
-            model_kv_heads=config.num_kv_heads,
-        )
-        local = LocalRank(
-            reader=self._agent_name,
-            compatibility=wire.compatibility_of(layout, model=config.model),
-            holding=holding,
-            regions=regions,
-        )
-        ledger = BlockLedger(layout.num_blocks)
-        scratch = Scratch(
-            self._transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
-        )
-        landing = Landing(config, kv_caches, layout, scratch, staging, self._copier)
-        peers = Peers(config, self._transport, local, landing, self._spawn)
-        return _Cache(
-            layout=layout,
-            regions=regions,
-            local=local,
-            ledger=ledger,
-            seals=seals,
-            serving=Serving(
-                config,
-                holding,
-                ledger,
-                seals,
-                num_blocks=layout.num_blocks,
-                block_size_bytes=layout.block_size_bytes,
-                staging=staging,
-                copier=self._copier,
-                incarnation=self._incarnation,
-                port=self._listener.port,
-            ),
-            loader=Loader(
-                config,
-                local=local,
-                num_blocks=layout.num_blocks,
-                ledger=ledger,
-                seals=fetched,
-                landing=landing,
-                sources=Sources(config, local, peers),
-                poller=self._poller,
-                copier=self._copier,
-                transport=self._transport,
-            ),
-            peers=peers,
-            staging=staging,
-            scratch=scratch,
-            agent_metadata=agent_metadata,
         )
 
     async def _supervise(self, started: asyncio.Event) -> None:
@@ -335,7 +297,7 @@ class Runtime:
         """A service died: settle everybody."""
         logger.error("kvflow runtime %s broke", self._config.engine_id, exc_info=cause)
         self._cause = cause
-        if self._state is RuntimeState.OPEN:
+        if self._state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self._state = RuntimeState.BROKEN
         if self._cache:
             self._cache.serving.close()
@@ -344,7 +306,7 @@ class Runtime:
     async def _close(self) -> None:
         """The close task."""
         try:
-            await self._drain()
+            await self._end_work()
             self._stop.set()
             if self._supervisor is not None:
                 await self._supervisor
@@ -359,48 +321,53 @@ class Runtime:
             self._listener.close()
             self._state = RuntimeState.CLOSED
 
-    async def _drain(self) -> None:
-        """Let loads and leases end by themselves, then make them end, each within a bound."""
-        if self._cache is None:
+    async def _end_work(self) -> None:
+        """Drain, unless a service has died, and let readers know that this rank goes."""
+        cache = self._cache
+        if cache is None:
             return
-        serving, loader = self._cache.serving, self._cache.loader
-        if self._cause is None:
-            await _bounded([serving.drained(), loader.drained()], self._config.drain_timeout_s)
-        serving.close()
-        loader.close()
-        bound_s = self._config.seal_hold_s + self._config.drain_timeout_s
-        waits = [serving.drained()] if self._cause else [serving.drained(), loader.drained()]
-        await _bounded(waits, bound_s + self._config.cancel_grace_s)
+        if self._cause is not None:
+            await end(cache.serving, cache.loader, self._config, broken=True)
+        elif busy(cache.serving, cache.loader):
+            await self._drain(self._config.drain_timeout_s)
+        else:
+            await end(cache.serving, cache.loader, self._config)
+        await cache.readers.tell(closing=True)
+
+    async def _drain(self, deadline_s: float) -> DrainReport:
+        cache = self._cache
+        if cache is None:
+            return DrainReport(finished=True)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cache.readers.tell(closing=False), name="kvflow-goodbye")
+            return await drain(cache.serving, cache.loader, self._config, deadline_s)
+
+    def _services(self) -> Services:
+        return Services(
+            config=self._config,
+            world=self._world,
+            observers=self._observers,
+            clock=self._clock,
+            transport=self._transport,
+            side_channel=self._side_channel,
+            poller=self._poller,
+            copier=self._copier,
+            spawn=self._spawn,
+            agent_name=self._agent_name,
+            incarnation=self._incarnation,
+            rank=self._rank,
+            host=self._host,
+            port=self._listener.port,
+        )
 
     def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
         """Answer a peer on the side channel; never waits."""
-        cache = self._cache
+        cache, engine_id = self._cache, self._config.engine_id
         if cache is None:
-            return _refusal(f"engine {self._config.engine_id!r} has no KV cache registered yet")
-        if self._state not in (RuntimeState.OPEN, RuntimeState.CLOSING):  # closing waits for readers of open leases
-            return _refusal(f"engine {self._config.engine_id!r} is {self._state}")
-        if request.target.engine_id != self._config.engine_id:
-            expected = request.target.engine_id
-            return _refusal(f"unknown engine: expected {expected!r}, this is {self._config.engine_id!r}")
-        if header.fingerprint != cache.local.compatibility.fingerprint():
-            return _refusal("the caches are not compatible", cache.local)
-        rank = Rank(request.target.dp_rank, request.target.pp_rank, request.target.tp_rank)
-        if rank != self._rank:
-            return _refusal(f"expected {rank}, this is {self._rank}")
-        if isinstance(request, wire.LeaseRequest):
-            return cache.serving.find(request)
-        return wire.Metadata(
-            engine_id=self._config.engine_id,
-            incarnation=self._incarnation,
-            holding=cache.local.holding,
-            agent_metadata=cache.agent_metadata,
-            agent_metadata_crc32=wire.checksum(cache.agent_metadata),
-            regions=wire.regions_to_wire(cache.regions),
-            seals=wire.SealLocation(
-                address=cache.seals.address(0), count=cache.seals.count, hold_s=self._config.seal_hold_s
-            ),
-            staged=cache.staging is not None,
-        )
+            return refusal(f"engine {engine_id!r} has no KV cache registered yet", passing=True)
+        if self._state is RuntimeState.BROKEN:
+            return refusal(f"engine {engine_id!r} is {self._state}")
+        return answer(cache, header, request, draining=self._state is not RuntimeState.OPEN)
 
     def _on_notification(self, payload: bytes) -> None:
         if self._cache is None:
@@ -409,8 +376,15 @@ class Runtime:
             self._cache.serving.on_notification(payload)
 
     def _require_open(self) -> None:
+        """New work is possible."""
+        self._require_running()
+        if self._state is RuntimeState.DRAINING:
+            raise RuntimeDraining(f"the runtime {self._config.engine_id!r} drains: it takes no new work")
+
+    def _require_running(self) -> None:
+        """The services are there."""
         match self._state:
-            case RuntimeState.OPEN:
+            case RuntimeState.OPEN | RuntimeState.DRAINING:
                 return
             case RuntimeState.NEW:
                 raise UsageError("the runtime is not open yet: use it as `async with Runtime(config) as rt`")
@@ -419,27 +393,8 @@ class Runtime:
             case RuntimeState.CLOSING | RuntimeState.CLOSED:
                 raise RuntimeClosed(f"the runtime is {self._state}")
 
-    def _require_cache(self) -> _Cache:
+    def _require_cache(self) -> RegisteredCache:
         self._require_open()
         if self._cache is None:
             raise UsageError("no KV cache is registered yet: await register_kv_caches first")
         return self._cache
-
-
-def _refusal(reason: str, local: LocalRank | None = None) -> wire.Refusal:
-    """A "no"; with what we are, if that is the reason."""
-    return wire.Refusal(
-        reason=reason,
-        version=wire.PROTOCOL_VERSION,
-        compatibility=local.compatibility if local else None,
-        holding=local.holding if local else None,
-    )
-
-
-async def _bounded(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> None:
-    """Wait for all of `waits`, but at most `timeout_s`."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            await asyncio.gather(*waits)
-    except TimeoutError:
-        logger.warning("not done within %s s; going on", timeout_s)

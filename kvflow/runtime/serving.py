@@ -3,13 +3,23 @@
 An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
 readers that were given another rank's ticket find it by the request (`find`).
 
+A lease ends at a moment that its readers may move: each renewal gives it its whole ttl_s again, up to its lifetime
+(`Config.lease_lifetime_s`). Its timer looks when it fires whether it has been moved, so a renewal costs a few lookups.
+
 With host staging a lease is open before its blocks can be read: they are copied to host blocks group by group, and the
 seal says how many are still missing. A failed copy revokes the lease.
 
 A lease is registered, and its seal set, before `serve` returns, so a fast reader can never beat it. It ends exactly
 once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal at once; the blocks
-are given back after a short hold (invariant I3, see `core.seals`). Late, duplicate and malformed notifications are
-counted and change nothing.
+are given back after a short hold (invariant I3). Late, duplicate and malformed notifications are counted and change
+nothing.
+
+Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
+its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
+read, and the whole read took less than half of the hold: the wipe came after t, so the blocks came back a hold after t
+at the earliest, when the read had ended (`core.seals`). That needs a hold that is never shorter than promised, so its
+timer, which a loop may round, is checked against the clock. Reads that lose this race may go on for as long as
+they like: their memory stays registered, what they see is thrown away, and their load is LeaseExpired.
 """
 
 from __future__ import annotations
@@ -17,7 +27,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -26,16 +35,18 @@ from functools import partial
 from typing import Any
 
 from kvflow.config import Config
-from kvflow.core import wire
+from kvflow.core import topology, wire
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.seals import SealTable
 from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_open
-from kvflow.core.ticket import RankLease, Ticket
-from kvflow.core.topology import Holding
+from kvflow.core.ticket import RankLease, Ticket, check_traceparent
+from kvflow.core.topology import Holding, Rank
 from kvflow.errors import RequestError
 from kvflow.runtime.copier import Copier
+from kvflow.runtime.records import LeaseRecord, Observers
 from kvflow.runtime.staging import HostBuffers
+from kvflow.runtime.world import Clock, Timer
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +68,8 @@ class ServeRequest:
     num_tokens: int
     ttl_s: float | None = None
     reader_count: int = 1
+    traceparent: str = ""
+    """Trace context (W3C) of the request, for the ticket and the records of both sides."""
 
 
 class LeaseOutcome(enum.StrEnum):
@@ -82,6 +95,8 @@ class ServingStatistics:
     read: int
     expired: int
     revoked: int
+    renewals: int
+    """How often a reader has renewed a lease."""
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
@@ -118,12 +133,19 @@ class Lease:
     def done(self) -> bool:
         return self._outcome.done()
 
-    def revoke(self) -> None:
+    @property
+    def readers_done(self) -> int:
+        """How many ranks of consumers have said that they need the blocks no more."""
+        return len(self._readers)
+
+    def revoke(self) -> Lease:
         """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
 
-        A reader in the middle of a read gets LeaseExpired. The blocks are free when awaiting the lease returns.
+        A reader in the middle of a read gets LeaseExpired, never a success. The blocks are free when awaiting the
+        lease returns: `await lease.revoke()` gives how it ended, which is READ if its readers were faster.
         """
         self._end(self, LeaseEvent.REVOKE)
+        return self
 
     def add_reader(self, reader: str, share: Fraction) -> bool:
         """Note that `reader` has read, and its share of an engine's reading; False if it said so before."""
@@ -131,6 +153,10 @@ class Lease:
             return False
         self._readers[reader] = share
         return True
+
+    def has_reader(self, reader: str) -> bool:
+        """Whether `reader` has said that it has read."""
+        return reader in self._readers
 
     @property
     def all_read(self) -> bool:
@@ -148,14 +174,20 @@ class Lease:
         return outcome
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Entry:
-    """A lease and what is given back when it ends."""
+    """A lease, when it ends, and what is given back then."""
 
     lease: Lease
     ids: BlockIds
-    timer: asyncio.TimerHandle
+    offered_s: float
+    expires_s: float
+    lifetime_ends_s: float
+    """Renewals do not move `expires_s` beyond this."""
+    timer: Timer
     staged: _Staged | None
+    ended_s: float = 0.0
+    """Set when the lease ends: its blocks are held from then on."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -181,6 +213,9 @@ class Serving:
         block_size_bytes: int,
         staging: HostBuffers | None,
         copier: Copier,
+        clock: Clock,
+        token_hex: Callable[[int], str],
+        observers: Observers,
         incarnation: str,
         port: int,
     ) -> None:
@@ -190,6 +225,9 @@ class Serving:
         self._ledger = ledger
         self._staging = staging
         self._copier = copier
+        self._clock = clock
+        self._token_hex = token_hex
+        self._observers = observers
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
@@ -197,6 +235,7 @@ class Serving:
         self._open_requests: dict[str, Lease] = {}
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._ended = dict.fromkeys(LeaseOutcome, 0)
+        self._renewals = 0
         self._late = 0
         self._duplicate = 0
         self._malformed = 0
@@ -211,6 +250,7 @@ class Serving:
             read=self._ended[LeaseOutcome.READ],
             expired=self._ended[LeaseOutcome.EXPIRED],
             revoked=self._ended[LeaseOutcome.REVOKED],
+            renewals=self._renewals,
             late_notifications=self._late,
             duplicate_notifications=self._duplicate,
             malformed_notifications=self._malformed,
@@ -236,7 +276,7 @@ class Serving:
             raise
         ticket = self._make_ticket(request, ids, staged, seal_index, ttl_s)
         lease = Lease(request, ticket, self._end)
-        entry = self._open(lease, ids, staged, ttl_s)
+        entry = self._open(lease, ids, staged)
         if staged is not None:
             self._copy_next(entry, staged)
         if len(ids) == 0:
@@ -253,15 +293,12 @@ class Serving:
             self._malformed += 1
             logger.info("dropped a notification: %s", error)
             return
-        entry = self._entries.get(message.lease_id)
-        if entry is None or not lease_open(entry.lease.state):
-            self._late += 1
-        elif not 0 < message.share <= message.whole <= _WHOLE_MAX:
-            self._malformed += 1
-        elif not entry.lease.add_reader(message.reader, Fraction(message.share, message.whole)):
-            self._duplicate += 1
-        elif entry.lease.all_read:
-            self._end(entry.lease, LeaseEvent.ALL_READ)
+        match message:
+            case wire.ReadDone():
+                self._note_read(message)
+            case wire.Renew(lease_ids=lease_ids, reader=reader):
+                for lease_id in lease_ids:
+                    self._renew(lease_id, reader)
 
     def find(self, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
         """The open lease for a request, if it is of the same blocks and tokens."""
@@ -273,8 +310,28 @@ class Serving:
             return wire.NoLease(ended=True)
         own = ticket.first
         return wire.LeaseFound(
-            incarnation=own.incarnation, lease_id=own.lease_id, seal_index=own.seal_index, block_ids=own.block_ids
+            incarnation=own.incarnation,
+            clock_s=self._clock.now_s(),
+            expires_s=self._entries[own.lease_id].expires_s,
+            lease_id=own.lease_id,
+            seal_index=own.seal_index,
+            block_ids=own.block_ids,
         )
+
+    def serves(self, request_id: str | None) -> bool:
+        """Whether there is an open lease for the request."""
+        return request_id in self._open_requests
+
+    def release(self, question: wire.ReleaseRequest) -> wire.Released:
+        """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
+        wire.check_holding(question.holding)
+        problems = topology.differences(self._holding, question.holding)
+        if problems:
+            raise wire.WireError("; ".join(problems))
+        share, whole = topology.report_of(question.holding, self._holding) or (0, 1)
+        if share > 0:  # else other readers answer for all of it
+            self._note_read(wire.ReadDone(question.lease_id, question.reader, share, whole))
+        return wire.Released(incarnation=self._incarnation)
 
     async def drained(self) -> None:
         """Wait until no lease is open."""
@@ -284,6 +341,27 @@ class Serving:
         """Revoke what is still open."""
         for entry in list(self._entries.values()):
             self._end(entry.lease, LeaseEvent.REVOKE)
+
+    def _note_read(self, message: wire.ReadDone) -> None:
+        entry = self._entries.get(message.lease_id)
+        if entry is None or not lease_open(entry.lease.state):
+            self._late += 1
+        elif not 0 < message.share <= message.whole <= _WHOLE_MAX:
+            self._malformed += 1
+        elif not entry.lease.add_reader(message.reader, Fraction(message.share, message.whole)):
+            self._duplicate += 1
+        elif entry.lease.all_read:
+            self._end(entry.lease, LeaseEvent.ALL_READ)
+
+    def _renew(self, lease_id: str, reader: str) -> None:
+        """Give a lease its ttl_s again. One who has said that it has read does not need that: its message is late."""
+        entry = self._entries.get(lease_id)
+        if entry is None or not lease_open(entry.lease.state) or entry.lease.has_reader(reader):
+            self._late += 1
+            return
+        self._renewals += 1
+        renewed_s = self._clock.now_s() + entry.lease.ticket.ttl_s
+        entry.expires_s = max(entry.expires_s, min(renewed_s, entry.lifetime_ends_s))
 
     def _check(self, request: ServeRequest) -> BlockIds:
         what = f"request {request.request_id!r}"
@@ -300,6 +378,7 @@ class Serving:
             )
         if request.reader_count < 1 or not (request.ttl_s is None or 0 < request.ttl_s < float("inf")):
             raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
+        check_traceparent(request.traceparent, what)
         return ids
 
     def _take_host_blocks(self, request: ServeRequest, count: int) -> _Staged | None:
@@ -346,9 +425,10 @@ class Serving:
         own = RankLease(
             pp_rank=config.pp_rank,
             tp_rank=config.tp_rank,
-            lease_id=secrets.token_hex(wire.LEASE_ID_CHARS // 2),
+            lease_id=self._token_hex(wire.LEASE_ID_CHARS // 2),
             seal_index=seal_index,
             incarnation=self._incarnation,
+            expires_s=self._clock.now_s() + ttl_s,
             host=config.advertise_host or config.listen_host,
             port=self._port,
             block_ids=None if staged is None else tuple(staged.host_ids.tolist()),
@@ -367,17 +447,34 @@ class Serving:
             model_kv_heads=holding.model_kv_heads,
             fixed_ports=config.listen_port > 0,
             ranks=(own,),
+            traceparent=request.traceparent,
         )
 
-    def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None, ttl_s: float) -> _Entry:
-        own = lease.ticket.first
+    def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None) -> _Entry:
+        own, ttl_s = lease.ticket.first, lease.ticket.ttl_s
         self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
-        timer = asyncio.get_running_loop().call_later(ttl_s, self._end, lease, LeaseEvent.EXPIRE)
-        entry = self._entries[own.lease_id] = _Entry(lease=lease, ids=ids, timer=timer, staged=staged)
+        entry = self._entries[own.lease_id] = _Entry(
+            lease=lease,
+            ids=ids,
+            offered_s=own.expires_s - ttl_s,
+            expires_s=own.expires_s,
+            lifetime_ends_s=own.expires_s - ttl_s + max(ttl_s, self._config.lease_lifetime_s),
+            timer=self._clock.call_later(ttl_s, partial(self._expire, own.lease_id)),
+            staged=staged,
+        )
         self._open_requests[lease.request_id] = lease
         self._recent.pop(lease.request_id, None)
         self._all_ended.clear()
         return entry
+
+    def _expire(self, lease_id: str) -> None:
+        """The timer of an open lease: end it, unless it was renewed meanwhile or the timer was early."""
+        entry = self._entries[lease_id]
+        left_s = entry.expires_s - self._clock.now_s()
+        if left_s > 0:
+            entry.timer = self._clock.call_later(left_s, partial(self._expire, lease_id))
+        else:
+            self._end(entry.lease, LeaseEvent.EXPIRE)
 
     def _end(self, lease: Lease, event: LeaseEvent) -> None:
         """The one way for a lease to end: its seal is wiped now, its blocks are given back after the hold."""
@@ -389,13 +486,18 @@ class Serving:
         del self._open_requests[lease.request_id]
         self._remember(lease.request_id)
         lease.fire(event)
+        entry.ended_s = self._clock.now_s()
         if len(entry.ids) == 0:
             self._give_back(entry)
         else:
-            asyncio.get_running_loop().call_later(self._config.seal_hold_s, self._held, entry)
+            self._clock.call_later(self._config.seal_hold_s, partial(self._held, entry))
 
     def _held(self, entry: _Entry) -> None:
-        """The hold is over; a copy that still runs is waited for."""
+        """The hold is over, unless the timer was early; a copy that still runs is waited for."""
+        left_s = entry.ended_s + self._config.seal_hold_s - self._clock.now_s()
+        if left_s > 0:
+            self._clock.call_later(left_s, partial(self._held, entry))
+            return
         entry.lease.held = True
         if entry.staged is None or not entry.staged.copying:
             self._give_back(entry)
@@ -412,9 +514,31 @@ class Serving:
         self._ledger.release(entry.ids)
         if entry.staged is not None and self._staging is not None:
             self._staging.pool.give_back(entry.staged.host_ids)
-        self._ended[entry.lease.settle()] += 1
+        outcome = entry.lease.settle()
+        self._ended[outcome] += 1
+        self._record(entry, outcome)
         if not self._entries:
             self._all_ended.set()
+
+    def _record(self, entry: _Entry, outcome: LeaseOutcome) -> None:
+        """Tell the observers how a lease has ended."""
+        if not self._observers.any:
+            return
+        lease = entry.lease
+        seconds = {"offered": entry.ended_s - entry.offered_s, "held": self._clock.now_s() - entry.ended_s}
+        self._observers.lease_ended(
+            LeaseRecord(
+                engine_id=self._config.engine_id,
+                rank=str(Rank.of(self._config)),
+                request_id=lease.request_id,
+                outcome=outcome,
+                blocks=len(entry.ids),
+                tokens=lease.ticket.num_tokens,
+                readers=lease.readers_done,
+                seconds=seconds,
+                traceparent=lease.ticket.traceparent,
+            )
+        )
 
 
 def check_request_id(request_id: str, chars_max: int) -> None:

@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 import zmq.asyncio
 
-from kvflow.config import split_address
+from kvflow.config import Config, split_address
 from kvflow.core import wire
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable, ProtocolError
 
@@ -36,8 +37,63 @@ class ListenerStatistics:
     dropped: int
 
 
-class Listener:
-    """Binds a rank's side channel and answers. `serve` runs until it is cancelled."""
+class Listener(Protocol):
+    """A rank's side channel, bound; `port` is the real one."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def statistics(self) -> ListenerStatistics: ...
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+
+    def close(self) -> None:
+        """Stop listening at once. Closing twice is fine."""
+
+
+class SideChannel(Protocol):
+    """How the ranks of engines ask each other questions."""
+
+    def listen(self, answer: Answer) -> Listener:
+        """Bind this rank's address; ConfigError if that is not possible."""
+
+    async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
+        """Send one request and return its answer, a Refusal included.
+
+        Raises PeerUnreachable if the port is refused or nobody answers within Config.handshake_timeout_s, ProtocolError
+        if what answers is no kvflow. Cancelling gives the question up.
+        """
+
+
+class ZmqSideChannel:
+    """See `SideChannel`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def listen(self, answer: Answer) -> ZmqListener:
+        config = self._config
+        return ZmqListener(
+            config.listen_host,
+            config.listen_port,
+            message_bytes_max=config.side_channel_message_bytes_max,
+            answer=answer,
+        )
+
+    async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
+        timeout_s = self._config.handshake_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await _probe(address)
+                return await _exchange(address, request, fingerprint, self._config.side_channel_message_bytes_max)
+        except TimeoutError:
+            raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
+
+
+class ZmqListener:
+    """See `Listener`."""
 
     def __init__(self, host: str, port: int, *, message_bytes_max: int, answer: Answer) -> None:
         self._answer = answer
@@ -111,27 +167,6 @@ class Listener:
     def _drop(self, why: str) -> None:
         self._dropped += 1
         logger.info("dropped a message on the side channel: %s", why)
-
-
-async def ask(
-    address: str,
-    request: wire.Request,
-    *,
-    fingerprint: bytes,
-    timeout_s: float,
-    message_bytes_max: int,
-) -> wire.Reply:
-    """Send one request and return its answer, a Refusal included.
-
-    Raises PeerUnreachable if the port is refused or nobody answers within `timeout_s`, ProtocolError if what answers is
-    no kvflow. Cancelling closes the socket.
-    """
-    try:
-        async with asyncio.timeout(timeout_s):
-            await _probe(address)
-            return await _exchange(address, request, fingerprint, message_bytes_max)
-    except TimeoutError:
-        raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
 
 
 async def _probe(address: str) -> None:

@@ -7,7 +7,7 @@ are cut (`core.topology`); those whose lease the ticket does not name are asked 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,7 +19,8 @@ from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.core.topology import Cut, Rank
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.peers import Connection, LocalRank, Peer, Peers, target_of
+from kvflow.runtime.connection import Connection, LocalRank
+from kvflow.runtime.peers import Peer, Peers
 
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 
@@ -35,6 +36,8 @@ class Source:
     peer: Peer
     connection: Connection
     lease: RankLease
+    sure_until_s: float
+    """Until when, on our clock, the lease cannot have run out; it may have been ended."""
 
     def __str__(self) -> str:
         return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
@@ -63,27 +66,53 @@ class Sources:
         self._peers = peers
         self._plans: dict[Cut, _Plan] = {}
 
-    async def find(self, ticket: Ticket) -> list[Source]:
+    async def find(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.
 
-        Raises a PeerError, LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's
-        address cannot be known. Cancelling stops the waiting; handshakes go on.
+        `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
+        LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's address cannot be known.
+        Cancelling stops the waiting; handshakes go on.
         """
-        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in self._plan(ticket.cut).places]
-        found = await _all([self._find_one(ticket, rank) for rank in ranks])
-        stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in found}
+        ranks = self.ranks_of(ticket.cut, ticket.dp_rank)
+        all_found = await wait_for_all([self._find_one(ticket, rank, found) for rank in ranks])
+        stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in all_found}
         ours = self._local.holding
         problem = topology.missing_layers(ours.layers, list(stages.values()), whole=ours.pp_size == 1)
         if problem:
             raise self._incompatible(ticket, [problem])
-        return [Source(peer, connection, lease) for peer, connection, lease in found if lease is not None]
+        return [source for _, _, source in all_found if source is not None]
+
+    def ranks(self, ticket: Ticket) -> list[tuple[Peer, RankLease | None]]:
+        """The ranks that a checked ticket may concern, and their leases as far as it names them.
+
+        Nobody is asked, so some may hold nothing of what we hold. There is none if the ticket's engine does not go
+        with ours. RequestError if an address cannot be known.
+        """
+        ranks = self.ranks_of(ticket.cut, ticket.dp_rank)
+        named = [ticket.find(rank) for rank in ranks]
+        peers = [self._peers.get(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
+        return [(peer, lease if lease and lease.lease_id else None) for peer, lease in zip(peers, named, strict=True)]
+
+    def ranks_of(self, cut: Cut, dp_rank: int) -> list[Rank]:
+        """The ranks of an engine cut like this that we read from or have to tell."""
+        return [Rank(dp_rank, pp, tp) for pp, tp in self._plan(cut).places]
+
+    def succeeded(self, sources: Sequence[Source]) -> None:
+        """Bytes were read from all of them."""
+        for source in sources:
+            self._peers.succeeded(source.peer)
+
+    def failed(self, source: Source, why: str) -> None:
+        """A read from it failed."""
+        self._peers.failed(source.connection, why)
 
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
         plan = self._plan(ticket.cut)
         if plan.problems:
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self._peers.connect(self._peers.get(ticket.engine_id, first, ticket.address), None)  # names them all
+            peer = self._peers.get(ticket.engine_id, first, ticket.address)
+            await self._peers.connect(peer, None, ticket.request_id)  # names them all
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, cut: Cut) -> _Plan:
@@ -100,23 +129,28 @@ class Sources:
             found = self._plans[cut] = _Plan(problems, places)
         return found
 
-    async def _find_one(self, ticket: Ticket, rank: Rank) -> tuple[Peer, Connection, RankLease | None]:
-        """A rank's connection, and its lease unless we have no layer in common."""
+    async def _find_one(
+        self, ticket: Ticket, rank: Rank, found: Callable[[Source], None]
+    ) -> tuple[Peer, Connection, Source | None]:
+        """A rank's connection, and it as a source unless we have no layer in common."""
         named = ticket.find(rank)
         peer = self._peers.get(ticket.engine_id, rank, ticket.address_of(rank))
-        connection = await self._peers.connect(peer, named.incarnation if named else None)
+        connection = await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
         self._check_cut(ticket, peer, connection)
         if connection.share == 0:
             return peer, connection, None
         if named is not None:
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if named is None or not named.lease_id:
-            named = await self._ask_for_lease(ticket, peer)
-            connection = await self._peers.connect(peer, named.incarnation)
+            named = await self.ask_for_lease(ticket, peer)
+            connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
             raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
-        return peer, connection, named
+        sure_until_s = self._peers.sure_until_s(peer, named.incarnation, named.expires_s)
+        source = Source(peer, connection, named, sure_until_s)
+        found(source)
+        return peer, connection, source
 
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
@@ -138,11 +172,14 @@ class Sources:
                 f"{peer.address}: {name}: the ticket says {mine}, the rank {theirs}", peer=peer.address
             )
 
-    async def _ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Ask a rank whose lease the ticket does not name; wait a little if it has not opened its lease yet."""
+    async def ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
+        """Ask a rank whose lease the ticket does not name; wait a little if it has not opened its lease yet.
+
+        Raises a PeerError, or LeaseExpired if there is none.
+        """
         question = wire.LeaseRequest(
             reader=self._local.reader,
-            target=target_of(peer),
+            target=peer.at.target,
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
             blocks_digest=wire.digest_of(ticket.block_ids),
@@ -166,6 +203,7 @@ class Sources:
             lease_id=reply.lease_id,
             seal_index=reply.seal_index,
             incarnation=reply.incarnation,
+            expires_s=reply.expires_s,
             host=ticket.first.host,
             port=ticket.first.port,
             block_ids=reply.block_ids,
@@ -180,7 +218,7 @@ class Sources:
         )
 
 
-async def _all(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+async def wait_for_all(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """Wait for all at once; the first failure ends the others and is raised."""
     if len(waits) == 1:
         return [await waits[0]]

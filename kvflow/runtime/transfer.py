@@ -12,7 +12,6 @@ copy thread. A copy under way is as little to be taken back as a read, so it cou
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
@@ -24,9 +23,9 @@ from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fir
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.world import Clock
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 _STAGED_LOOK_FIRST_S, _STAGED_LOOK_MOST_S = 0.0005, 0.01
 
 
@@ -44,9 +43,11 @@ class Seal(NamedTuple):
 class Stream:
     """What one load reads from one rank, and what it knows of that rank's lease."""
 
-    def __init__(self, agent: AgentName, seal: Seal, *, staged: bool) -> None:
+    def __init__(self, agent: AgentName, seal: Seal, *, sure_until_s: float, staged: bool) -> None:
         self.agent = agent
         self.seal = seal
+        self.sure_until_s = sure_until_s
+        """Until when the lease cannot have run out by its clock; a later read asks for its seal first."""
         self.staged = staged
         """Whether the rank fills host buffers before they can be read, so that reads have to wait for it."""
         self.fetching: PostedRead | None = None
@@ -103,6 +104,7 @@ class Transfer:
         ledger: BlockLedger,
         poller: Poller,
         copier: Copier,
+        clock: Clock,
         on_safe: Callable[[Transfer], None],
     ) -> None:
         ledger.begin_load(ids)
@@ -117,6 +119,7 @@ class Transfer:
         self._ledger = ledger
         self._poller = poller
         self._copier = copier
+        self._clock = clock
         self._on_safe = on_safe
         self._reads: dict[PostedRead, tuple[Stream, _Running | None]] = {}
         self._copies = 0
@@ -150,14 +153,14 @@ class Transfer:
         """
         assert streams, "a load with blocks to fill reads from somebody"
         self._fire(TransferEvent.POST)
-        begun_s = _clock_s()
+        begun_s = self._clock.now_s()
         async with aclosing(batches):
             async for batch in batches:
                 if not await self._begin(batch, in_flight_max):
                     break
         await self._wait_until_below(1)
         intact = all(stream.intact for stream in streams)
-        if intact and _clock_s() - begun_s >= min(stream.seal.trust_s for stream in streams):
+        if intact and self._clock.now_s() - begun_s >= min(stream.seal.trust_s for stream in streams):
             for stream in streams:
                 self._fetch_seal(stream)
             await self._wait_until_below(1)
@@ -240,10 +243,15 @@ class Transfer:
         return True
 
     async def _readable(self, read: Read) -> bool:
-        """Whether the lease still stands, as far as is known; waits until a staged rank has the blocks of the read."""
+        """Whether the lease still stands, as far as is known; waits until a staged rank has the blocks of the read.
+
+        Before anything is read from a rank whose lease may have run out its seal is asked for, too.
+        """
         stream = read.stream
-        if not stream.staged:
-            return stream.fetching is None or stream.fetching in self._reads or stream.intact
+        if not stream.staged and stream.fetching is not None:
+            return stream.fetching in self._reads or stream.intact
+        if not stream.staged and self._clock.now_s() < stream.sure_until_s:
+            return True
         look_s = _STAGED_LOOK_FIRST_S
         while stream.fetching is None or (stream.seal.missing() or 0) > read.missing_max:
             if stream.fetching is not None:
@@ -329,8 +337,3 @@ class Transfer:
 
     def _fire(self, event: TransferEvent) -> None:
         self.state = fire(TRANSFER_TABLE, self.state, event)
-
-
-def _clock_s() -> float:
-    """A clock that goes on while the machine is suspended, where there is one."""
-    return time.clock_gettime(_CLOCK)

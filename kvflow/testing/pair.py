@@ -11,8 +11,10 @@ import torch
 from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
 from kvflow.runtime.loading import LoadRequest
+from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime, RuntimeStatistics
 from kvflow.runtime.serving import Lease, ServeRequest
+from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 _UNTOUCHED = -1.0
@@ -68,17 +70,26 @@ class InprocPair:
 
 @contextlib.asynccontextmanager
 async def inproc_pair(
-    *, num_blocks: int = 16, block_size: int = 4, layers: int = 2, config: Config | None = None
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    layers: int = 2,
+    config: Config | None = None,
+    observers: Sequence[Observer] = (),
+    producer_world: World = World(),  # noqa: B008 - frozen
+    consumer_world: World = World(),  # noqa: B008 - frozen
 ) -> AsyncIterator[InprocPair]:
-    """An open, registered pair. `config` gives limits and timeouts; names and addresses are the pair's own.
+    """An open, registered pair. `config` gives limits and timeouts; names, addresses and transports are the pair's own.
+
+    Another world may have another clock, such as a `ManualClock`.
 
     On a clean exit everything must be quiet and everything closed, or AssertionError says what is not.
     """
     base = config or Config(engine_id="any", drain_timeout_s=1.0)
     network = InprocNetwork()
     async with (
-        _engine(base, "producer", network, num_blocks, block_size, layers) as producer,
-        _engine(base, "consumer", network, num_blocks, block_size, layers) as consumer,
+        _engine(base, "producer", network, producer_world, observers, (layers, num_blocks, block_size)) as producer,
+        _engine(base, "consumer", network, consumer_world, observers, (layers, num_blocks, block_size)) as consumer,
     ):
         _number_elements(producer.kv_caches)
         yield InprocPair(producer=producer, consumer=consumer)
@@ -88,19 +99,25 @@ async def inproc_pair(
 
 @contextlib.asynccontextmanager
 async def _engine(
-    base: Config, engine_id: str, network: InprocNetwork, num_blocks: int, block_size: int, layers: int
+    base: Config,
+    engine_id: str,
+    network: InprocNetwork,
+    world: World,
+    observers: Sequence[Observer],
+    size: tuple[int, int, int],
 ) -> AsyncIterator[TestEngine]:
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc")
+    layers, num_blocks, block_size = size
     shape = (2, num_blocks, 2, block_size, 8)
     kv_caches = {f"layers.{index}": torch.full(shape, _UNTOUCHED) for index in range(layers)}
     layout = CacheLayout.infer(kv_caches, order="HND", block_size=block_size)
     made: list[InprocTransport] = []
 
-    def make(agent_name: str) -> InprocTransport:
+    def make(_: Config, agent_name: str) -> InprocTransport:
         made.append(InprocTransport(agent_name, network))
         return made[0]
 
-    async with Runtime(config, transport=make) as runtime:
+    async with Runtime(config, observers=observers, world=replace(world, transport=make)) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
         yield TestEngine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
 

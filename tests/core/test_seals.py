@@ -169,7 +169,18 @@ def test_an_empty_word_is_a_seal_of_no_ticket(state: str) -> None:
         kv_heads=1,
         model_kv_heads=0,
         fixed_ports=True,
-        ranks=(RankLease(pp_rank=0, tp_rank=0, lease_id="ab" * 16, seal_index=0, incarnation="i", host="h", port=1),),
+        ranks=(
+            RankLease(
+                pp_rank=0,
+                tp_rank=0,
+                lease_id="ab" * 16,
+                seal_index=0,
+                incarnation="i",
+                expires_s=1.0,
+                host="h",
+                port=1,
+            ),
+        ),
     )
     params = genuine.to_params()
     params["kvflow"]["ranks"][0]["lease_id"] = ZERO_ID

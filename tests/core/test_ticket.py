@@ -24,6 +24,7 @@ FIRST = RankLease(
     lease_id=LEASE_ID,
     seal_index=17,
     incarnation="8f14e45fceea167a",
+    expires_s=86430.5,
     host="10.0.0.7",
     port=5601,
 )
@@ -33,6 +34,7 @@ SECOND = RankLease(
     lease_id=LEASE_ID[::-1],
     seal_index=3,
     incarnation="c9f0f895fb98ab91",
+    expires_s=-7.0,
     host="10.0.0.8",
     port=5602,
     block_ids=(30, 70, 90),
@@ -50,6 +52,7 @@ TICKET = Ticket(
     kv_heads=8,
     model_kv_heads=16,
     fixed_ports=True,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     ranks=(FIRST, SECOND),
 )
 
@@ -74,6 +77,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
             lease_id=draw(st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)),
             seal_index=draw(st.integers(0, 2**24)),
             incarnation=draw(names),
+            expires_s=draw(st.floats(allow_nan=False, allow_infinity=False)),
             host=draw(st.sampled_from(["127.0.0.1", "[::1]", "node-7.cluster.local"])),
             port=draw(st.integers(1, 65535)),
             block_ids=ids() if draw(st.booleans()) else None,
@@ -125,7 +129,7 @@ def test_the_field_names_that_routers_forward() -> None:
         "remote_port": 5601,
         "tp_size": 2,
         "kvflow": {
-            "version": 2,
+            "version": 3,
             "num_tokens": 41,
             "ttl_s": 30.0,
             "dp_rank": 4,
@@ -134,6 +138,7 @@ def test_the_field_names_that_routers_forward() -> None:
             "kv_heads": 8,
             "model_kv_heads": 16,
             "fixed_ports": True,
+            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
             "ranks": [
                 {
                     "pp_rank": 0,
@@ -141,6 +146,7 @@ def test_the_field_names_that_routers_forward() -> None:
                     "lease_id": LEASE_ID,
                     "seal_index": 17,
                     "incarnation": "8f14e45fceea167a",
+                    "expires_s": 86430.5,
                 },
                 {
                     "pp_rank": 1,
@@ -148,6 +154,7 @@ def test_the_field_names_that_routers_forward() -> None:
                     "lease_id": LEASE_ID[::-1],
                     "seal_index": 3,
                     "incarnation": "c9f0f895fb98ab91",
+                    "expires_s": -7.0,
                     "host": "10.0.0.8",
                     "port": 5602,
                     "block_ids": [30, 70, 90],
@@ -194,7 +201,7 @@ def changed(path: str, value: object) -> dict[str, Any]:
 
 
 _PARAMS = TICKET.to_params()
-RANK_FIELDS = ["pp_rank", "tp_rank", "lease_id", "seal_index", "incarnation"]
+RANK_FIELDS = ["pp_rank", "tp_rank", "lease_id", "seal_index", "incarnation", "expires_s"]
 REQUIRED = [
     *_PARAMS,
     *(f"kvflow.{name}" for name in _PARAMS["kvflow"]),
@@ -297,8 +304,9 @@ OUT_OF_RANGE: list[tuple[str, object]] = [
     *(("remote_port", port) for port in (0, -1, 65536)),
     *(("kvflow.ranks.1.port", port) for port in (0, -1, 65536)),
     *((path, size) for path in ("tp_size", "kvflow.pp_size") for size in (0, -1, 1025, 2**63 - 1)),
-    *(("kvflow.version", version) for version in (0, 1, 3, -1)),
+    *(("kvflow.version", version) for version in (0, 1, 2, 4, -1)),
     *((f"kvflow.ranks.{rank}.seal_index", -1) for rank in (0, 1)),
+    *((f"kvflow.ranks.{rank}.expires_s", end_s) for rank in (0, 1) for end_s in (float("nan"), float("inf"))),
     *((path, -1) for path in ("kvflow.num_tokens", "kvflow.dp_rank", "kvflow.model_kv_heads")),
     *((path, size) for path in ("kvflow.block_size", "kvflow.kv_heads") for size in (0, -1)),
     *(("kvflow.ttl_s", ttl_s) for ttl_s in (0, 0.0, -1.0, float("nan"), float("inf"), float("-inf"))),
@@ -553,7 +561,7 @@ OTHERS: dict[str, object] = {
 
 
 def test_others_are_all_but_what_may_differ() -> None:
-    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s"}
+    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent"}
 
 
 @pytest.mark.parametrize("name", OTHERS)

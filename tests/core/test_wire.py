@@ -43,6 +43,7 @@ HOLDING = Holding(
 METADATA = wire.Metadata(
     engine_id="prefill-0",
     incarnation="8f14e45fceea167a",
+    clock_s=86400.25,
     holding=HOLDING,
     agent_metadata=b"\x00agent\xff",
     agent_metadata_crc32=7,
@@ -55,16 +56,29 @@ REQUEST = wire.MetadataRequest(reader="decode-0/0.0.0#1", target=TARGET)
 QUESTION = wire.LeaseRequest(
     reader="decode-0/0.0.0#1", target=TARGET, request_id="req-1", num_tokens=41, blocks_digest=wire.digest_of((3, 7))
 )
+FOUND = wire.LeaseFound(
+    incarnation="8f14e45f", clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
+)
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     "header": (wire.decode_header, [wire.our_header(b""), wire.our_header(FACTS.fingerprint())]),
-    "request": (wire.decode_request, [REQUEST, QUESTION]),
+    "request": (
+        wire.decode_request,
+        [
+            REQUEST,
+            QUESTION,
+            wire.ReleaseRequest(reader="decode-0/0.0.0#1", target=TARGET, lease_id=LEASE_ID, holding=HOLDING),
+            wire.ClockRequest(reader="decode-0/0.0.0#1", target=TARGET),
+        ],
+    ),
     "reply": (
         wire.decode_reply,
         [
             METADATA,
             msgspec.structs.replace(METADATA, staged=True),
-            wire.LeaseFound(incarnation="8f14e45f", lease_id=LEASE_ID, seal_index=17, block_ids=None),
-            wire.LeaseFound(incarnation="8f14e45f", lease_id=LEASE_ID, seal_index=17, block_ids=(3, 1)),
+            FOUND,
+            msgspec.structs.replace(FOUND, block_ids=(3, 1)),
+            wire.Released(incarnation="8f14e45f"),
+            wire.ClockShown(incarnation="8f14e45f", clock_s=-1.5),
             wire.NoLease(ended=True),
             wire.NoLease(ended=False),
             wire.Refusal(reason="no such rank", version=1),
@@ -73,7 +87,11 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     ),
     "notification": (
         wire.decode_notification,
-        [wire.ReadDone(lease_id=LEASE_ID, reader="decode-0/0.0.0#1", share=2, whole=64)],
+        [
+            wire.ReadDone(lease_id=LEASE_ID, reader="decode-0/0.0.0#1", share=2, whole=64),
+            wire.Renew(lease_ids=(), reader="decode-0/0.0.0#1"),
+            wire.Renew(lease_ids=(LEASE_ID, LEASE_ID[::-1]), reader="decode-0/0.0.0#1"),
+        ],
     ),
 }
 
@@ -255,6 +273,36 @@ def test_decoding_does_not_convert(path: str, value: object) -> None:
 def test_a_notification_without_its_share_is_refused(notification: list[object]) -> None:
     with pytest.raises(wire.WireError):
         wire.decode_notification(msgspec.msgpack.encode(notification))
+
+
+@pytest.mark.parametrize(
+    "notification",
+    [
+        ["renew", LEASE_ID, "r"],
+        ["renew", [1], "r"],
+        ["renew", [LEASE_ID], 1],
+        ["renew", [LEASE_ID]],
+        ["expire", [], "r"],
+    ],
+)
+def test_a_renewal_of_another_shape_is_refused(notification: list[object]) -> None:
+    with pytest.raises(wire.WireError):
+        wire.decode_notification(msgspec.msgpack.encode(notification))
+
+
+@given(reader=st.text(max_size=300), bytes_max=st.integers(1, 1 << 17))
+def test_as_many_renewals_as_fit_into_a_notification(reader: str, bytes_max: int) -> None:
+    count = wire.renewals_max(reader, bytes_max)
+    size = len(wire.encode(wire.Renew(lease_ids=(LEASE_ID,) * count, reader=reader)))
+    assert count == 1 or size <= bytes_max
+    assert len(wire.encode(wire.Renew(lease_ids=(LEASE_ID,) * (count + 2), reader=reader))) > bytes_max
+
+
+@pytest.mark.parametrize("clock_s", [float("nan"), float("inf"), float("-inf")])
+def test_no_clock_shows_that(clock_s: float) -> None:
+    wire.check_clock(-1e300)
+    with pytest.raises(wire.WireError, match="clock"):
+        wire.check_clock(clock_s)
 
 
 # --- regions and seals

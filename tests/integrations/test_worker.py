@@ -19,6 +19,7 @@ from kvflow.core.step import Step
 from kvflow.errors import LeaseExpired, RuntimeClosed
 from kvflow.integrations.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.world import World
 from kvflow.testing import assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
@@ -108,11 +109,11 @@ class Engine:
 def make(engine_id: str, network: InprocNetwork, fill: float, config: Config) -> Engine:
     made: list[InprocTransport] = []
 
-    def transport(name: str) -> InprocTransport:
+    def transport(_: Config, name: str) -> InprocTransport:
         made.append(InprocTransport(name, network))
         return made[0]
 
-    runtime = Runtime(replace(config, engine_id=engine_id), transport=transport)
+    runtime = Runtime(replace(config, engine_id=engine_id), world=World(transport=transport))
     runtime.open()
     kv_caches, layout = small_cache(fill=fill)
     runtime.register_kv_caches(kv_caches, layout)

@@ -19,6 +19,7 @@ from kvflow.core.layout import KVCaches
 from kvflow.errors import ConfigError, DeadlineExceeded, LeaseExpired, RequestError, TransferFailed
 from kvflow.runtime.copies import canonical_parts, copy_blocks
 from kvflow.runtime.staging import CopyDirection
+from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
@@ -49,11 +50,11 @@ async def engine(network: InprocNetwork, config: Config, order: str, block_size:
     layout = CacheLayout.infer(caches, order=order, block_size=block_size)
     made: list[InprocTransport] = []
 
-    def make(name: str) -> InprocTransport:
+    def make(_: Config, name: str) -> InprocTransport:
         made.append(InprocTransport(name, network))
         return made[0]
 
-    async with Runtime(config, transport=make) as runtime:
+    async with Runtime(config, world=World(transport=make)) as runtime:
         await runtime.register_kv_caches(caches, layout)
         yield Side(runtime, made[0], caches, layout)
         if runtime.statistics().serving is not None:
@@ -188,11 +189,11 @@ async def unreachable(
     layout = CacheLayout.infer(caches, order="HND", block_size=4)
     made: list[InprocTransport] = []
 
-    def make(name: str) -> InprocTransport:
+    def make(_: Config, name: str) -> InprocTransport:
         made.append(InprocTransport(name, network))
         return made[0]
 
-    async with Runtime(config, transport=make) as runtime:
+    async with Runtime(config, world=World(transport=make)) as runtime:
         side = Side(runtime, made[0], caches, layout)
         copier = EngineCopier(side)
         outside: KVCaches = {name: Elsewhere(tensor) for name, tensor in caches.items()}
@@ -360,6 +361,28 @@ async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
         assert one.runtime.statistics().buffers_used == 0
 
 
+async def test_a_lease_that_is_revoked_while_it_is_copied_keeps_its_blocks_until_then() -> None:
+    async with unreachable_pair() as ((one, saved), (other, _)):
+        saved.gate.clear()
+        lease = offer(one, [3, 4])
+        load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0, 1])))
+        while other.transport.statistics.reads < 2:
+            await asyncio.sleep(0)
+        lease.revoke()
+        while not lease.held:
+            await asyncio.sleep(0)
+        lease.revoke()
+        assert not lease.done
+        blocks = one.runtime.statistics().blocks
+        assert blocks is not None
+        assert blocks.leased == 2
+        with pytest.raises(LeaseExpired):
+            await load
+        saved.gate.set()
+        assert await ended(lease) is LeaseOutcome.REVOKED
+        assert one.runtime.statistics().buffers_used == 0
+
+
 SMALL = replace(BASE, host_buffer_bytes_max=3 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
 
 
@@ -394,6 +417,7 @@ async def test_loads_larger_than_the_host_buffers_take_turns() -> None:
 async def test_host_buffers_too_small_for_a_block_are_refused() -> None:
     config = replace(BASE, engine_id="x", always_stage=True, host_buffer_bytes_max=100)
     caches = {"layers.0": torch.zeros(2, BLOCKS, HEADS, 4, HEAD_SIZE)}
-    async with Runtime(config, transport=lambda name: InprocTransport(name, InprocNetwork())) as runtime:
+    world = World(transport=lambda _, name: InprocTransport(name, InprocNetwork()))
+    async with Runtime(config, world=world) as runtime:
         with pytest.raises(ConfigError, match="host_buffer_bytes_max: 100 bytes hold no block, which has 1024"):
             await runtime.register_kv_caches(caches, CacheLayout.infer(caches, order="HND", block_size=4))

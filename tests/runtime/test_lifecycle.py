@@ -9,6 +9,7 @@ from tests_support import small_cache
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocPair, InprocTransport, assert_closed, inproc_pair
 
 QUICK = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05)
@@ -46,11 +47,11 @@ async def test_use_before_opening_before_registering_and_after_closing() -> None
 async def test_an_early_notification_is_counted() -> None:
     transports: list[InprocTransport] = []
 
-    def make(name: str) -> InprocTransport:
+    def make(_: Config, name: str) -> InprocTransport:
         transports.append(InprocTransport(name, InprocNetwork()))
         return transports[0]
 
-    async with Runtime(config(), transport=make) as runtime:
+    async with Runtime(config(), world=World(transport=make)) as runtime:
         transports[0].deliver(b"too early")
         async with asyncio.timeout(5):
             while not runtime.statistics().early_notifications:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -14,6 +14,8 @@ from tests_support import altered, leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
+from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.testing import ManualClock
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.hand_overs import free_ports
 
@@ -32,6 +34,11 @@ class Engines:
     def offer(self, rank: int, block_ids: tuple[int, ...] = (1, 2), num_tokens: int = 8) -> Lease:
         return self.ranks[rank].serve_blocks(ServeRequest("req", block_ids=block_ids, num_tokens=num_tokens))
 
+    @property
+    def opened(self) -> int:
+        """Peers that the reader's transport knows."""
+        return self.reader.statistics().transport.open_peers
+
     async def load(self, ticket: Ticket) -> None:
         request = LoadRequest("req", ticket=ticket.to_params(), block_ids=[5, 6], deadline_s=5.0)
         await self.reader.load_blocks(request)
@@ -43,18 +50,25 @@ class Engines:
 
 
 async def open_rank(
-    stack: AsyncExitStack, network: InprocNetwork, config: Config, heads: int, fill: float
+    stack: AsyncExitStack,
+    network: InprocNetwork,
+    config: Config,
+    heads: int,
+    fill: float,
+    clock: Callable[[], Clock] = SystemClock,
 ) -> tuple[Runtime, torch.Tensor]:
     cache = torch.full((2, BLOCKS, BLOCK_SIZE, heads, HEAD_SIZE), fill)
     caches = {"layers.0": cache}
-    runtime = Runtime(config, transport=lambda name: InprocTransport(name, network))
+    runtime = Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network), clock=clock))
     await stack.enter_async_context(runtime)
     await runtime.register_kv_caches(caches, CacheLayout.infer(caches, order="NHD", block_size=BLOCK_SIZE))
     return runtime, cache
 
 
 @contextlib.asynccontextmanager
-async def engines(*, fixed_ports: bool = True, lease_wait_s: float = 5.0) -> AsyncIterator[Engines]:
+async def engines(
+    *, fixed_ports: bool = True, lease_wait_s: float = 5.0, clock: Callable[[], Clock] = SystemClock
+) -> AsyncIterator[Engines]:
     network = InprocNetwork()
     base = Config(engine_id="decode", listen="tcp://127.0.0.1:0", drain_timeout_s=1.0, lease_wait_s=lease_wait_s)
     async with AsyncExitStack() as stack:
@@ -62,14 +76,14 @@ async def engines(*, fixed_ports: bool = True, lease_wait_s: float = 5.0) -> Asy
             port = free_ports(2) if fixed_ports else 0
             prefill = replace(base, engine_id="prefill", tp_size=2, listen=f"tcp://127.0.0.1:{port}")
             try:
-                first, ours = await open_rank(stack, network, prefill, HEADS // 2, 1.0)
-                second, theirs = await open_rank(stack, network, replace(prefill, tp_rank=1), HEADS // 2, 2.0)
+                first, ours = await open_rank(stack, network, prefill, HEADS // 2, 1.0, clock)
+                second, theirs = await open_rank(stack, network, replace(prefill, tp_rank=1), HEADS // 2, 2.0, clock)
             except ConfigError as error:
                 if "cannot bind" in str(error):
                     continue  # somebody else on this machine was faster
                 raise
             break
-        reader, cache = await open_rank(stack, network, base, HEADS, 0.0)
+        reader, cache = await open_rank(stack, network, base, HEADS, 0.0, clock)
         yield Engines((first, second), (ours, theirs), reader, cache)
         for runtime in (first, second):
             await leases_ended(runtime)
@@ -94,6 +108,59 @@ async def test_a_rank_that_serves_late_is_waited_for() -> None:
         await load
         assert [await first, await second] == [LeaseOutcome.READ] * 2
         both.assert_loaded()
+
+
+async def test_the_lease_of_one_rank_is_renewed_while_another_is_waited_for() -> None:
+    clock = ManualClock()
+    async with engines(clock=lambda: clock) as both:
+        first = both.offer(0)
+        load = asyncio.create_task(both.load(first.ticket))
+        while (seen := both.ranks[1].statistics().listener) is None or seen.answered < 3:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            clock.advance(5.0)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        assert not first.done
+        second = both.offer(1)
+        await load
+        clock.advance(1.0)
+        assert [await first, await second] == [LeaseOutcome.READ] * 2
+        both.assert_loaded()
+
+
+async def test_a_release_tells_the_ranks_that_the_ticket_does_not_name_too() -> None:
+    async with engines() as both:
+        leases = [both.offer(rank) for rank in (0, 1)]
+        assert await both.reader.release_blocks(leases[1].ticket)
+        assert [await lease for lease in leases] == [LeaseOutcome.READ] * 2
+        assert both.opened == 0
+
+
+async def test_a_release_that_reaches_some_ranks_only_says_so() -> None:
+    async with engines(lease_wait_s=0.02) as both:
+        lease = both.offer(0)
+        assert not await both.reader.release_blocks(lease.ticket)
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_every_rank_of_a_reader_has_to_release() -> None:
+    """What share of the lease a rank answers for is worked out by the producer, from what the rank holds."""
+    base = Config(engine_id="decode", listen="tcp://127.0.0.1:0", drain_timeout_s=1.0)
+    network = InprocNetwork()
+    async with AsyncExitStack() as stack:
+        producer, _ = await open_rank(stack, network, replace(base, engine_id="prefill"), HEADS, 1.0)
+        readers = [
+            (await open_rank(stack, network, replace(base, tp_size=2, tp_rank=rank), HEADS // 2, 0.0))[0]
+            for rank in (0, 1)
+        ]
+        lease = producer.serve_blocks(ServeRequest("req", block_ids=[1, 2], num_tokens=8))
+        assert await readers[0].release_blocks(lease.ticket)
+        assert await readers[0].release_blocks(lease.ticket)
+        assert not lease.done
+        assert lease.state == "offered"
+        assert await readers[1].release_blocks(lease.ticket)
+        assert await lease is LeaseOutcome.READ
 
 
 async def test_a_rank_that_never_serves_costs_a_bound() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kvflow import LoadRequest, RuntimeState
 from kvflow.core.layout import KVStyle
 from kvflow.errors import PeerIncompatible
-from kvflow.transport.base import Transport
+from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.core.caches import DTYPES
 from tests.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
@@ -198,7 +198,7 @@ def _divides(a: int, b: int) -> bool:
 
 async def hand_over(case: HandOver) -> None:
     network = InprocNetwork()
-    await run(case, lambda name: InprocTransport(name, network))
+    await run(case, World(transport=lambda _, name: InprocTransport(name, network)))
 
 
 @thorough
@@ -353,14 +353,11 @@ async def test_tp_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int
 async def refuse(producer: Engine, consumer: Engine, message: str) -> None:
     """No rank of the consumer loads anything, each says why, and the leases stand."""
     network = InprocNetwork()
-
-    def transport(name: str) -> Transport:
-        return InprocTransport(name, network)
-
+    world = World(transport=lambda _, name: InprocTransport(name, network))
     case = HandOver(producer=producer, consumer=consumer, num_tokens=4, offered=(2,), wanted=(1,))
     async with AsyncExitStack() as stack:
-        producers = (await open_producer(stack, case, transport))[0]
-        consumers = await open_consumer(stack, case, transport)
+        producers = (await open_producer(stack, case, world))[0]
+        consumers = await open_consumer(stack, case, world)
         leases = serve(case, producers)
         request = LoadRequest("request", ticket=ticket_of(case, leases), block_ids=case.wanted)
         for rank in consumers:

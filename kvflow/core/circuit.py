@@ -1,0 +1,58 @@
+"""When a peer that fails may be asked again: a circuit breaker per peer, as a value and the functions that change it.
+
+Failures in a row are counted. Each one that counts keeps the peer from being asked for a while: twice as long as the
+one before, up to a limit, less a jitter that is the same for the same names, so that readers of one dead producer do
+not come back together and a run can be repeated. After the wait one attempt is made (`PeerState.CONNECTING` holds
+everybody else); it fails and the wait grows, or it works. Only bytes that were read end the row, so a peer that
+shakes hands and then fails every read is not asked for ever.
+
+A first failed read costs no wait: it says that the connection is dead, not that the peer is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+_DOUBLINGS_MAX = 64  # 2.0 ** more might overflow; any limit is reached long before
+
+
+class BackOff(NamedTuple):
+    """The limits of waits, both above 0."""
+
+    first_s: float
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circuit:
+    """How a peer has been doing. `retry_at_s` is in the reader's own time."""
+
+    failures: int = 0
+    retry_at_s: float = -math.inf
+
+    def wait_s(self, now_s: float) -> float:
+        """How long the peer must not be asked yet; 0 if it may be."""
+        return max(self.retry_at_s - now_s, 0.0)
+
+
+def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, name: str) -> Circuit:
+    """The peer was asked and did not answer as it should."""
+    failures = circuit.failures + 1
+    return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, name))
+
+
+def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, name: str) -> Circuit:
+    """A connection broke; the peer may be asked at once unless that is all that happens with it."""
+    if circuit.failures == 0:
+        return replace(circuit, failures=1)
+    return after_failed_handshake(circuit, back_off, now_s=now_s, name=name)
+
+
+def delay_s(failures: int, back_off: BackOff, name: str) -> float:
+    """How long to wait after so many failures in a row: half of it to all of it, by `name`."""
+    whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
+    digest = hashlib.sha256(f"{name} {failures}".encode(errors="replace")).digest()
+    return whole_s * (0.5 + int.from_bytes(digest[:4]) / (1 << 33))

@@ -1,0 +1,96 @@
+"""OpenTelemetry spans of loads and leases, joined by the trace context in the ticket; needs `kvflow[tracing]`.
+
+    lease = runtime.serve_blocks(ServeRequest(..., traceparent=current_traceparent()))       # producer
+    async with kvflow.Runtime(config, observers=[OpenTelemetrySpans()]) as runtime: ...      # both sides
+
+The producer's "kvflow.lease" span and the consumer's "kvflow.load" span are children of the span that the ticket names,
+so both engines show up in one trace. Spans are made from records, when a load or lease has ended, with the times that
+they had. A load span links to the span that was current where the load was awaited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.trace import Link, SpanKind, Status, StatusCode, Tracer
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
+
+_PROPAGATOR = TraceContextTextMapPropagator()
+_NS = 1_000_000_000
+
+
+def current_traceparent() -> str:
+    """The current span as a W3C traceparent, for a ServeRequest; that of a new trace if no span is current."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    if "traceparent" in carrier:
+        return carrier["traceparent"]
+    made = RandomIdGenerator()
+    return f"00-{made.generate_trace_id():032x}-{made.generate_span_id():016x}-01"
+
+
+class OpenTelemetrySpans:
+    """A `records.Observer`. Without a tracer it takes the global provider's."""
+
+    def __init__(self, tracer: Tracer | None = None) -> None:
+        self._tracer = tracer or trace.get_tracer("kvflow")
+
+    def load_ended(self, record: LoadRecord) -> None:
+        here = trace.get_current_span().get_span_context()
+        attributes: dict[str, str | int] = {
+            "kvflow.engine": record.engine_id,
+            "kvflow.rank": record.rank,
+            "kvflow.request_id": record.request_id,
+            "kvflow.peer_engine": record.peer_engine_id,
+            "kvflow.peer": record.peer,
+            "kvflow.outcome": record.outcome,
+            "kvflow.bytes": record.bytes,
+            "kvflow.blocks": record.blocks,
+            "kvflow.descriptors": record.descriptors,
+        }
+        links = [Link(here)] if here.is_valid else []
+        failed = record.error or (record.outcome if record.outcome == CANCELLED else "")
+        self._tell("kvflow.load", record.traceparent, attributes, record.seconds, links, failed, SpanKind.CLIENT)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        attributes: dict[str, str | int] = {
+            "kvflow.engine": record.engine_id,
+            "kvflow.rank": record.rank,
+            "kvflow.request_id": record.request_id,
+            "kvflow.outcome": record.outcome,
+            "kvflow.blocks": record.blocks,
+            "kvflow.tokens": record.tokens,
+            "kvflow.readers": record.readers,
+        }
+        self._tell("kvflow.lease", record.traceparent, attributes, record.seconds, [], "", SpanKind.SERVER)
+
+    def _tell(
+        self,
+        name: str,
+        traceparent: str,
+        attributes: Mapping[str, str | int],
+        seconds: Mapping[str, float],
+        links: list[Link],
+        failed: str,
+        kind: SpanKind,
+    ) -> None:
+        """A span that ends now, and one inside it for each phase that took any time."""
+        end_ns = time.time_ns()
+        start_ns = end_ns - int(sum(seconds.values()) * _NS)
+        parent = _PROPAGATOR.extract({"traceparent": traceparent}, Context()) if traceparent else Context()
+        span = self._tracer.start_span(name, parent, kind, attributes, links, start_ns)
+        inside = trace.set_span_in_context(span, Context())
+        for phase, taken in seconds.items():
+            if taken > 0:
+                part = self._tracer.start_span(f"{name}.{phase}", inside, start_time=start_ns)
+                start_ns += int(taken * _NS)
+                part.end(start_ns)
+        if failed:
+            span.set_status(Status(StatusCode.ERROR, failed))
+        span.end(end_ns)

@@ -1,0 +1,215 @@
+"""What exists once a KV cache is registered: the parts that serve, load and know peers, built together.
+
+Registering happens once; nothing here changes afterwards but the parts themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvflow.config import Config
+from kvflow.core import wire
+from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.ledger import BlockLedger
+from kvflow.core.regions import Regions, map_regions, map_spans
+from kvflow.core.seals import HOST, SealTable
+from kvflow.core.topology import Holding, Rank, holding_of
+from kvflow.errors import ConfigError
+from kvflow.runtime.clocks import PeerClocks
+from kvflow.runtime.connection import Connections, LocalRank, Spawn
+from kvflow.runtime.copier import Copier
+from kvflow.runtime.handshake import Handshakes
+from kvflow.runtime.landing import Landing
+from kvflow.runtime.loading import Loader
+from kvflow.runtime.peers import Peers
+from kvflow.runtime.permute import Scratch
+from kvflow.runtime.poller import Poller
+from kvflow.runtime.readers import Readers
+from kvflow.runtime.records import Observers
+from kvflow.runtime.releases import Releases
+from kvflow.runtime.renewals import Renewals
+from kvflow.runtime.serving import Serving
+from kvflow.runtime.side_channel import SideChannel
+from kvflow.runtime.sources import Sources
+from kvflow.runtime.staging import BlockCopier, HostBuffers
+from kvflow.runtime.world import Clock, World
+from kvflow.transport.base import Transport, TransportError, choose_buffer_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What a runtime has from its opening on, and who it is."""
+
+    config: Config
+    world: World
+    observers: Observers
+    clock: Clock
+    transport: Transport
+    side_channel: SideChannel
+    poller: Poller
+    copier: Copier
+    spawn: Spawn
+    agent_name: str
+    incarnation: str
+    rank: Rank
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegisteredCache:
+    """Everything that exists once a cache is registered."""
+
+    clock: Clock
+    local: LocalRank
+    ledger: BlockLedger
+    serving: Serving
+    loader: Loader
+    sources: Sources
+    peers: Peers
+    readers: Readers
+    staging: HostBuffers | None
+    scratch: Scratch
+    metadata: wire.Metadata
+    """What readers are told of this rank, but for what its clock shows then."""
+
+    @property
+    def buffers_used(self) -> int:
+        return self.scratch.used + (self.staging.pool.used if self.staging else 0)
+
+
+async def register(
+    services: Services, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
+) -> RegisteredCache:
+    """See `Runtime.register_kv_caches`."""
+    config = services.config
+    regions = map_regions(layout, kv_caches)
+    buffer_device = choose_buffer_device(regions.device.kind, config.kv_buffer_device)
+    staged = config.always_stage or buffer_device != regions.device.kind
+    try:
+        staging = await _stage(services, kv_caches, layout, copy_blocks) if staged else None
+        return await _register(services, kv_caches, layout, regions, staging)
+    except TransportError as error:
+        raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
+
+
+async def _stage(
+    services: Services, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
+) -> HostBuffers:
+    """Make the host buffers; on the copy thread, since that touches all their pages."""
+    made: list[HostBuffers] = []
+    await services.copier.run(lambda: made.append(HostBuffers(kv_caches, layout, services.config, copy_blocks)))
+    return made[0]
+
+
+async def _register(
+    services: Services, kv_caches: KVCaches, layout: CacheLayout, regions: Regions, staging: HostBuffers | None
+) -> RegisteredCache:
+    config, transport = services.config, services.transport
+    seals, fetched = SealTable(config.leases_max), SealTable(config.loads_max)
+    caches = kv_caches if staging is None else staging.caches
+    regions = regions if staging is None else staging.regions
+    await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
+    await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
+    agent_metadata = await transport.metadata()
+    holding = _holding(config, layout)
+    local = _local_rank(services, layout, holding, regions)
+    ledger = BlockLedger(layout.num_blocks)
+    scratch = Scratch(
+        transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
+    )
+    landing = Landing(config, kv_caches, layout, scratch, staging, services.copier)
+    connections = Connections(transport, services.spawn)
+    clocks = PeerClocks(config, services.clock)
+    peers = Peers(
+        config,
+        reader=services.agent_name,
+        handshakes=Handshakes(services.side_channel, local, landing, connections, clocks, services.clock),
+        connections=connections,
+        clocks=clocks,
+        clock=services.clock,
+        spawn=services.spawn,
+    )
+    sources = Sources(config, local, peers)
+    return RegisteredCache(
+        clock=services.clock,
+        local=local,
+        ledger=ledger,
+        serving=Serving(
+            config,
+            holding,
+            ledger,
+            seals,
+            num_blocks=layout.num_blocks,
+            block_size_bytes=layout.block_size_bytes,
+            staging=staging,
+            copier=services.copier,
+            clock=services.clock,
+            token_hex=services.world.token_hex,
+            observers=services.observers,
+            incarnation=services.incarnation,
+            port=services.port,
+        ),
+        loader=Loader(
+            config,
+            local=local,
+            num_blocks=layout.num_blocks,
+            ledger=ledger,
+            seals=fetched,
+            landing=landing,
+            sources=sources,
+            releases=Releases(config, reader=local.reader, sources=sources, peers=peers, transport=transport),
+            renewals=Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock),
+            poller=services.poller,
+            copier=services.copier,
+            clock=services.clock,
+            observers=services.observers,
+        ),
+        sources=sources,
+        peers=peers,
+        readers=Readers(config, services.side_channel, local, services.incarnation),
+        staging=staging,
+        scratch=scratch,
+        metadata=_metadata(services, local, agent_metadata, seals, staged=staging is not None),
+    )
+
+
+def _holding(config: Config, layout: CacheLayout) -> Holding:
+    return holding_of(
+        layout,
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
+        model_kv_heads=config.num_kv_heads,
+    )
+
+
+def _local_rank(services: Services, layout: CacheLayout, holding: Holding, regions: Regions) -> LocalRank:
+    config, rank = services.config, services.rank
+    return LocalRank(
+        reader=services.agent_name,
+        caller=wire.Caller(
+            target=wire.Target(config.engine_id, rank.dp, rank.pp, rank.tp),
+            address=f"tcp://{services.host}:{services.port}",
+        ),
+        compatibility=wire.compatibility_of(layout, model=config.model),
+        holding=holding,
+        regions=regions,
+    )
+
+
+def _metadata(
+    services: Services, local: LocalRank, agent_metadata: bytes, seals: SealTable, *, staged: bool
+) -> wire.Metadata:
+    return wire.Metadata(
+        engine_id=services.config.engine_id,
+        incarnation=services.incarnation,
+        clock_s=0.0,
+        holding=local.holding,
+        agent_metadata=agent_metadata,
+        agent_metadata_crc32=wire.checksum(agent_metadata),
+        regions=wire.regions_to_wire(local.regions),
+        seals=wire.SealLocation(address=seals.address(0), count=seals.count, hold_s=services.config.seal_hold_s),
+        staged=staged,
+    )

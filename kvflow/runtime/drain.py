@@ -1,0 +1,71 @@
+"""Draining: let leases and loads end by themselves, make them end when the time is up, and say what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+
+from kvflow.config import Config
+from kvflow.runtime.loading import Loader
+from kvflow.runtime.serving import Serving
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainReport:
+    """How leases and loads ended while a runtime drained, and whether all ended by themselves, within the deadline."""
+
+    finished: bool
+    leases_read: int = 0
+    leases_expired: int = 0
+    leases_revoked: int = 0
+    loads_succeeded: int = 0
+    loads_failed: int = 0
+    """Cancelled ones and those that the deadline ended included."""
+
+
+def busy(serving: Serving, loader: Loader) -> bool:
+    """Whether a lease or a load is open, or blocks are quarantined."""
+    loading = loader.statistics
+    return bool(serving.statistics.open_leases or loading.open_loads or loading.quarantines)
+
+
+async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: float) -> DrainReport:
+    """Wait until nothing is open, at most `deadline_s`; then revoke leases, end loads, and wait for that, too.
+
+    The second wait is bounded by Config.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
+    """
+    leases, loads = serving.statistics, loader.statistics
+    finished = await _all_within([serving.drained(), loader.drained()], deadline_s)
+    await end(serving, loader, config)
+    leases_now, loads_now = serving.statistics, loader.statistics
+    return DrainReport(
+        finished=finished,
+        leases_read=leases_now.read - leases.read,
+        leases_expired=leases_now.expired - leases.expired,
+        leases_revoked=leases_now.revoked - leases.revoked,
+        loads_succeeded=loads_now.succeeded - loads.succeeded,
+        loads_failed=loads_now.failed + loads_now.cancelled - loads.failed - loads.cancelled,
+    )
+
+
+async def end(serving: Serving, loader: Loader, config: Config, *, broken: bool = False) -> None:
+    """Revoke leases and end loads. In a broken runtime it may never be known when the last bytes have landed."""
+    serving.close()
+    loader.close()
+    waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
+    await _all_within(waits, config.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s)
+
+
+async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
+    """Wait for all of `waits`, but at most `timeout_s`; whether all are over."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*waits)
+    except TimeoutError:
+        logger.warning("not done within %s s; going on", timeout_s)
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""Records: what became of each load and each lease, told once, when it is over, to whoever observes a runtime.
+
+A record is complete and final. Observers run on the event loop, in the step that ends the load or lease: they are to be
+quick. One that raises is logged and changes nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+
+LOADED, CANCELLED = "loaded", "cancelled"
+
+RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRecord:
+    """One load that was accepted and has ended. `seconds` has an entry per phase, which add up."""
+
+    engine_id: str
+    rank: str
+    request_id: str
+    peer_engine_id: str
+    remote_request_id: str
+    """The producer's name for the request: its leases' records have it."""
+    peer: str
+    """Address of the rank that the ticket names first."""
+    outcome: str
+    """"loaded", "cancelled" or the name of the error's type."""
+    error: str
+    """The error's message, or ""."""
+    phase: str
+    """In which it ended."""
+    bytes: int
+    blocks: int
+    descriptors: int
+    seconds: Mapping[str, float]
+    traceparent: str
+    """Trace context that the ticket carried (W3C), or ""."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRecord:
+    """One lease that has ended and given its blocks back.
+
+    `seconds`: "offered" until it was read, expired or revoked, then "held" until its blocks were free.
+    """
+
+    engine_id: str
+    rank: str
+    request_id: str
+    outcome: str
+    blocks: int
+    tokens: int
+    readers: int
+    """Ranks of consumers that said they have read."""
+    seconds: Mapping[str, float]
+    traceparent: str
+
+
+class Observer(Protocol):
+    """Gets every record of the runtimes that it was given to."""
+
+    def load_ended(self, record: LoadRecord) -> None: ...
+
+    def lease_ended(self, record: LeaseRecord) -> None: ...
+
+
+class Observers:
+    """The observers of one runtime."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._observers = tuple(observers)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is somebody to tell."""
+        return bool(self._observers)
+
+    def load_ended(self, record: LoadRecord) -> None:
+        for observer in self._observers:
+            _tell(observer.load_ended, record)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        for observer in self._observers:
+            _tell(observer.lease_ended, record)
+
+
+def _tell(listen: Callable[[RecordT], None], record: RecordT) -> None:
+    try:
+        listen(record)
+    except Exception:
+        logger.exception("an observer failed on %s", record)

@@ -1,0 +1,90 @@
+"""Records are complete and final, one for each load and lease; observers cannot hurt a runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from kvflow import ServeRequest
+from kvflow.errors import RequestError
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.testing import inproc_pair
+from tests.integrations.observed import TRACEPARENT, observed
+
+
+class Notebook:
+    def __init__(self) -> None:
+        self.loads: list[LoadRecord] = []
+        self.leases: list[LeaseRecord] = []
+
+    def load_ended(self, record: LoadRecord) -> None:
+        self.loads.append(record)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        self.leases.append(record)
+
+
+class Saboteur(Notebook):
+    def load_ended(self, record: LoadRecord) -> None:
+        raise ValueError("no loads, please")
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        raise ValueError("no leases, please")
+
+
+async def test_each_load_and_lease_has_one_record() -> None:
+    notebook = Notebook()
+    async with observed([notebook]) as pair:
+        layout = pair.consumer.layout
+    good, bad = notebook.loads
+    assert (good.outcome, good.error, good.phase) == ("loaded", "", "notify")
+    assert (good.engine_id, good.rank, good.request_id) == ("consumer", "dp 0 pp 0 tp 0", "good")
+    assert (good.peer_engine_id, good.remote_request_id, good.traceparent) == ("producer", "good", TRACEPARENT)
+    assert (good.blocks, good.bytes) == (2, 2 * layout.block_size_bytes)
+    assert good.seconds["wire"] > 0
+    assert (bad.outcome, bad.phase, bad.traceparent) == ("LeaseExpired", "wire", "")
+    assert "its lease ended before the read did" in bad.error
+    leases = {record.request_id: record for record in notebook.leases}
+    assert {name: (record.outcome, record.readers) for name, record in leases.items()} == {
+        "good": ("read", 1),
+        "bad": ("revoked", 0),
+    }
+    assert leases["good"].seconds["held"] >= pair.producer.runtime.config.seal_hold_s
+    assert (leases["good"].blocks, leases["good"].tokens, leases["good"].traceparent) == (2, 8, TRACEPARENT)
+
+
+async def test_a_cancelled_load_has_a_record() -> None:
+    notebook = Notebook()
+    async with inproc_pair(observers=[notebook]) as pair:
+        pair.consumer.transport.faults.hold = True
+        lease = pair.offer([1])
+        load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
+        while not pair.consumer.transport.held:
+            await asyncio.sleep(0)
+        load.cancel()
+        while pair.consumer.runtime.statistics().loading.open_loads and not load.done():
+            pair.consumer.transport.perform()
+            await asyncio.sleep(0)
+        assert load.cancelled()
+        lease.revoke()
+        await lease
+    (record,) = notebook.loads
+    assert (record.outcome, record.error, record.phase) == ("cancelled", "", "wire")
+
+
+async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    notebook = Notebook()
+    with caplog.at_level(logging.ERROR):
+        async with observed([Saboteur(), notebook]):
+            pass
+    assert len(notebook.loads) == len(notebook.leases) == 2
+    failed = [record.getMessage().removeprefix("an observer failed on ").split("(")[0] for record in caplog.records]
+    assert sorted(failed) == ["LeaseRecord", "LeaseRecord", "LoadRecord", "LoadRecord"]
+
+
+async def test_a_traceparent_that_is_none_is_refused() -> None:
+    async with inproc_pair() as pair:
+        with pytest.raises(RequestError, match="'req': traceparent 'x' is no W3C trace context"):
+            pair.producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4, traceparent="x"))

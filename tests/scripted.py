@@ -1,0 +1,62 @@
+"""A side channel whose answers a test decides on, over the real one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvflow import Config
+from kvflow.core import wire
+from kvflow.errors import PeerUnreachable
+from kvflow.runtime.side_channel import Answer, Listener, ZmqSideChannel
+from kvflow.runtime.world import World
+from kvflow.testing import ManualClock
+
+Outcome = wire.Reply | Exception | Callable[[wire.Reply], wire.Reply]
+
+
+@dataclass
+class ScriptedSideChannel:
+    """What is asked is counted. The next questions get the outcomes of `script`: an answer, an error, or a change of
+    the true answer; with an empty script the peer itself answers."""
+
+    script: deque[Outcome] = field(default_factory=deque)
+    asked: list[wire.Request] = field(default_factory=list)
+    mute: tuple[type[wire.Request], ...] = ()
+    """Kinds of questions that never arrive."""
+
+    def __call__(self, config: Config) -> ScriptedSideChannel:
+        self._real = ZmqSideChannel(config)
+        return self
+
+    def listen(self, answer: Answer) -> Listener:
+        return self._real.listen(answer)
+
+    async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
+        self.asked.append(request)
+        if isinstance(request, self.mute):
+            raise PeerUnreachable(f"{address}: scripted", peer=address)
+        outcome = self.script.popleft() if self.script else None
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome is not None and not callable(outcome):
+            return outcome
+        reply = await self._real.ask(address, request, fingerprint=fingerprint)
+        return reply if outcome is None else outcome(reply)
+
+
+@dataclass
+class ScriptedWorld:
+    """One engine's side channel and clock, in the hands of a test."""
+
+    channel: ScriptedSideChannel = field(default_factory=ScriptedSideChannel)
+    clock: ManualClock = field(default_factory=ManualClock)
+
+    @property
+    def world(self) -> World:
+        return World(side_channel=self.channel, clock=lambda: self.clock)
+
+
+def refusal(reason: str, *, passing: bool = False, version: int = wire.PROTOCOL_VERSION) -> wire.Refusal:
+    return wire.Refusal(reason=reason, version=version, passing=passing)
