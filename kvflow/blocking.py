@@ -95,11 +95,8 @@ class Pending(Generic[ResultT]):
             asked = self._cancelled
             self.fail(concurrent.futures.CancelledError() if asked else RuntimeClosed("the runtime was closed"))
             raise
-        except Exception as error:  # noqa: BLE001 - it belongs to who waits
+        except BaseException as error:  # noqa: BLE001 - it belongs to who waits
             self.fail(error)
-        except BaseException as error:
-            self.fail(error)
-            raise
 
 
 class Lease:

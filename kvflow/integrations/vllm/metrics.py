@@ -35,7 +35,7 @@ class KVFlowStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {
+        self.data: dict[str, list[Any]] = {
             "load_seconds": [],
             "load_wire_seconds": [],
             "load_bytes": [],
