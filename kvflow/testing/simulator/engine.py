@@ -56,6 +56,8 @@ class Offer:
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """When its engine got the blocks back, or died."""
+    loaded: bool = False
+    """Whether all ranks of some engine have loaded it."""
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
@@ -358,6 +360,7 @@ class Engine:
         self._note("loads", offer.request_id, repr(offer.engine), block_ids)
         endings = await self._load_on_all_ranks(load, ticket)
         succeeded = self._judge(load, endings)
+        offer.loaded = offer.loaded or succeeded
         if not succeeded:
             await self._safe(load, endings)
         self.loads.pop(load)
