@@ -293,6 +293,14 @@ class NixlAgents:
         return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
 
 
+def list_plugins() -> tuple[str, ...]:
+    """The names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
+    bindings = _import_bindings()
+    config = bindings.nixlAgentConfig()
+    config.useListenThread = False
+    return tuple(sorted(bindings.nixlAgent("kvflow-plugins", config).getAvailPlugins()))
+
+
 def _import_bindings() -> ModuleType:
     try:
         return importlib.import_module("nixl._bindings")
