@@ -274,11 +274,9 @@ def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread() -> None:
     waiting = opened.start(lambda _: asyncio.Event().wait())
 
     async def die(_: asynchronous.Runtime) -> None:
-        raise SystemExit("killed by a test")
+        asyncio.get_running_loop().call_soon(sys.exit, "killed by a test")
 
-    dead = opened.start(die)
-    with pytest.raises(SystemExit):
-        dead.result(10.0)
+    opened.start(die)
     for pending in (waiting, lease.outcome):
         with pytest.raises((RuntimeBroken, RuntimeClosed, concurrent.futures.CancelledError)):
             pending.result(10.0)
@@ -286,6 +284,16 @@ def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread() -> None:
         opened.close()
     opened.close()
     assert set(threading.enumerate()) <= before
+
+
+def test_whatever_work_raises_belongs_to_who_waits() -> None:
+    async def leave(_: asynchronous.Runtime) -> None:
+        raise SystemExit(3)
+
+    with runtime() as opened:
+        with pytest.raises(SystemExit):
+            opened.start(leave).result(10.0)
+        assert opened.statistics().state is RuntimeState.OPEN
 
 
 def test_its_own_thread_cannot_wait_for_itself() -> None:

@@ -40,6 +40,7 @@ LOOKING_AGAIN = {
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
+    "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
     "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
 }
 

@@ -152,7 +152,7 @@ def fairness(
         bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")
     ] = False,
 ) -> None:
-    """Measure how long one-block loads take alone, and while huge loads run: at most one slice longer."""
+    """Measure how long one-block loads take alone, and while huge loads run beside them."""
     notes = Console(stderr=True, highlight=False)
     try:
         settings = fairness_settings.make_settings(

@@ -126,14 +126,18 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
-    """We need the blocks of that lease no more: a `ReadDone` of a reader that is not connected.
+    """We need these blocks of a request no more: a `ReadDone` of a reader that is not connected.
 
-    What share of the lease it answers for follows from what it holds (`topology.report_of`).
+    What share of the lease it answers for follows from what it holds (`topology.report_of`). A reader whose ticket does
+    not name the rank has no lease id.
     """
 
     reader: str
     target: Target
-    lease_id: str
+    request_id: str
+    num_tokens: int
+    blocks_digest: bytes
+    lease_id: str | None
     holding: Holding
 
 
@@ -199,7 +203,7 @@ class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
-    """Noted. A lease that is not open is none of this life of the rank, or has ended: nothing changes then."""
+    """Noted, if it changes anything: a lease may have ended, or may be none of this life of the rank."""
 
     incarnation: str
 

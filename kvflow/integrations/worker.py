@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
-from kvflow.core.step import Receive, Release, Save, Step
+from kvflow.core.step import Receive, Save, Step
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError
-from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class _Courier:
         for save in step.save:
             self._save(runtime, save)
         for release in step.release:
-            self._spawn(_release(runtime, release))
+            self._spawn(_release(runtime, release.ticket))
 
     def _receive(self, runtime: Runtime, receive: Receive) -> None:
         load = asyncio.create_task(self._load(runtime, receive), name=f"kvflow-load {receive.request_id}")
@@ -158,7 +158,7 @@ class _Courier:
         """Wait until a load has ended and its blocks are safe; then say so."""
         request_id = receive.request_id
         await asyncio.wait([load])
-        for quarantine in [entry for entry in runtime.quarantines if entry.request_id == request_id]:
+        for quarantine in runtime.quarantines_of(request_id):
             await quarantine.wait()
         del self.loads[request_id]
         error = None if load.cancelled() else load.exception()
@@ -170,7 +170,7 @@ class _Courier:
         else:
             self.happened.append(Loaded(request_id, load.result()))
         if load.cancelled():  # a load that failed may be tried elsewhere, with the same ticket
-            await _release(runtime, Release(request_id=request_id, ticket=receive.ticket))
+            await _release(runtime, receive.ticket)
 
     def _save(self, runtime: Runtime, save: Save) -> None:
         request = ServeRequest(save.serve_id, block_ids=save.block_ids, num_tokens=save.num_tokens, ttl_s=save.ttl_s)
@@ -223,9 +223,9 @@ class _Courier:
             self.problem = task.exception()
 
 
-async def _release(runtime: Runtime, release: Release) -> None:
+async def _release(runtime: Runtime, ticket: Ticket) -> None:
     """Tell a producer that nothing will be read for its ticket. Its lease would run out without us too."""
     try:
-        await runtime.load_blocks(LoadRequest(release.request_id, ticket=release.ticket, block_ids=()))
+        await runtime.release_blocks(ticket)
     except KVFlowError as error:
-        logger.info("request %s: its producer was not told: %s", release.request_id, error)
+        logger.info("request %s: its producer was not told: %s", ticket.request_id, error)

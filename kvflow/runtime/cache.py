@@ -158,7 +158,7 @@ async def _register(
             seals=fetched,
             landing=landing,
             sources=sources,
-            releases=Releases(config, reader=local.reader, sources=sources, peers=peers, transport=transport),
+            releases=Releases(config, local=local, sources=sources, peers=peers, transport=transport),
             renewals=Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock),
             poller=services.poller,
             copier=services.copier,

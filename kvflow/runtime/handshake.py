@@ -86,16 +86,6 @@ class Handshakes:
                 self._clocks.note(peer, reply.incarnation, reply.clock_s, sent_s=sent_s)
         return reply
 
-    async def release(self, peer: Address, lease_id: str) -> str:
-        """Tell a rank that we need a lease's blocks no more; its incarnation. No connection is made. PeerError."""
-        question = wire.ReleaseRequest(
-            reader=self._local.reader, target=peer.target, lease_id=lease_id, holding=self._local.holding
-        )
-        reply = await self.ask(peer, question)
-        if isinstance(reply, wire.Released):
-            return reply.incarnation
-        raise ProtocolError(f"{peer.address}: released a lease, got {type(reply).__name__}", peer=peer.address)
-
     async def ask_clock(self, peer: Address) -> None:
         """The body of a task: ask for a peer's clock. One that cannot be asked is as unknown as before."""
         try:

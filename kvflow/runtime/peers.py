@@ -182,10 +182,13 @@ class Peers:
             return reply
         raise ProtocolError(f"{peer.address}: asked for a lease, got {type(reply).__name__}", peer=peer.address)
 
-    async def release(self, peer: Peer, lease_id: str) -> str:
-        """Tell a rank that we need a lease's blocks no more; its incarnation. No connection is made. PeerError."""
+    async def release(self, peer: Peer, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
+        """Tell a rank that we need a lease's blocks no more. No connection is made. Raises a PeerError."""
         self._check_wait(peer, None)
-        return await self._handshakes.release(peer.at, lease_id)
+        reply = await self._handshakes.ask(peer.at, question)
+        if isinstance(reply, wire.Released | wire.NoLease):
+            return reply
+        raise ProtocolError(f"{peer.address}: released a lease, got {type(reply).__name__}", peer=peer.address)
 
     def keep_clock(self, peer: Peer, now_s: float) -> None:
         """Have a peer's clock asked for if what we know of it has aged; nobody waits for that."""

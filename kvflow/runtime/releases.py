@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.ticket import RankLease, Ticket
-from kvflow.errors import LeaseExpired, PeerError
-from kvflow.runtime.connection import Connection
+from kvflow.errors import PeerError
+from kvflow.runtime.connection import Connection, LocalRank
 from kvflow.runtime.peers import Peer, Peers
 from kvflow.runtime.sources import Source, Sources, wait_for_all
 from kvflow.transport.base import Transport
@@ -29,9 +30,11 @@ logger = logging.getLogger(__name__)
 class Releases:
     """Gives leases back to their producers."""
 
-    def __init__(self, config: Config, *, reader: str, sources: Sources, peers: Peers, transport: Transport) -> None:
+    def __init__(
+        self, config: Config, *, local: LocalRank, sources: Sources, peers: Peers, transport: Transport
+    ) -> None:
         self._config = config
-        self._reader = reader
+        self._local = local
         self._sources = sources
         self._peers = peers
         self._transport = transport
@@ -59,20 +62,31 @@ class Releases:
         return len(told) > 0 and all(told)
 
     async def _release_one(self, ticket: Ticket, peer: Peer, named: RankLease | None) -> bool:
+        if named is not None and peer.current is not None and peer.current.incarnation == named.incarnation:
+            self._tell(peer.current, named)
+            return True
+        question = wire.ReleaseRequest(
+            reader=self._local.reader,
+            target=peer.at.target,
+            request_id=ticket.request_id,
+            num_tokens=ticket.num_tokens,
+            blocks_digest=wire.digest_of(ticket.block_ids),
+            lease_id=named.lease_id if named else None,
+            holding=self._local.holding,
+        )
         try:
-            lease = named or await self._sources.ask_for_lease(ticket, peer)
-            if peer.current is not None and peer.current.incarnation == lease.incarnation:
-                self._tell(peer.current, lease)
-                return True
-            return await self._peers.release(peer, lease.lease_id) == lease.incarnation
-        except (PeerError, LeaseExpired) as error:
+            reply = await self._sources.when_served(partial(self._peers.release, peer, question))
+        except PeerError as error:
             logger.warning("request %s: could not tell the producer: %s", ticket.request_id, error)
             return False
+        if isinstance(reply, wire.NoLease):
+            return reply.ended  # then there is nothing to tell
+        return named is None or reply.incarnation == named.incarnation
 
     def _tell(self, connection: Connection, lease: RankLease) -> None:
         if connection.share == 0:
             return  # we hold nothing of what it holds: others tell it
         message = wire.ReadDone(
-            lease_id=lease.lease_id, reader=self._reader, share=connection.share, whole=connection.whole
+            lease_id=lease.lease_id, reader=self._local.reader, share=connection.share, whole=connection.whole
         )
         self._transport.notify(connection.agent, wire.encode(message))

@@ -25,12 +25,12 @@ from kvflow.errors import Quarantine, RuntimeBroken, RuntimeClosed, RuntimeDrain
 from kvflow.runtime.answers import answer, refusal
 from kvflow.runtime.cache import RegisteredCache, Services, register
 from kvflow.runtime.drain import DrainReport, busy, drain, end
-from kvflow.runtime.loading import LoadingStatistics, LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease, ServeRequest, ServingStatistics
+from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest
 from kvflow.runtime.peers import PeerStatistics
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.serving import Lease, ServeRequest, ServingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.staging import BlockCopier
 from kvflow.runtime.world import World
@@ -202,9 +202,10 @@ class Runtime:
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks.
 
-        Raises RequestError, a PeerError, LeaseExpired, TransferFailed or DeadlineExceeded; never reports a success
-        that is partial or stale. Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the
-        blocks are in `quarantines` (and in the error's `quarantine`) until they are safe.
+        Waits its turn when others load, too (`LoadRequest.priority`). Raises RequestError, a PeerError, LeaseExpired,
+        TransferFailed, Overloaded or DeadlineExceeded; never reports a success that is partial or stale. Cancelling
+        returns within Config.cancel_grace_s; if bytes may still land then, the blocks are in `quarantines` (see also
+        `quarantines_of`, and an error's `quarantine`) until they are safe.
         """
         return await self._require_cache().loader.load(request)
 

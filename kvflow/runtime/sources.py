@@ -7,8 +7,9 @@ are cut (`core.topology`); those whose lease the ticket does not name are asked 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -142,7 +143,7 @@ class Sources:
         if named is not None:
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if named is None or not named.lease_id:
-            named = await self.ask_for_lease(ticket, peer)
+            named = await self._ask_for_lease(ticket, peer)
             connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
@@ -172,11 +173,23 @@ class Sources:
                 f"{peer.address}: {name}: the ticket says {mine}, the rank {theirs}", peer=peer.address
             )
 
-    async def ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
-        """Ask a rank whose lease the ticket does not name; wait a little if it has not opened its lease yet.
+    async def when_served(self, ask: Callable[[], Awaitable[ResultT | wire.NoLease]]) -> ResultT | wire.NoLease:
+        """The answer of a rank that a ticket does not name: it may open its lease a moment later, so `ask` again.
 
-        Raises a PeerError, or LeaseExpired if there is none.
+        NoLease if the lease has ended, or is still not there after Config.lease_wait_s.
         """
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._config.lease_wait_s
+        pause_s = _ASK_AGAIN_FIRST_S
+        while True:
+            reply = await ask()
+            if not isinstance(reply, wire.NoLease) or reply.ended or loop.time() >= give_up_s:
+                return reply
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
+
+    async def _ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
+        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, or LeaseExpired."""
         question = wire.LeaseRequest(
             reader=self._local.reader,
             target=peer.at.target,
@@ -184,19 +197,14 @@ class Sources:
             num_tokens=ticket.num_tokens,
             blocks_digest=wire.digest_of(ticket.block_ids),
         )
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._config.lease_wait_s
-        pause_s = _ASK_AGAIN_FIRST_S
-        while isinstance(reply := await self._peers.find_lease(peer, question), wire.NoLease):
-            if reply.ended or loop.time() >= give_up_s:
-                raise LeaseExpired(
-                    f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
-                    f"for it: {'it has ended' if reply.ended else f'none within {self._config.lease_wait_s} s'}",
-                    request_id=ticket.request_id,
-                    peer=peer.address,
-                )
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
+        reply = await self.when_served(partial(self._peers.find_lease, peer, question))
+        if isinstance(reply, wire.NoLease):
+            raise LeaseExpired(
+                f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
+                f"for it: {'it has ended' if reply.ended else f'none within {self._config.lease_wait_s} s'}",
+                request_id=ticket.request_id,
+                peer=peer.address,
+            )
         lease = RankLease(
             pp_rank=peer.rank.pp,
             tp_rank=peer.rank.tp,

@@ -8,6 +8,10 @@ With CURVE only engines of the allowlist get as far as a message, and a request 
 under. ZeroMQ asks about keys by a protocol of its own (ZAP); that is answered here rather than by pyzmq's
 authenticator, whose task nobody supervises.
 
+The queue of messages that have come has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a
+connection whose queue is full, and if the peer then resets it, a ping that was still unread aborts the process. Memory
+can be filled by a message without end too, so a flood of bytes is for CURVE, or the network, to keep out.
+
 Readers connect for one question. Who stays is not one of them, and ZeroMQ has no limit for connections: when there are
 too many, all are dropped, and the port is bound again at once.
 """
@@ -31,7 +35,7 @@ from kvflow.runtime.side_channel import Answer, ListenerStatistics
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG_MESSAGES = 8
+_ANSWERS_WAITING_MAX = 8
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
 _LOG_LINES_PER_S = 10
@@ -107,15 +111,13 @@ class ZmqListener:
     def _bind(self) -> str:
         """Set the sockets up; returns the address with the real port."""
         config, socket = self._config, self._socket
-        linger_ms = max(int(config.handshake_timeout_s * 1000), 1)
         for option, value in (
             (zmq.LINGER, 0),
             (zmq.MAXMSGSIZE, config.side_channel_request_bytes_max),
-            (zmq.RCVHWM, _BACKLOG_MESSAGES),
-            (zmq.SNDHWM, _BACKLOG_MESSAGES),
+            (zmq.RCVHWM, 0),
+            (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
             (zmq.IPV6, int(config.listen_host.startswith("["))),
-            (zmq.HANDSHAKE_IVL, linger_ms),
-            (zmq.HEARTBEAT_IVL, linger_ms),
+            (zmq.HANDSHAKE_IVL, max(int(config.handshake_timeout_s * 1000), 1)),
         ):
             socket.setsockopt(option, value)
         if self._keyring is not None:

@@ -71,6 +71,7 @@ class ZmqSideChannel:
             context.socket(zmq.PAIR) as monitor,
         ):
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)  # see `zmq_listener`
             socket.setsockopt(zmq.MAXMSGSIZE, self._config.side_channel_message_bytes_max)
             socket.setsockopt(zmq.IPV6, int("[" in address))
             if keyring is not None:

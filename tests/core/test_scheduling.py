@@ -380,6 +380,14 @@ class Job:
     finished: bool = False
 
 
+def is_loading(engine: Engine) -> bool:
+    return bool(engine.loads)
+
+
+def can_be_read(engine: Engine) -> bool:
+    return bool(engine.out & engine.leases.keys())
+
+
 class Engine(RuleBasedStateMachine):
     """An engine's scheduler with a pool of blocks, workers that end loads and leases at any time, and a connector.
 
@@ -529,7 +537,7 @@ class Engine(RuleBasedStateMachine):
     def tell(self, request_id: str) -> None:
         self.told[request_id] = self.told.get(request_id, 0) + 1
 
-    @precondition(lambda self: self.loads)
+    @precondition(is_loading)
     @rule(data=st.data(), recompute=st.booleans())
     def a_load_ends(self, data: st.DataObject, recompute: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.loads)))
@@ -546,7 +554,7 @@ class Engine(RuleBasedStateMachine):
         else:
             job.running = True
 
-    @precondition(lambda self: self.out & self.leases.keys())
+    @precondition(can_be_read)
     @rule(data=st.data())
     def a_lease_ends(self, data: st.DataObject) -> None:
         """Read, or run out: only those that somebody can know of, and others by `withdraw`."""

@@ -56,6 +56,15 @@ REQUEST = wire.MetadataRequest(reader="decode-0/0.0.0#1", target=TARGET)
 QUESTION = wire.LeaseRequest(
     reader="decode-0/0.0.0#1", target=TARGET, request_id="req-1", num_tokens=41, blocks_digest=wire.digest_of((3, 7))
 )
+RELEASE = wire.ReleaseRequest(
+    reader="decode-0/0.0.0#1",
+    target=TARGET,
+    request_id="req-1",
+    num_tokens=41,
+    blocks_digest=wire.digest_of((3, 7)),
+    lease_id=LEASE_ID,
+    holding=HOLDING,
+)
 FOUND = wire.LeaseFound(
     incarnation="8f14e45f", clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
 )
@@ -66,7 +75,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
         [
             REQUEST,
             QUESTION,
-            wire.ReleaseRequest(reader="decode-0/0.0.0#1", target=TARGET, lease_id=LEASE_ID, holding=HOLDING),
+            RELEASE,
+            msgspec.structs.replace(RELEASE, lease_id=None),
             wire.ClockRequest(reader="decode-0/0.0.0#1", target=TARGET),
         ],
     ),

@@ -95,14 +95,15 @@ class Engine:
         self.scheduler.update_after_alloc(request_id, blocks, matched.tokens)
 
     def until_settled(self) -> None:
-        """Step until the runtime has no lease, load or blocks in use."""
+        """Step until the scheduler waits for nothing and the runtime has no lease, load or blocks in use."""
         tick = threading.Event()
         for _ in range(1000):
             self.step()
-            statistics = self.runtime.statistics()
-            if statistics.blocks is not None and statistics.blocks.free == statistics.blocks.total:
+            blocks = self.runtime.statistics().blocks
+            if self.scheduler.open_requests == 0 and blocks is not None and blocks.free == blocks.total:
                 break
             tick.wait(0.01)
+        assert self.scheduler.open_requests == 0
         assert_quiet(self.runtime.statistics())
 
 
@@ -140,7 +141,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield both
         for engine in (both.prefill, both.decode):
             engine.until_settled()
-            assert engine.scheduler.open_requests == 0
     finally:
         for engine in (both.decode, both.prefill):
             engine.runtime.close()

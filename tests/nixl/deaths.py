@@ -1,10 +1,10 @@
 """How often does a producer die because its reader did? Over tcp UCX may abort the process that is read from.
 
-    python tests/nixl/deaths.py --tries 40 UCX_TCP_MAX_POLL=1
+    python tests/nixl/deaths.py --rounds 20 UCX_TCP_MAX_POLL=1
 
 kills readers with SIGKILL in the middle of reads, at random moments, while the producer is free, has its GIL held, or
-is stopped; with the progress thread of kvflow's serving agent and without it; and counts the producers that died.
-Variables of UCX that are named apply to all processes.
+is stopped; with the progress thread of kvflow's serving agent and without it; and counts the producers that died. A
+round kills four readers of one producer. Variables of UCX that are named apply to all processes.
 
 What happens there: UCX emulates a read over tcp by a request and a reply. A producer that finds a request in its socket
 whose sender is gone by then fails to send the reply, and UCX takes that for an impossible error. So the moment between
@@ -61,12 +61,12 @@ SCENES = (
 )
 
 
-def count_deaths(scene: Scene, environment: Mapping[str, str], tries: int, random: Random) -> int:
-    """Kill `tries` readers, `READERS` at a time; how many producers died of it."""
+def count_deaths(scene: Scene, environment: Mapping[str, str], rounds: int, random: Random) -> int:
+    """Kill `READERS` readers in each round; in how many of them the producer died of it."""
     deaths = 0
     with Engines(environment) as engines:
         producer = None
-        for round_ in range(tries // READERS):
+        for round_ in range(rounds):
             if producer is None:
                 (producer,) = engines.start(
                     EngineSetup(engine_id="producer", num_blocks=NUM_BLOCKS, config=LIMITS), run=scene.run
@@ -125,14 +125,14 @@ def has_read(statistics: dict[str, Any], *, reads: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tries", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("environment", nargs="*", metavar="UCX_NAME=VALUE")
     options = parser.parse_args()
     environment = {**TRANSPORTS["tcp"], **dict(entry.split("=", 1) for entry in options.environment)}
     for scene in SCENES:
-        deaths = count_deaths(scene, environment, options.tries, Random(options.seed))
-        print(f"{scene.name:34} {deaths:4} producers died of {options.tries} readers", flush=True)
+        deaths = count_deaths(scene, environment, options.rounds, Random(options.seed))
+        print(f"{scene.name:34} the producer died in {deaths} of {options.rounds} rounds", flush=True)
 
 
 if __name__ == "__main__":

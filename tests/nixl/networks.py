@@ -123,7 +123,10 @@ def _lay(made: Cable) -> None:
     for side, host in ((made.producer_side, made.producer_host), (made.consumer_side, made.consumer_host)):
         _ip("-n", side, "address", "add", f"{host}/24", "dev", "cable")
         _ip("-n", side, "link", "set", "cable", "up")
+    for side in (made.producer_side, made.consumer_side):
+        while "state UP" not in _ip("-n", side, "link", "show", "cable"):  # else UCX would not see the device
+            pass
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def _ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

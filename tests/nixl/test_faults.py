@@ -20,8 +20,9 @@ pytestmark = pytest.mark.nixl
 
 SLICES_BEFORE_FAULT = 8
 DEADLINE_S = 1.0
-SHORT_TTL_S = 1.0
-LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 2.0, "cancel_grace_s": 0.1}
+TTL_S = 2.0
+NOT_LONG_TTL_S = 0.2
+LIMITS = {"slice_bytes_max": BLOCK_BYTES, "cancel_grace_s": 0.1}
 PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
 CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS)
 SPARE = EngineSetup(engine_id="spare", fill=7.0, config=LIMITS)
@@ -84,10 +85,10 @@ def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -
     producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
     victim = {Victim.PRODUCER: producer, Victim.CONSUMER: consumer}[case.victim]
     hand_over(producer, consumer, "warm up")
-    ttl_s, deadline_s = (SHORT_TTL_S, None) if victim is consumer else (None, DEADLINE_S)
+    ttl_s = None if victim is producer else NOT_LONG_TTL_S if case.moment is Moment.BEFORE else TTL_S
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=ttl_s)
 
-    load = strike(case, consumer, victim, ticket, deadline_s)
+    load = strike(case, consumer, victim, ticket)
     if victim is consumer:
         outcome = producer.call("outcome", request_id="r")
         assert outcome == "expired" or (outcome == "read" and case.moment is Moment.AFTER)
@@ -103,13 +104,7 @@ def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -
         assert_healthy(survivor, spare)
 
 
-def strike(
-    case: Case,
-    consumer: EngineProcess,
-    victim: EngineProcess,
-    ticket: Mapping[str, object],
-    deadline_s: float | None,
-) -> Call | None:
+def strike(case: Case, consumer: EngineProcess, victim: EngineProcess, ticket: Mapping[str, object]) -> Call | None:
     """Start the load, and do the fault at its moment; the load, if there is still somebody to end it."""
     do_fault = {Fault.KILLED: victim.kill, Fault.STOPPED: victim.stop}[case.fault]
     if case.moment is Moment.BEFORE:
@@ -118,7 +113,8 @@ def strike(
             return None
     if case.moment is Moment.DURING:
         consumer.stall(after_reads=SLICES_BEFORE_FAULT)
-    load = start_load(consumer, "r", ticket, deadline_s=deadline_s)
+    waits_in_vain = case.victim is Victim.PRODUCER and case.fault is Fault.STOPPED and case.moment is not Moment.AFTER
+    load = start_load(consumer, "r", ticket, deadline_s=DEADLINE_S if waits_in_vain else None)
     if case.moment is Moment.AFTER:
         assert how_it_ended(load) == "loaded"
         assert consumer.call("values", block_ids=BLOCKS) == [1.0] * len(BLOCKS)
@@ -138,7 +134,7 @@ def test_a_process_closes_during_a_read(engines: Engines, victim: Victim) -> Non
     """In order, so its exit code is 0; the other one goes on."""
     producer, consumer, spare = engines.start(PRODUCER, CONSUMER, SPARE)
     hand_over(producer, consumer, "warm up")
-    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=SHORT_TTL_S)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=TTL_S)
     consumer.stall(after_reads=SLICES_BEFORE_FAULT)
     load = start_load(consumer, "r", ticket)
     consumer.wait_until_stalled()
@@ -158,7 +154,8 @@ def test_a_process_closes_during_a_read(engines: Engines, victim: Victim) -> Non
 
 def test_a_stopped_producer_cannot_be_met(engines: Engines) -> None:
     """No connection yet: the handshake has its own bound, and the same ticket works once the producer is back."""
-    producer, consumer = engines.start(PRODUCER, CONSUMER)
+    impatient = replace(CONSUMER, config={"handshake_timeout_s": 2.0})
+    producer, consumer = engines.start(PRODUCER, impatient)
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
     producer.stop()
     assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"

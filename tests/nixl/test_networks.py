@@ -13,7 +13,7 @@ from networks import Cable, Proxy, Way, cable
 
 pytestmark = pytest.mark.nixl
 
-LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 1.0, "cancel_grace_s": 0.1}
+LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 2.0, "cancel_grace_s": 0.1}
 PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
 CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS)
 

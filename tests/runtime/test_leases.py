@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,12 @@ from tests_support import altered
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core import wire
+from kvflow.core.topology import Rank
 from kvflow.errors import LeaseExpired, RequestError
-from kvflow.runtime.loading import LoadingStatistics
-from kvflow.runtime.serving import ServingStatistics
+from kvflow.runtime.clocks import PeerClocks
+from kvflow.runtime.connection import Address
+from kvflow.runtime.lease import ServingStatistics
+from kvflow.runtime.load import LoadingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.world import Timer, World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
@@ -305,6 +309,20 @@ async def test_a_peer_gets_one_message_for_all_its_leases(bytes_max: int, messag
             lease.revoke()
 
 
+async def test_a_lease_that_has_time_is_not_renewed_with_others() -> None:
+    async with timed_pair() as timed:
+        first, second = timed.pair.offer([3], "first"), timed.pair.offer([4], "second", ttl_s=300.0)
+        tasks = [await timed.start_held_load(lease, [index]) for index, lease in enumerate((first, second))]
+        timed.consumer_clock.advance(60.0)
+        await settle()
+        assert timed.loading.renewals == 5  # of the first, at 15, 25, ... s
+        timed.consumer_clock.advance(60.0)  # the second one goes with those of the first: half of its pause early
+        await settle()
+        assert timed.loading.renewals == 5 + 6 + 1
+        for task in tasks:
+            await timed.let_go(task)
+
+
 # --- doubt
 
 
@@ -360,6 +378,17 @@ async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None
             await asyncio.sleep(0)
         await timed.load(timed.pair.offer([4], "6"), [1])
         assert timed.listener.answered == 2
+
+
+def test_what_is_sure_about_a_clock_says_nothing_about_another_life_of_its_peer() -> None:
+    clocks = PeerClocks(BASE, ManualClock(1.5))
+    peer = Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
+    assert clocks.sure_until_s(peer, "new", 50.0) == -math.inf
+    clocks.note(peer, "new", 10.0, sent_s=1.0)
+    assert clocks.sure_until_s(peer, "new", 50.0) == pytest.approx(41.0, abs=0.01)
+    assert clocks.sure_until_s(peer, "old", 50.0) == -math.inf
+    clocks.forget(peer)
+    assert clocks.sure_until_s(peer, "new", 50.0) == -math.inf
 
 
 # --- revoking
@@ -500,23 +529,53 @@ async def test_a_release_needs_a_ticket() -> None:
         lease.revoke()
 
 
+def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **change: object) -> wire.Reply:
+    """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
+    cache = timed.pair.consumer.runtime._cache
+    assert cache is not None
+    question = wire.ReleaseRequest(
+        reader="reader",
+        target=wire.Target("producer", 0, 0, 0),
+        request_id=lease.request_id,
+        num_tokens=lease.ticket.num_tokens,
+        blocks_digest=wire.digest_of(lease.ticket.block_ids),
+        lease_id=lease.ticket.lease_id if named else None,
+        holding=msgspec.structs.replace(cache.local.holding, **change),
+    )
+    header = wire.our_header(cache.local.compatibility.fingerprint())
+    return timed.pair.producer.runtime._answer(header, question)
+
+
 @pytest.mark.parametrize("change", [{"tp_size": 0}, {"block_size": 3}, {"layers": ()}, {"kv_heads": 5}])
 async def test_a_release_by_one_who_cannot_be_a_reader_is_refused(change: dict[str, object]) -> None:
     async with timed_pair() as timed:
         lease = timed.pair.offer([3])
-        cache = timed.pair.consumer.runtime._cache
-        assert cache is not None
-        question = wire.ReleaseRequest(
-            reader="reader",
-            target=wire.Target("producer", 0, 0, 0),
-            lease_id=lease.ticket.lease_id,
-            holding=msgspec.structs.replace(cache.local.holding, **change),
-        )
-        header = wire.our_header(cache.local.compatibility.fingerprint())
-        reply = timed.pair.producer.runtime._answer(header, question)
-        assert isinstance(reply, wire.Refusal)
-        assert not lease.done
+        assert isinstance(answer_to_release(timed, lease, **change), wire.Refusal)
+        assert lease.state == "offered"
         lease.revoke()
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_release_by_a_stage_that_holds_none_of_our_layers_changes_nothing(named: bool) -> None:
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        for _ in range(2):  # while it is open, and after it
+            reply = answer_to_release(timed, lease, named=named, pp_size=2, pp_rank=1, layers=(5,))
+            assert isinstance(reply, wire.Released)
+            lease.revoke()
+        assert (timed.serving.malformed_notifications, timed.serving.late_notifications) == (0, 0)
+
+
+async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only() -> None:
+    async with timed_pair() as timed:
+        old = timed.pair.offer([4])
+        old.revoke()
+        lease = timed.pair.offer([3])  # the same request, offered anew
+        assert answer_to_release(timed, old, named=False) == wire.NoLease(ended=True)
+        assert lease.state == "offered"
+        assert isinstance(answer_to_release(timed, lease, named=False), wire.Released)
+        assert lease.state == "read"
+        assert answer_to_release(timed, lease, named=False) == wire.NoLease(ended=True)
 
 
 # --- what a cancelled load leaves

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -93,6 +94,23 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
                     await asyncio.sleep(0)
                     steps.append(listener.statistics.answered - before)
     assert max(steps) <= 1
+
+
+async def test_a_flood_that_ends_in_a_reset_kills_nobody() -> None:
+    """ZeroMQ aborts the process if it finds a ping in what it had put off reading when the connection broke."""
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48)
+    ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    ping = b"\x04\x07\x04PING\x00\x00"
+    async with listening(PLAIN) as listener:
+        for _ in range(20):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+            writer.write(greeting + ready)
+            await reader.readuntil(b"READY")
+            raw = writer.get_extra_info("socket")
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+            writer.write((b"\x00\x01x" * 30 + ping) * 100)
+            writer.transport.abort()
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
 
 
 async def test_connections_are_counted_down_when_they_end() -> None:

@@ -109,7 +109,9 @@ async def test_a_mute_producer_costs_a_release_its_bound() -> None:
             await pair.consumer.runtime.load_blocks(request)
 
 
-@pytest.mark.parametrize("reply", [wire.NoLease(ended=True), wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION)])
+@pytest.mark.parametrize(
+    "reply", [wire.ClockShown(incarnation="i", clock_s=1.0), wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION)]
+)
 async def test_a_release_that_is_answered_by_something_else_told_nobody(pair: InprocPair, reply: wire.Reply) -> None:
     async with fake_peer(lambda _: reply_frames(reply)) as port:
         assert not await pair.consumer.runtime.release_blocks(ticket_for(pair, port))

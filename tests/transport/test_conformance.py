@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -285,3 +286,31 @@ async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], 
     with pytest.raises(TransportError, match="cannot reach device 'tpu'"):
         await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None)
     await side.transport.aclose(5.0)
+
+
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(10.0)
+
+
+@pytest.mark.nixl
+async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
+    """Over shared memory posting is copying, so a small read waits for one large one at most."""
+    make = make_nixl()
+    writer = await open_side(make, "writer", np.arange(SIZE, dtype=np.uint64) % 251)
+    reader = await open_side(make, "reader", np.full(SIZE, 255, dtype=np.uint64))
+    transport = reader.transport
+    assert isinstance(transport, NixlTransport)
+    ends = Ends(reader, writer, await transport.add_peer(await writer.transport.metadata()))
+    for size in (SIZE, 8):  # the first reads of a connection have to wait for it
+        transport.post_read(ends.peer, ends.descriptors((0, 0, size)))
+        await end_of(transport)
+    gate = threading.Event()
+    transport._alive()[0].submit(lambda: assert_set(gate))
+    large = transport.post_read(ends.peer, ends.descriptors((0, 0, SIZE // 2)))
+    small = transport.post_read(ends.peer, ends.descriptors((SIZE // 2, 0, 8)))
+    assert transport.statistics.open_reads == 2
+    gate.set()
+    events = await end_of(transport, 2)
+    assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+    for side in (reader, writer):
+        await side.transport.aclose(5.0)

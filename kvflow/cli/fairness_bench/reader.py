@@ -78,14 +78,17 @@ async def _run(runtime: kvflow.Runtime, message: RunRound) -> RoundResult:
     async with asyncio.TaskGroup() as group:
         huge = [group.create_task(requests.time(load)) for load in message.huge]
         await asyncio.sleep(_PAUSE_MAX_S)
-        while behind and not all(task.done() for task in huge):
-            behind_s += await _one_by_one(requests, [behind.pop()], pauses)
+        while behind:
+            seconds = await _one_by_one(requests, [behind.pop()], pauses)
+            if any(task.done() for task in huge):
+                break  # and this small load may have had the machine for itself
+            behind_s += seconds
     await _one_by_one(requests, behind, None)
     return RoundResult(
         alone_s=alone_s,
         slice_s=slice_s,
         huge_s=tuple(task.result() for task in huge),
-        behind_s=tuple(behind_s[:-1]),  # the last one may have had the huge load's end for itself
+        behind_s=tuple(behind_s),
     )
 
 

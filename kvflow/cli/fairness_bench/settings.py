@@ -43,7 +43,7 @@ def make_settings(
     block_bytes = CacheShape(layers=_LAYERS, kv_heads=_KV_HEADS, blocks=1).block_size_bytes
     alone, behind = 30, 200
     if quick:
-        size_mb, huge_loads, rounds, alone, behind = 64, 1, 1, 3, 3
+        size_mb, huge_loads, rounds, alone, behind = 256, 1, 1, 3, 20
     huge_blocks, rest = divmod(size_mb * MIB, block_bytes)
     if rest or huge_blocks * block_bytes < 2 * slice_bytes:
         raise SettingsError(

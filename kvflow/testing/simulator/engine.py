@@ -24,10 +24,10 @@ from kvflow.errors import (
     RuntimeClosed,
     RuntimeDraining,
 )
-from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.prewarm import PeerAddress
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.network import LOAD, Host

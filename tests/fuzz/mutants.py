@@ -1,0 +1,167 @@
+"""Bytes and structures that are almost right: mutations of valid ones, and noise. One seed, one sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import msgspec
+
+from kvflow.core import wire
+
+ODD_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    (1 << 31) - 1,
+    (1 << 63) - 1,
+    -(1 << 63),
+    (1 << 64) - 1,
+    0.0,
+    1e308,
+    float("nan"),
+    float("-inf"),
+    "",
+    "\0",
+    "x" * 5000,
+    "\u202e\u00e9",
+    b"\xff" * 100,
+    [],
+    [0] * 3000,
+    {},
+    {"": None},
+    {"type": "metadata"},
+]
+TARGET = wire.Target("producer", 0, 0, 0)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def torn(rng: Random, data: bytes) -> bytes:
+    """The bytes with some bits, bytes or pieces changed, lost, added or doubled."""
+    out = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 8))):
+        at = rng.randrange(len(out) + 1)
+        end = min(len(out), at + rng.choice((1, 1, 4, 16)))
+        match rng.randrange(6):
+            case 0 if at < len(out):
+                out[at] ^= 1 << rng.randrange(8)
+            case 1 if at < len(out):
+                out[at] = rng.choice((0, 0x7F, 0x80, 0xC1, 0xD9, 0xDD, 0xDF, 0xFF, rng.randrange(256)))
+            case 2:
+                del out[at:end]
+            case 3:
+                out[at:at] = rng.randbytes(end - at + 1)
+            case 4:
+                out[at:at] = out[at:end]
+            case _:
+                del out[at:]
+    return bytes(out)
+
+
+def bent(rng: Random, value: Any) -> Any:
+    """The structure with one of its values replaced, removed, doubled or hidden under another name."""
+    root = [copy.deepcopy(value)]
+    spots: list[tuple[Any, Any]] = [(root, 0)]
+    for holder, key in spots:
+        inner = holder[key]
+        if isinstance(inner, dict):
+            spots.extend((inner, name) for name in inner)
+        elif isinstance(inner, list):
+            spots.extend((inner, index) for index in range(min(len(inner), 50)))
+    holder, key = rng.choice(spots)
+    match rng.randrange(5):
+        case 0 if holder is not root:
+            del holder[key]
+        case 1 if isinstance(holder[key], list):
+            holder[key] = holder[key] * rng.choice((2, 50))
+        case 2 if isinstance(holder, dict):
+            holder[str(key) + rng.choice(("", "_", "\0"))] = holder.pop(key)
+        case 3 if isinstance(holder[key], int):
+            holder[key] += rng.choice((-1, 1, 1 << 16))
+        case _:
+            holder[key] = rng.choice(ODD_VALUES) if rng.randrange(20) else nested(rng.choice((50, 2000)))
+    return root[0]
+
+
+def mutant(rng: Random, message: msgspec.Struct) -> bytes:
+    """A message of ours that went wrong on its way."""
+    if rng.random() < 0.5:
+        return torn(rng, wire.encode(message))
+    while True:
+        try:
+            return msgspec.msgpack.encode(bent(rng, msgspec.msgpack.decode(wire.encode(message))))
+        except (OverflowError, RecursionError):
+            continue
+
+
+def requests(rng: Random) -> list[msgspec.Struct]:
+    """One of each kind that a listener may get, wrong kinds included."""
+    return [
+        wire.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET),
+        wire.LeaseRequest(
+            reader="fuzz/0.0.0#0", target=TARGET, request_id="honest", num_tokens=4, blocks_digest=rng.randbytes(16)
+        ),
+        wire.NoLease(ended=True),
+        wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION),
+        wire.LeaseFound(incarnation="0", lease_id="0" * 32, seal_index=0, block_ids=(1, 2)),
+        wire.ReadDone(lease_id="0" * 32, reader="fuzz/0.0.0#0", share=1, whole=1),
+    ]
+
+
+def listener_messages(rng: Random, fingerprint: bytes, bytes_max: int) -> Iterator[list[bytes]]:
+    """Messages without end, for a listener: noise, mutants, wrong frames, sizes around its limit."""
+    header = wire.our_header(fingerprint)
+    while True:
+        body = rng.choice(requests(rng))
+        match rng.randrange(10):
+            case 0:
+                yield [rng.randbytes(rng.choice((0, 1, 30, 3000))) for _ in range(rng.randrange(1, 7))]
+            case 1:
+                yield [mutant(rng, header), wire.encode(body)]
+            case 2:
+                frames = wire.encode_frames(header, wire.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET))
+                yield rng.choice(([b"", *frames], frames[:1], frames[::-1], frames * 2, [*frames, b""], [b""] * 300))
+            case 3 if rng.random() < 0.05:
+                size = bytes_max + rng.choice((-1, 0, 1, 1000))
+                yield [wire.encode(header), wire.encode(body)[:20].ljust(size, rng.choice((b"\0", b"\x91", b"\xc1")))]
+            case 4:
+                yield [wire.encode(header), rng.randbytes(rng.randrange(200))]
+            case 5:
+                yield [wire.encode(header), wire.encode(body)]
+            case _:
+                yield [wire.encode(header), mutant(rng, body)]
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"
+NULL, CURVE = (name.ljust(20, b"\0") + bytes(32) for name in (b"NULL", b"CURVE"))
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+HELLO = b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + b"\x11" * 120
+
+
+def tcp_streams(rng: Random) -> Iterator[bytes]:
+    """What may come over a connection that is not ZeroMQ's, or only looks like it. b"" stays half-open."""
+    while True:
+        whole = rng.choice((GREETING + NULL + READY + b"\x01\x01a\x00\x01b" * 3, GREETING + CURVE + HELLO))
+        match rng.randrange(6):
+            case 0:
+                yield b""
+            case 1:
+                yield rng.randbytes(rng.randrange(1, 500))
+            case 2:
+                yield whole[: rng.randrange(len(whole))]
+            case 3:
+                yield b"\x01\x00" * rng.randrange(1, 300)  # ZeroMQ 2
+            case 4:
+                yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+            case _:
+                yield torn(rng, whole)

@@ -1,0 +1,486 @@
+#!/usr/bin/env python3
+"""Fuzz of everything that comes from outside, while honest engines shake hands and load.
+
+    python tests/fuzz/side_channel.py --messages 200000 --seed 1
+
+An honest producer is sent mutated and random messages, bytes over TCP and notifications; an honest reader is given
+mutated tickets, and answers of a producer that lies. Side channels are real, bytes move in process. Three times: with
+limits so high that everything is looked at, with the default limits, and with CURVE against peers without a key.
+
+What must hold: the only errors are typed, the producer's listener lives, metadata with a wrong checksum never reaches
+the transport, every honest load brings the right bytes, and afterwards nothing has grown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import enum
+import gc
+import itertools
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import psutil
+import torch
+import zmq
+import zmq.asyncio
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.mutants import bent, listener_messages, mutant, tcp_streams
+
+from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
+from kvflow.core import wire
+from kvflow.errors import KVFlowError
+from kvflow.runtime.keyring import Keyring, make_key_files
+from kvflow.runtime.world import World
+from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
+from kvflow.transport.base import AgentName
+
+BLOCKS = 32
+PRODUCER_FILL = 7.0
+ATTACKERS = 4
+MESSAGES_PER_SOCKET = 200
+OPEN_CONNECTIONS_MAX = 100
+
+
+class Mode(enum.StrEnum):
+    UNLIMITED = "unlimited"
+    LIMITS = "limits"
+    CURVE = "curve"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What the process holds."""
+
+    resident_mb: float
+    descriptors: int
+    threads: int
+    tasks: int
+
+    @classmethod
+    def now(cls) -> Footprint:
+        gc.collect()
+        process = psutil.Process()
+        return cls(
+            resident_mb=process.memory_info().rss / 2**20,
+            descriptors=len(os.listdir("/proc/self/fd")),
+            threads=process.num_threads(),
+            tasks=len(asyncio.all_tasks()),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What was sent, what came of it, and what the process held before and after."""
+
+    mode: Mode
+    sent: Counter[str]
+    errors: Counter[str]
+    honest_loads: int
+    honest_handshakes: int
+    listener: Any
+    serving: Any
+    before: Footprint
+    after: Footprint
+    seconds: float
+
+
+class Recorder(InprocTransport):
+    """An in-process transport that keeps what it was told to connect to."""
+
+    def __init__(self, name: str, network: InprocNetwork) -> None:
+        super().__init__(name, network)
+        self.connected: set[bytes] = set()
+
+    async def add_peer(self, metadata: bytes) -> AgentName:
+        self.connected.add(metadata)
+        return await super().add_peer(metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A runtime with a cache, and the transport under it."""
+
+    runtime: Runtime
+    transport: Recorder
+    kv_caches: dict[str, torch.Tensor]
+
+    @property
+    def local(self) -> Any:
+        cache = self.runtime._cache
+        assert cache is not None
+        return cache.local
+
+
+@contextlib.asynccontextmanager
+async def engine(config: Config, network: InprocNetwork, fill: float) -> AsyncIterator[Engine]:
+    kv_caches = {f"layers.{index}": torch.full((2, BLOCKS, 2, 4, 8), fill) for index in range(2)}
+    made: list[Recorder] = []
+
+    def make(_: Config, name: str) -> InprocTransport:
+        made.append(Recorder(name, network))
+        return made[0]
+
+    async with Runtime(config, world=World(transport=make)) as runtime:
+        await runtime.register_kv_caches(kv_caches, CacheLayout.infer(kv_caches, order="HND", block_size=4))
+        yield Engine(runtime, made[0], kv_caches)
+
+
+def config_of(mode: Mode, name: str, keys: Path) -> Config:
+    config = Config(engine_id=name, listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1.0)
+    match mode:
+        case Mode.UNLIMITED:
+            return replace(config, side_channel_requests_per_s_max=1 << 40)
+        case Mode.LIMITS:
+            return config
+        case Mode.CURVE:
+            return replace(config, curve_secret_key_file=keys / f"{name}.secret", curve_peers_dir=keys)
+
+
+async def key_of(producer: Engine) -> bytes:
+    """The producer's public key, which need not be a secret."""
+    config = producer.runtime.config
+    assert config.curve_secret_key_file is not None
+    assert config.curve_peers_dir is not None
+    files = Path(config.curve_secret_key_file), Path(config.curve_peers_dir)
+    return (await Keyring.read(config.engine_id, *files, lambda: 0.0)).own.public
+
+
+# --- the attackers, in threads of their own
+
+
+def source(rng: Random) -> str:
+    """Not the address that honest engines come from: limits are per address."""
+    return f"127.0.0.{rng.randrange(2, 250)}"
+
+
+def send_messages(seed: str, port: int, fingerprint: bytes, bytes_max: int, count: int, server_key: bytes) -> int:
+    """Send messages of all kinds over ZeroMQ; with a `server_key` they try to get in with keys that nobody knows."""
+    rng = Random(seed)
+    messages = listener_messages(rng, fingerprint, bytes_max)
+    curve = server_key != b""
+    sent = 0
+    with zmq.Context() as context:
+        while sent < count:
+            with context.socket(zmq.DEALER) as dealer:
+                dealer.setsockopt(zmq.LINGER, 3 if curve else 60_000)
+                dealer.setsockopt(zmq.RECONNECT_IVL, 1)
+                dealer.setsockopt(zmq.SNDTIMEO, 2000)
+                if curve and rng.random() < 0.8:
+                    dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
+                    dealer.setsockopt(zmq.CURVE_SERVERKEY, rng.choice((server_key, rng.randbytes(32))))
+                dealer.connect(f"tcp://{source(rng)}:0;127.0.0.1:{port}")
+                for frames in itertools.islice(messages, min(10 if curve else MESSAGES_PER_SOCKET, count - sent)):
+                    sent += 1
+                    with contextlib.suppress(zmq.Again):
+                        dealer.send_multipart(frames, flags=zmq.NOBLOCK if curve else 0)
+                if curve:
+                    dealer.poll(rng.choice((0, 0, 1, 5)))  # break off anywhere in the handshake
+                while dealer.poll(0 if curve else 500):  # closing with answers unread would take back what was sent
+                    dealer.recv_multipart()
+    return sent
+
+
+def send_streams(seed: str, port: int, count: int) -> int:
+    """Open TCP connections and send what is no message; some stay open for a while."""
+    rng = Random(seed)
+    held: list[socket.socket] = []
+    for stream in itertools.islice(tcp_streams(rng), count):
+        with contextlib.suppress(OSError):
+            opened = socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(source(rng), 0))
+            held.append(opened)
+            opened.sendall(stream)
+        while len(held) > rng.randrange(1, OPEN_CONNECTIONS_MAX):
+            held.pop(rng.randrange(len(held))).close()
+    for opened in held:
+        opened.close()
+    return count
+
+
+# --- the lies that a reader is told
+
+
+async def notify(rng: Random, producer: Engine, count: int) -> None:
+    """Notifications, some of a lease that is open: whoever knows its id may end it, and nothing else."""
+    lease: Any = None
+    for _ in range(count):
+        if lease is None or lease.done:
+            lease = producer.runtime.serve_blocks(
+                ServeRequest("victim", block_ids=[BLOCKS - 1], num_tokens=4, ttl_s=60)
+            )
+        lease_id = rng.choice((lease.ticket.lease_id, rng.randbytes(16).hex()))
+        told = wire.ReadDone(lease_id=lease_id, reader="fuzz", share=1, whole=rng.choice((1, 3)))
+        size = rng.choice((1, 40, 5000))
+        producer.transport.deliver(mutant(rng, told) if rng.random() < 0.8 else rng.randbytes(rng.randrange(size)))
+        await asyncio.sleep(0)
+    lease.revoke()
+    await lease
+
+
+async def load_bent_tickets(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
+    """Tickets whose values changed on their way; they must not lead out of this machine, nor to another's port."""
+    errors: Counter[str] = Counter()
+    for _ in range(count):
+        lease = producer.runtime.serve_blocks(ServeRequest("victim-2", block_ids=[BLOCKS - 2], num_tokens=4))
+        params = bent(rng, lease.ticket.to_params())
+        if isinstance(params, dict):
+            if params.get("remote_host") != lease.ticket.first.host:
+                params["remote_host"] = rng.choice((None, 7, "", "-", "a b", "0.0.0.0", "x" * 300, "\0", ["h"]))
+            if params.get("remote_port") != lease.ticket.first.port:
+                params["remote_port"] = rng.choice((None, -1, 0, 1, 65536, 1 << 70, "80", 1.5))
+        errors[await outcome(reader, LoadRequest("bent", ticket=params, block_ids=[BLOCKS - 2], deadline_s=0.5))] += 1
+        lease.revoke()
+        await lease
+    return errors
+
+
+async def outcome(reader: Engine, request: LoadRequest) -> str:
+    """How a load ended: the name of a typed error, or "loaded". Anything else is what this looks for."""
+    try:
+        await reader.runtime.load_blocks(request)
+    except KVFlowError as error:
+        return type(error).__name__
+    return "loaded"
+
+
+async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
+    """Loads from a producer that answers everything with mutants of what an honest one would say."""
+    errors: Counter[str] = Counter()
+    fingerprint = producer.local.compatibility.fingerprint()
+    request = wire.MetadataRequest(reader="fuzz/0.0.0#0", target=wire.Target("producer", 0, 0, 0))
+    honest = producer.runtime._answer(wire.our_header(fingerprint), request)
+    assert isinstance(honest, wire.Metadata)
+    refusal = wire.Refusal(
+        reason="no",
+        version=wire.PROTOCOL_VERSION,
+        compatibility=producer.local.compatibility,
+        holding=producer.local.holding,
+    )
+    found = wire.LeaseFound(incarnation=honest.incarnation, lease_id="0" * 32, seal_index=0, block_ids=None)
+
+    def lie() -> list[bytes]:
+        body = rng.choice((honest, honest, honest, refusal, found))
+        header = wire.our_header(b"")
+        match rng.randrange(8):
+            case 0:
+                return [mutant(rng, header), wire.encode(body)]
+            case 1:
+                return [rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))]
+            case _:
+                return [wire.encode(header), mutant(rng, body)]
+
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+
+        async def answer() -> None:
+            while True:
+                sender, *_ = await router.recv_multipart()
+                await router.send_multipart([sender, *lie()])
+
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(answer())
+            for _ in range(count):
+                lease = producer.runtime.serve_blocks(ServeRequest("victim-3", block_ids=[BLOCKS - 3], num_tokens=4))
+                ticket = msgspec.structs.replace(
+                    lease.ticket,
+                    ranks=(
+                        msgspec.structs.replace(
+                            lease.ticket.first,
+                            port=port,
+                            incarnation=rng.choice((honest.incarnation, "another")),  # the other one: shake hands again
+                        ),
+                    ),
+                )
+                errors[await outcome(reader, LoadRequest("lie", ticket=ticket, block_ids=[3], deadline_s=2.0))] += 1
+                lease.revoke()
+                await lease
+            task.cancel()
+    return errors
+
+
+# --- honest work
+
+
+@dataclass(slots=True)
+class Honest:
+    """Loads that have nothing to do with any of this; one that fails ends the fuzz."""
+
+    loads: int = 0
+    handshakes: int = 0
+
+    async def work(self, producer: Engine, reader: Engine, newcomer: Config, network: InprocNetwork) -> None:
+        """Load with a reader that stays, and now and then with one that comes and goes."""
+        while True:
+            await self.load(producer, reader)
+            if self.loads % 10 == 1:
+                async with engine(newcomer, network, 0.0) as fresh:
+                    await self.load(producer, fresh)
+                    self.handshakes += 1
+
+    async def load(self, producer: Engine, reader: Engine) -> None:
+        lease = producer.runtime.serve_blocks(ServeRequest("honest", block_ids=[2, 5], num_tokens=8))
+        ticket = lease.ticket.to_params()
+        for tensor in reader.kv_caches.values():
+            tensor[:, :2] = 0.0
+        try:
+            await reader.runtime.load_blocks(LoadRequest("honest", ticket=ticket, block_ids=[0, 1]))
+            assert all((tensor[:, :2] == PRODUCER_FILL).all() for tensor in reader.kv_caches.values()), "wrong bytes"
+            assert await lease is LeaseOutcome.READ
+        finally:
+            lease.revoke()
+        self.loads += 1
+
+
+async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
+    """Send that many messages of all kinds; raises if anything is not as it must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        for name in ("producer", "reader", "victim", "newcomer"):
+            await asyncio.to_thread(make_key_files, keys, name)
+        network = InprocNetwork()
+        async with (
+            engine(config_of(mode, "producer", keys), network, PRODUCER_FILL) as producer,
+            engine(config_of(mode, "reader", keys), network, 0.0) as reader,
+            engine(config_of(Mode.UNLIMITED, "victim", keys), network, 0.0) as victim,
+        ):
+            report = await _fuzz(
+                messages, seed, mode, producer, reader, victim, config_of(mode, "newcomer", keys), network
+            )
+        for one in (producer, reader, victim):
+            assert_quiet(one.runtime.statistics())
+    return report
+
+
+async def _fuzz(
+    messages: int,
+    seed: int,
+    mode: Mode,
+    producer: Engine,
+    reader: Engine,
+    victim: Engine,
+    newcomer: Config,
+    network: InprocNetwork,
+) -> Report:
+    honest = Honest()
+    sent: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    started_s = time.monotonic()
+    await _attack(f"{seed} warm", messages // 10, mode, producer, victim, Counter(), Counter())
+    async with asyncio.TaskGroup() as group:
+        work = group.create_task(honest.work(producer, reader, newcomer, network))
+        while honest.handshakes == 0:
+            await asyncio.sleep(0)
+        before = Footprint.now()
+        await _attack(str(seed), messages, mode, producer, victim, sent, errors)
+        loads = honest.loads
+        while honest.loads < loads + 25:  # it still works
+            await asyncio.sleep(0)
+        work.cancel()
+    statistics = producer.runtime.statistics()
+    assert statistics.state == "open"
+    assert statistics.listener is not None
+    after = Footprint.now()
+    genuine = {await one.transport.metadata() for one in (producer, victim)}
+    assert victim.transport.connected <= genuine, "metadata with a wrong checksum reached the transport"
+    return Report(
+        mode=mode,
+        sent=sent,
+        errors=errors,
+        honest_loads=honest.loads,
+        honest_handshakes=honest.handshakes,
+        listener=statistics.listener,
+        serving=statistics.serving,
+        before=before,
+        after=after,
+        seconds=time.monotonic() - started_s,
+    )
+
+
+async def _attack(
+    seed: str,
+    messages: int,
+    mode: Mode,
+    producer: Engine,
+    victim: Engine,
+    sent: Counter[str],
+    errors: Counter[str],
+) -> None:
+    """All attackers at once, until they are done and the listener has seen the last of them."""
+    port = int(producer.runtime.address.rpartition(":")[2])
+    few, some = max(messages // 50, 1), max(messages // 10, 1)
+    server_key = await key_of(producer) if mode is Mode.CURVE else b""
+    each = max((messages - 2 * some - 2 * few) // ATTACKERS, 1)
+    fingerprint = producer.local.compatibility.fingerprint()
+    bytes_max = producer.runtime.config.side_channel_request_bytes_max
+    rng = Random(seed)
+    async with asyncio.TaskGroup() as group:
+        senders = [
+            group.create_task(
+                asyncio.to_thread(send_messages, f"{seed} {n}", port, fingerprint, bytes_max, each, server_key)
+            )
+            for n in range(ATTACKERS)
+        ]
+        streams = group.create_task(asyncio.to_thread(send_streams, f"{seed} tcp", port, some))
+        group.create_task(notify(rng, producer, some))
+        lies = (
+            []
+            if server_key
+            else [
+                group.create_task(load_bent_tickets(rng, producer, victim, few)),
+                group.create_task(ask_a_liar(rng, producer, victim, few)),
+            ]
+        )
+    sent["messages"] += sum(task.result() for task in senders)
+    sent["tcp streams"] += streams.result()
+    sent["notifications"] += some
+    for name, task in zip(("tickets", "replies"), lies, strict=False):
+        sent[name] += few
+        for error, times in task.result().items():
+            errors[f"{name}: {error}"] += times
+    async with asyncio.timeout(30):
+        while (now := producer.runtime.statistics().listener) is not None and now.connections > 2:  # honest ones
+            await asyncio.sleep(0)
+
+
+def lines(report: Report) -> Iterator[str]:
+    """The report as text."""
+    yield f"== {report.mode}: {report.seconds:.0f} s, {sum(report.sent.values())} in all"
+    yield "sent      " + ", ".join(f"{count} {name}" for name, count in report.sent.items())
+    for name in ("listener", "serving"):
+        values = msgspec.to_builtins(getattr(report, name))
+        yield f"{name:9} " + ", ".join(f"{key} {value}" for key, value in values.items())
+    for name, count in sorted(report.errors.items()):
+        yield f"          {count} {name}"
+    yield f"honest    {report.honest_loads} loads, {report.honest_handshakes} new readers, none failed"
+    yield f"before    {report.before}"
+    yield f"after     {report.after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--messages", type=int, default=20_000, help="of all kinds, over the three modes")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    for mode, share in ((Mode.UNLIMITED, 0.7), (Mode.LIMITS, 0.2), (Mode.CURVE, 0.1)):
+        for line in lines(asyncio.run(fuzz(int(options.messages * share), options.seed, mode))):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

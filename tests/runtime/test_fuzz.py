@@ -1,0 +1,24 @@
+"""A short run of the fuzz of everything that comes from outside; `tests/fuzz/side_channel.py` runs longer ones."""
+
+from __future__ import annotations
+
+import pytest
+from fuzz.side_channel import Mode, fuzz
+
+
+@pytest.mark.parametrize(("mode", "messages"), [(Mode.UNLIMITED, 3000), (Mode.LIMITS, 1000), (Mode.CURVE, 1000)])
+async def test_mutants_and_noise_change_nothing_for_honest_engines(mode: Mode, messages: int) -> None:
+    report = await fuzz(messages, 7, mode)
+    assert sum(report.sent.values()) > 0.9 * messages
+    assert report.honest_loads >= 25
+    assert report.honest_handshakes >= 2
+    assert report.after.descriptors <= report.before.descriptors + 5
+    assert report.after.tasks <= report.before.tasks
+    assert report.after.resident_mb < report.before.resident_mb + 50
+    if mode is Mode.CURVE:  # nobody without a key gets as far as a message
+        assert report.listener.answered == report.honest_handshakes + 1
+        assert (report.listener.refused, report.listener.dropped) == (0, 0)
+        assert report.listener.rejected > 0
+    else:
+        assert report.listener.refused > 0
+        assert report.listener.dropped > 0
