@@ -42,7 +42,6 @@ SLEEPING_TESTS = {
     "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
     "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
-    "tests/nixl/engine_main.py": "begins loads at random moments around the end of their leases",
 }
 
 
