@@ -13,8 +13,7 @@ import pytest
 from toy_engine import Engine
 
 from kvflow.errors import LeaseExpired
-from kvflow.testing import InprocCluster, assert_closed, assert_conserved, assert_quiet, run_virtual
-from kvflow.testing.pair import InprocPair
+from kvflow.testing import InprocCluster, InprocPair, assert_closed, assert_conserved, assert_quiet, run_virtual
 
 PROMPT = [11, 12, 13, 14, 15, 16]
 

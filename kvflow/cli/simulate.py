@@ -74,6 +74,8 @@ def run_all(start: int, count: int, jobs: int, *, failures_max: int, notes: Cons
     begun_s = said_s = time.monotonic()
     for summary in _run_parts(parts, jobs):
         total.merge(summary)
+        for result in summary.failed:
+            notes.print(f"seed {result.settings.seed} broke a promise: {result.violation}", markup=False)
         now_s = time.monotonic()
         if now_s - said_s > 10:
             said_s = now_s

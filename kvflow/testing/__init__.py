@@ -3,12 +3,12 @@
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
-from kvflow.testing.nixl_pair import NixlEngine, NixlPair, nixl_pair
-from kvflow.testing.pair import InprocPair, TestEngine, inproc_pair
+from kvflow.testing.pair import CacheSize, InprocPair, NixlPair, Pair, TestEngine, inproc_pair, nixl_pair
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [
+    "CacheSize",
     "Deadlock",
     "InprocCluster",
     "InprocFaults",
@@ -17,8 +17,8 @@ __all__ = [
     "InprocTransport",
     "LoopClock",
     "ManualClock",
-    "NixlEngine",
     "NixlPair",
+    "Pair",
     "TestEngine",
     "VirtualLoop",
     "assert_closed",

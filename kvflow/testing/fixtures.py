@@ -11,8 +11,7 @@ import pytest
 import pytest_asyncio
 
 from kvflow.testing.cluster import InprocCluster
-from kvflow.testing.nixl_pair import NixlPair, nixl_pair
-from kvflow.testing.pair import InprocPair, inproc_pair
+from kvflow.testing.pair import InprocPair, NixlPair, inproc_pair, nixl_pair
 
 
 @pytest_asyncio.fixture

@@ -1,44 +1,55 @@
-"""A producer and a consumer in one process, on the in-process transport, with caches whose bytes can be checked."""
+"""A producer and a consumer in one process, with caches whose bytes can be checked: in-process, or over real NIXL."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
-from kvflow.runtime.loading import LoadRequest
+from kvflow.runtime.lease import Lease, ServeRequest
+from kvflow.runtime.load import LoadRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.serving import Lease, ServeRequest
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed
+from kvflow.transport.base import Transport
+from kvflow.transport.factory import make_transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+TransportT = TypeVar("TransportT", bound=Transport)
 
 _UNTOUCHED = -1.0
 
 
+class CacheSize(NamedTuple):
+    """How large a test's cache is."""
+
+    layers: int = 2
+    num_blocks: int = 16
+    block_size: int = 4
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TestEngine:
+class Engine(Generic[TransportT]):
     """One side: its runtime, the transport under it, and its cache."""
 
-    __test__ = False
-
     runtime: Runtime
-    transport: InprocTransport
+    transport: TransportT
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InprocPair:
+class Pair(Generic[TransportT]):
     """A producer whose every element is different, and a consumer whose every element is -1."""
 
-    producer: TestEngine
-    consumer: TestEngine
+    producer: Engine[TransportT]
+    consumer: Engine[TransportT]
 
     def offer(
         self, block_ids: Sequence[int], request_id: str = "req", *, ttl_s: float | None = None, reader_count: int = 1
@@ -69,6 +80,11 @@ class InprocPair:
             assert (ours[:, others] == _UNTOUCHED).all(), f"{name}: a block was written that was not asked for"
 
 
+TestEngine: TypeAlias = Engine[InprocTransport]
+InprocPair: TypeAlias = Pair[InprocTransport]
+NixlPair: TypeAlias = Pair[Transport]
+
+
 @contextlib.asynccontextmanager
 async def inproc_pair(
     *,
@@ -86,41 +102,58 @@ async def inproc_pair(
 
     On a clean exit everything must be quiet and everything closed, or AssertionError says what is not.
     """
-    base = config or Config(engine_id="any", drain_timeout_s=1.0)
+    base = replace(config or Config(engine_id="any", drain_timeout_s=1.0), transport="inproc")
     network = InprocNetwork()
+    size = CacheSize(layers, num_blocks, block_size)
+
+    def make(_: Config, agent_name: str) -> InprocTransport:
+        return InprocTransport(agent_name, network)
+
     async with (
-        _engine(base, "producer", network, producer_world, observers, (layers, num_blocks, block_size)) as producer,
-        _engine(base, "consumer", network, consumer_world, observers, (layers, num_blocks, block_size)) as consumer,
+        open_engine("producer", base, make, world=producer_world, observers=observers, size=size) as producer,
+        open_engine("consumer", base, make, world=consumer_world, observers=observers, size=size) as consumer,
     ):
         _number_elements(producer.kv_caches)
-        yield InprocPair(producer=producer, consumer=consumer)
-    for engine in (producer, consumer):
-        assert_closed(engine.runtime.statistics())
+        yield Pair(producer=producer, consumer=consumer)
 
 
 @contextlib.asynccontextmanager
-async def _engine(
-    base: Config,
-    engine_id: str,
-    network: InprocNetwork,
-    world: World,
-    observers: Sequence[Observer],
-    size: tuple[int, int, int],
-) -> AsyncIterator[TestEngine]:
-    config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc")
-    layers, num_blocks, block_size = size
-    shape = (2, num_blocks, 2, block_size, 8)
-    kv_caches = {f"layers.{index}": torch.full(shape, _UNTOUCHED) for index in range(layers)}
-    layout = CacheLayout.infer(kv_caches, order="HND", block_size=block_size)
-    made: list[InprocTransport] = []
+async def nixl_pair(*, config: Config | None = None, size: CacheSize = CacheSize()) -> AsyncIterator[NixlPair]:  # noqa: B008
+    """The same over real NIXL, for what only that shows; ConfigError where it is not installed."""
+    base = replace(config or Config(engine_id="any", drain_timeout_s=1.0), transport="nixl")
+    async with (
+        open_engine("producer", base, make_transport, size=size) as producer,
+        open_engine("consumer", base, make_transport, size=size) as consumer,
+    ):
+        _number_elements(producer.kv_caches)
+        yield Pair(producer=producer, consumer=consumer)
 
-    def make(_: Config, agent_name: str) -> InprocTransport:
-        made.append(InprocTransport(agent_name, network))
+
+@contextlib.asynccontextmanager
+async def open_engine(
+    engine_id: str,
+    base: Config,
+    make: Callable[[Config, str], TransportT],
+    *,
+    world: World = World(),  # noqa: B008 - frozen
+    observers: Sequence[Observer] = (),
+    size: CacheSize = CacheSize(),  # noqa: B008 - frozen
+) -> AsyncIterator[Engine[TransportT]]:
+    """An open runtime on a transport of its own, with a registered cache; after a clean exit nothing may be left."""
+    config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
+    shape = (2, size.num_blocks, 2, size.block_size, 8)
+    kv_caches = {f"layers.{index}": torch.full(shape, _UNTOUCHED) for index in range(size.layers)}
+    layout = CacheLayout.infer(kv_caches, order="HND", block_size=size.block_size)
+    made: list[TransportT] = []
+
+    def make_and_keep(config: Config, agent_name: str) -> TransportT:
+        made.append(make(config, agent_name))
         return made[0]
 
-    async with Runtime(config, observers=observers, world=replace(world, transport=make)) as runtime:
+    async with Runtime(config, observers=observers, world=replace(world, transport=make_and_keep)) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
-        yield TestEngine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
+        yield Engine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
+    assert_closed(runtime.statistics())
 
 
 def _number_elements(kv_caches: dict[str, torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import enum
 import heapq
 import itertools
+import logging
 import threading
 import weakref
 from asyncio import events
@@ -22,6 +23,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -301,7 +304,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._on_exception = handler
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
-        asyncio.BaseEventLoop.default_exception_handler(self, context)  # type: ignore[arg-type]
+        logger.error("%s", context.get("message", "unhandled exception"), exc_info=context.get("exception"))
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         if self._on_exception is None:

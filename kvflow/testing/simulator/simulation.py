@@ -17,12 +17,13 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvflow.runtime.serving import LeaseOutcome
+from kvflow.runtime.lease import LeaseOutcome
 from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
 from kvflow.testing.simulator.checks import Checks
-from kvflow.testing.simulator.engine import Engine, LoadPlan, Offer, RankLoad
+from kvflow.testing.simulator.engine import Engine
 from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
+from kvflow.testing.simulator.work import LoadPlan, Offer, RankLoad
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row
 
@@ -239,24 +240,23 @@ class Simulation:
     async def _works(self, producer: Engine, consumer: Engine, number: int) -> bool:
         if not producer.running or not consumer.running:
             return False
-        before = self.counts["load: ok"]
-        size = producer.shape.block_size
         plan = LoadPlan(cached_blocks=0, deadline_s=5.0, cancel_after_s=None, use_s=0.0)
 
-        async def produce() -> None:
-            offer = await producer.offer(number, size + 1, 10.0, 0.0)
+        async def produce() -> Offer | None:
+            offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0)
             if offer is None:
-                return
+                return None
             if len(offer.leases) == producer.shape.tp_size:
                 self.spawn(consumer.life, consumer.load(offer, offer.ticket(), plan), f"load {number}")
             await producer.finish_offer(offer)
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
-            if unread and self.counts["load: ok"] >= before + consumer.shape.tp_size:
+            if unread and offer.loaded:
                 self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
+            return offer
 
-        await self.spawn(producer.life, produce(), f"offer {number}")
+        offer = await self.spawn(producer.life, produce(), f"offer {number}")
         await self._settle()
-        return self.counts["load: ok"] >= before + consumer.shape.tp_size
+        return offer is not None and offer.loaded
 
     async def _close(self) -> None:
         for engine in self.engines:

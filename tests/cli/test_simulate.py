@@ -1,0 +1,35 @@
+"""`kvflow simulate`: what it prints, and that a broken promise fails it and can be replayed."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from kvflow.cli.app import app
+from kvflow.core.seals import SealTable
+
+runner = CliRunner()
+
+
+def test_seeds_that_keep_all_promises() -> None:
+    done = runner.invoke(app, ["simulate", "--seeds", "5", "--start", "100"])
+    assert done.exit_code == 0, done.output
+    assert "seeds a second" in done.output
+    assert "0 of 5 seeds broke a promise" in done.output
+
+
+def test_several_processes_share_the_seeds() -> None:
+    done = runner.invoke(app, ["simulate", "--seeds", "60", "--jobs", "2"])
+    assert done.exit_code == 0, done.output
+    assert "0 of 60 seeds broke a promise" in done.output
+
+
+def test_a_broken_promise_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SealTable, "missing", lambda *_: 0)
+    done = runner.invoke(app, ["simulate", "--seeds", "50", "--failures", "1"])
+    assert done.exit_code == 1
+    assert "I2 is broken" in done.output
+    start = done.output.split("replay: kvflow simulate --seeds 1 --start ")[1].split()[0]
+    replayed = runner.invoke(app, ["simulate", "--seeds", "1", "--start", start])
+    assert replayed.exit_code == 1
+    assert done.output.split("s, step")[1].split("\n")[0] in replayed.output
