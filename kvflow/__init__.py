@@ -9,10 +9,10 @@ from kvflow.core.backends import layout_for_backend
 from kvflow.core.layout import CacheLayout, KVStyle
 from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.runtime import Runtime, RuntimeState, RuntimeStatistics
-from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 
 __version__ = "0.1.0"
 

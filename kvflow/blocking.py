@@ -25,11 +25,11 @@ from kvflow.core.layout import CacheLayout, KVCaches
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease as AsyncLease
+from kvflow.runtime.lease import LeaseOutcome, ServeRequest
+from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import RuntimeStatistics
-from kvflow.runtime.serving import Lease as AsyncLease
-from kvflow.runtime.serving import LeaseOutcome, ServeRequest
 from kvflow.runtime.staging import BlockCopier
 from kvflow.runtime.world import World
 

@@ -18,9 +18,9 @@ from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.core.step import Receive, Save, Step
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError
-from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 
 logger = logging.getLogger(__name__)
 

@@ -35,86 +35,19 @@ from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
+from kvflow.runtime.lease import check_request_id
+from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest, PeerLoad
 from kvflow.runtime.phases import Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
 from kvflow.runtime.releases import Releases
 from kvflow.runtime.renewals import Renewals
-from kvflow.runtime.serving import check_request_id
 from kvflow.runtime.sources import Source, Sources
 from kvflow.runtime.transfer import CopyFailed, Seal, Stream, Transfer
 from kvflow.runtime.world import Clock
 from kvflow.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """Fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
-
-    With fewer local than offered blocks (a prefix was cached), the tail of the offer is read; with none (all was
-    cached), nothing is read and the producer is told at once. `ticket` is a Ticket or its dict. `deadline_s` covers
-    every phase and defaults to Config.load_deadline_s. Where loads have to wait for each other, a smaller `priority`
-    goes first; loads of equal priority take turns.
-    """
-
-    request_id: str
-    ticket: Ticket | Mapping[str, Any]
-    block_ids: Sequence[int]
-    deadline_s: float | None = None
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What one load did. `seconds` has an entry for each phase; they add up to `total_s`."""
-
-    request_id: str
-    bytes: int
-    blocks: int
-    tokens: int
-    """Tokens that were read into the local blocks; the last of those may be partly filled."""
-    descriptors: int
-    sources: tuple[str, ...]
-    """The ranks of the producer that were read from."""
-    notified: bool
-    """Whether every rank of the producer that holds a lease for us was told that it may free its blocks."""
-    seconds: Mapping[str, float]
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerLoad:
-    """What is in flight from one rank, and how many reads wait to be."""
-
-    in_flight: InFlight
-    waiting_reads: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadingStatistics:
-    """Loads under way now, how others ended, and blocks that no ended load could declare safe yet."""
-
-    open_loads: int
-    waiting_loads: int
-    """Those of the open loads that wait because Config.loads_max ranks are read from already."""
-    waiting_reads: int
-    """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
-    in_flight: InFlight
-    """What is posted and has not stopped yet, reads into quarantined blocks included."""
-    peers: Mapping[str, PeerLoad]
-    """The same for each rank, by its agent's name, that has any."""
-    quarantines: int
-    succeeded: int
-    failed: int
-    cancelled: int
-    bytes: int
-    renewals: int
-    """How often a lease was renewed for a load under way."""
 
 
 @dataclass(slots=True, eq=False)

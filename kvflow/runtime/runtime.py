@@ -25,12 +25,12 @@ from kvflow.errors import Quarantine, RuntimeBroken, RuntimeClosed, RuntimeDrain
 from kvflow.runtime.answers import answer, refusal
 from kvflow.runtime.cache import RegisteredCache, Services, register
 from kvflow.runtime.drain import DrainReport, busy, drain, end
-from kvflow.runtime.loading import LoadingStatistics, LoadReport, LoadRequest
+from kvflow.runtime.lease import Lease, ServeRequest, ServingStatistics
+from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest
 from kvflow.runtime.peers import PeerStatistics
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.serving import Lease, ServeRequest, ServingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.staging import BlockCopier
 from kvflow.runtime.world import World

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kvflow.runtime.lease import Lease
 from kvflow.runtime.runtime import Runtime, RuntimeStatistics
-from kvflow.runtime.serving import Lease
 
 
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:

@@ -26,7 +26,7 @@ class InprocCluster:
     """The network and the side channel that runtimes of one process share."""
 
     def __init__(self) -> None:
-        self._network = InprocNetwork()
+        self.network = InprocNetwork()
         self._exchange = Exchange()
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
@@ -56,6 +56,6 @@ class InprocCluster:
             yield engine
 
     def _make(self, config: Config, agent_name: str) -> InprocTransport:
-        made = InprocTransport(agent_name, self._network)
+        made = InprocTransport(agent_name, self.network)
         self._transports[config.engine_id, Rank.of(config)] = made
         return made

@@ -11,10 +11,10 @@ import torch
 
 from kvflow.config import Config
 from kvflow.core.layout import CacheLayout
-from kvflow.runtime.loading import LoadRequest
+from kvflow.runtime.lease import Lease, ServeRequest
+from kvflow.runtime.load import LoadRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.serving import Lease, ServeRequest
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed
 from kvflow.transport.base import Transport

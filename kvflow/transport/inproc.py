@@ -255,6 +255,8 @@ class InprocTransport:
         for span in self._spans:
             start, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
             inside |= (addresses >= start) & (addresses + sizes <= end)
+            if inside.all():
+                break
         return bool(inside.all())
 
     def refusal(self, read: InprocRead) -> TransportError | None:

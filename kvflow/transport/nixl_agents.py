@@ -145,6 +145,8 @@ class NixlAgents:
     def add_peer(self, metadata: bytes) -> AgentName:
         try:
             name = self._reading.native.loadRemoteMD(metadata)
+        except self._bindings.nixlBackendError as error:  # UCX makes its endpoints here: the network may be down
+            raise PeerGone(f"NIXL cannot reach the peer: {error}") from error
         except self._errors as error:
             raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
         # A name that is no UTF-8 is not the one that was expected; the caller compares.

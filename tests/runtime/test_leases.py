@@ -18,8 +18,8 @@ from kvflow.core.topology import Rank
 from kvflow.errors import LeaseExpired, RequestError
 from kvflow.runtime.clocks import PeerClocks
 from kvflow.runtime.connection import Address
-from kvflow.runtime.loading import LoadingStatistics
-from kvflow.runtime.serving import ServingStatistics
+from kvflow.runtime.lease import ServingStatistics
+from kvflow.runtime.load import LoadingStatistics
 from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.world import Timer, World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair

@@ -10,10 +10,11 @@ from kvflow.core.ledger import BlockLedger
 from kvflow.core.seals import SealTable
 from kvflow.core.states import LeaseEvent, TransferEvent, TransferState, lease_open
 from kvflow.runtime import connection
+from kvflow.runtime.lease import Lease
 from kvflow.runtime.peers import Peer
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.releases import Releases
-from kvflow.runtime.serving import Lease, Serving
+from kvflow.runtime.serving import Serving
 from kvflow.runtime.transfer import Transfer
 from kvflow.testing.simulator import simulate
 

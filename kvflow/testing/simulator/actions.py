@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 from kvflow.core.ticket import Ticket
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine, Offer
+    from kvflow.testing.simulator.engine import Engine
     from kvflow.testing.simulator.simulation import Simulation
+    from kvflow.testing.simulator.work import Offer
 
 ActionT = TypeVar("ActionT")
 

@@ -9,8 +9,9 @@ from kvflow.runtime.runtime import Runtime, RuntimeStatistics
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine, Load, Offer, Rank
+    from kvflow.testing.simulator.engine import Engine
     from kvflow.testing.simulator.simulation import Simulation
+    from kvflow.testing.simulator.work import Load, Offer, Rank
 
 
 class Checks:

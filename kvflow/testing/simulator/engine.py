@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.config import Config
-from kvflow.core.ticket import Ticket, merge_tickets
+from kvflow.core.ticket import Ticket
 from kvflow.errors import (
     BlocksBusy,
     KVFlowError,
@@ -24,14 +24,15 @@ from kvflow.errors import (
     RuntimeClosed,
     RuntimeDraining,
 )
-from kvflow.runtime.loading import LoadReport, LoadRequest
+from kvflow.runtime.lease import LeaseOutcome, ServeRequest
+from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.prewarm import PeerAddress
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.serving import Lease, LeaseOutcome, ServeRequest
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.network import LOAD, Host
 from kvflow.testing.simulator.settings import Shape
+from kvflow.testing.simulator.work import Load, LoadPlan, Offer, Rank, RankLoad
 from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life
 
@@ -42,84 +43,6 @@ _SLACK_S = 1e-6
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
-
-
-@dataclass(slots=True, eq=False)
-class Offer:
-    """A prompt that an engine offers: on each of its ranks under a lease."""
-
-    number: int
-    engine: Engine
-    tokens: int
-    block_ids: list[int]
-    ttl_s: float
-    leases: list[Lease] = field(default_factory=list)
-    given_back_s: float | None = None
-    """When its engine got the blocks back, or died."""
-    loaded: bool = False
-    """Whether all ranks of some engine have loaded it."""
-
-    def __str__(self) -> str:
-        return f"the offer of {self.request_id}"
-
-    @property
-    def request_id(self) -> str:
-        return f"request-{self.number}"
-
-    def ticket(self) -> Ticket:
-        return merge_tickets([lease.ticket for lease in self.leases])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """How a consumer goes about a load: what it has cached, its patience, and for how long it uses the blocks."""
-
-    cached_blocks: int
-    deadline_s: float | None
-    cancel_after_s: float | None
-    use_s: float
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """One prompt on its way into an engine: on each of its ranks a load."""
-
-    offer: Offer
-    engine: Engine
-    plan: LoadPlan
-    block_ids: list[int]
-    cancelled: bool = False
-
-    def __str__(self) -> str:
-        return f"the load of {self.offer.request_id}"
-
-
-@dataclass(slots=True, eq=False)
-class RankLoad:
-    """What reads are posted for: one rank's part of a load."""
-
-    load: Load
-    last_landing_s: float = 0.0
-    """When bytes came to its blocks last."""
-
-
-class Rank:
-    """One rank in one life: its memory, its runtime, and what came of both."""
-
-    def __init__(self, index: int, cache: RankCache, runtime: Runtime) -> None:
-        books = runtime._cache
-        assert books is not None, "registered before"
-        self.index = index
-        self.cache = cache
-        self.runtime = runtime
-        self.uses = books.ledger._use
-        self.uses_seen = b""
-        self.served = 0
-        self.loaded = 0
-
-    def holds_lease(self, offer: Offer) -> bool:
-        """Whether an offer's lease on this rank is open."""
-        return len(offer.leases) > self.index and not offer.leases[self.index].done
 
 
 class Engine:

@@ -17,12 +17,13 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvflow.runtime.serving import LeaseOutcome
+from kvflow.runtime.lease import LeaseOutcome
 from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
 from kvflow.testing.simulator.checks import Checks
-from kvflow.testing.simulator.engine import Engine, LoadPlan, Offer, RankLoad
+from kvflow.testing.simulator.engine import Engine
 from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
+from kvflow.testing.simulator.work import LoadPlan, Offer, RankLoad
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row
 

@@ -1,0 +1,144 @@
+"""A lease as its owner sees it: the request it is made for, its states, its outcome. `serving` holds all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
+from kvflow.core.ticket import Ticket
+from kvflow.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRequest:
+    """Offer `block_ids`, in prompt order, which hold the first `num_tokens` tokens of a prompt.
+
+    The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
+    need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
+    the lease is over once `reader_count` engines have read: how many ranks each of them has, its readers say.
+    """
+
+    request_id: str
+    block_ids: Sequence[int]
+    num_tokens: int
+    ttl_s: float | None = None
+    reader_count: int = 1
+    traceparent: str = ""
+    """Trace context (W3C) of the request, for the ticket and the records of both sides."""
+
+
+class LeaseOutcome(enum.StrEnum):
+    """How a lease ended; in every case the blocks may be reused."""
+
+    READ = "read"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+_OUTCOMES = {
+    LeaseState.READ: LeaseOutcome.READ,
+    LeaseState.EXPIRED: LeaseOutcome.EXPIRED,
+    LeaseState.REVOKED: LeaseOutcome.REVOKED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStatistics:
+    """Leases open now, how others ended, and notifications that changed nothing."""
+
+    open_leases: int
+    read: int
+    expired: int
+    revoked: int
+    renewals: int
+    """How often a reader has renewed a lease."""
+    late_notifications: int
+    duplicate_notifications: int
+    malformed_notifications: int
+
+
+class Lease:
+    """The producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
+
+    Cancelling a task that awaits a lease leaves the lease as it is.
+    """
+
+    def __init__(self, request: ServeRequest, ticket: Ticket, end: Callable[[Lease, LeaseEvent], None]) -> None:
+        self.request_id = request.request_id
+        self.ticket = ticket
+        self.state = LeaseState.OFFERED
+        self.held = False
+        """Only for `Serving`: whether the hold after its end is over."""
+        self._end = end
+        self._reader_count = request.reader_count
+        self._readers: dict[str, Fraction] = {}
+        self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.request_id} {self.state}, {len(self._readers)} readers done>"
+
+    def __await__(self) -> Generator[Any, None, LeaseOutcome]:
+        return asyncio.shield(self._outcome).__await__()
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return self.ticket.block_ids
+
+    @property
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    @property
+    def readers_done(self) -> int:
+        """How many ranks of consumers have said that they need the blocks no more."""
+        return len(self._readers)
+
+    def revoke(self) -> Lease:
+        """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
+
+        A reader in the middle of a read gets LeaseExpired, never a success. The blocks are free when awaiting the
+        lease returns: `await lease.revoke()` gives how it ended, which is READ if its readers were faster.
+        """
+        self._end(self, LeaseEvent.REVOKE)
+        return self
+
+    def add_reader(self, reader: str, share: Fraction) -> bool:
+        """Note that `reader` has read, and its share of an engine's reading; False if it said so before."""
+        if reader in self._readers:
+            return False
+        self._readers[reader] = share
+        return True
+
+    def has_reader(self, reader: str) -> bool:
+        """Whether `reader` has said that it has read."""
+        return reader in self._readers
+
+    @property
+    def all_read(self) -> bool:
+        return sum(self._readers.values()) >= self._reader_count
+
+    def fire(self, event: LeaseEvent) -> None:
+        """Only for `Serving`: change the state."""
+        before, self.state = self.state, fire(LEASE_TABLE, self.state, event)
+        logger.info("lease %s: %s -> %s", self.request_id, before, self.state)
+
+    def settle(self) -> LeaseOutcome:
+        """Only for `Serving`: the blocks are free; wake who awaits."""
+        outcome = _OUTCOMES[self.state]
+        self._outcome.set_result(outcome)
+        return outcome
+
+
+def check_request_id(request_id: str, chars_max: int) -> None:
+    """RequestError unless it is a text of 1 to `chars_max` characters."""
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= chars_max:
+        shown = request_id[:40] if isinstance(request_id, str) else request_id
+        raise RequestError(f"request_id: expected 1 to {chars_max} characters, got {shown!r}")
