@@ -30,7 +30,8 @@ class Spread:
 class FairnessResult:
     """`delay_p50` and `delay_p99`: how much longer small loads took behind huge ones, in times of one slice.
 
-    Medians over the rounds of the ratio within each, so that a slow moment of the machine counts on both sides.
+    The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each,
+    so that a slow moment of the machine counts on both sides.
     """
 
     kinds: tuple[Spread, ...]
@@ -67,5 +68,5 @@ def _spread(label: str, rounds: Sequence[Sequence[float]]) -> Spread:
 
 
 def _delay(one: RoundResult, percent: float) -> float:
-    more_s = percentile(one.behind_s, percent) - statistics.median(one.alone_s)
+    more_s = percentile(one.behind_s, percent) - percentile(one.alone_s, percent)
     return more_s / statistics.median(one.slice_s)
