@@ -67,7 +67,7 @@ class HTTPFailed(Exception):
         self.status = status
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     """One running server."""
 

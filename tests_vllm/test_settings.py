@@ -55,8 +55,8 @@ def test_extra_config_goes_where_it_belongs() -> None:
     [
         ({"lease_ttl": 5}, "unknown: lease_ttl; known are .*lease_ttl_s"),
         ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
-        ({"lease_ttl_s": "5"}, r"Expected `float`, got `str` - at `\$.lease_ttl_s`"),
-        ({"fetch_tokens_min": 1.5}, r"Expected `int`, got `float` - at `\$.fetch_tokens_min`"),
+        ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: Expected `float`, got `str`"),
+        ({"fetch_tokens_min": 1.5}, "kv_connector_extra_config: fetch_tokens_min: Expected `int`, got `float`"),
         ({"lease_ttl_s": -1}, "lease_ttl_s: expected more than 0"),
         ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected more than 0"),
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),

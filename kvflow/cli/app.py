@@ -14,12 +14,16 @@ from kvflow.cli.bench.children import BenchError
 from kvflow.cli.bench.report import as_json, print_report
 from kvflow.cli.bench.run import run_bench
 from kvflow.cli.bench.settings import Pattern, SettingsError, Transport, TransportChoice, make_settings
+from kvflow.cli.doctor import report as doctor_report
+from kvflow.cli.doctor.findings import is_broken
+from kvflow.cli.doctor.run import examine
 from kvflow.cli.fairness_bench import report as fairness_report
 from kvflow.cli.fairness_bench import settings as fairness_settings
 from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
+from kvflow.config import Config
 from kvflow.errors import ConfigError
 from kvflow.integrations.timeline import BadRecords, read_records, timeline
 from kvflow.runtime.keyring import make_key_files
@@ -209,3 +213,30 @@ def simulate(
     print_summary(summary, time.monotonic() - begun_s, console)
     if summary.failed:
         raise typer.Exit(code=1)
+
+
+@app.command()
+def doctor(
+    peer: Annotated[str | None, typer.Option(help="A peer's side channel to try, tcp://host:port.")] = None,
+    peer_engine: Annotated[str, typer.Option(help="The engine id that is expected there.")] = "",
+    engine_id: Annotated[str, typer.Option(help="Our engine id, whose CURVE keys are used.")] = "doctor",
+    curve_secret_key_file: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
+    curve_peers_dir: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
+    transfer: Annotated[bool, typer.Option(help="Hand blocks over between two processes.")] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Find out what keeps kvflow from working or from being fast here. Exit code 1: something is broken."""
+    notes = Console(stderr=True, highlight=False)
+    try:
+        config = Config(
+            engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
+        )
+    except ConfigError as error:
+        notes.print(f"kvflow doctor: {error}", style="red", markup=False)
+        raise typer.Exit(code=2) from error
+    findings = examine(config, peer=peer, peer_engine=peer_engine, transfer=transfer, note=notes.print)
+    if json_output:
+        print(json.dumps(doctor_report.as_json(findings), indent=2))
+    else:
+        doctor_report.print_findings(findings, Console())
+    raise typer.Exit(code=int(is_broken(findings)))

@@ -145,6 +145,8 @@ class NixlAgents:
     def add_peer(self, metadata: bytes) -> AgentName:
         try:
             name = self._reading.native.loadRemoteMD(metadata)
+        except self._bindings.nixlBackendError as error:  # UCX makes its endpoints here: the network may be down
+            raise PeerGone(f"NIXL cannot reach the peer: {error}") from error
         except self._errors as error:
             raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
         # A name that is no UTF-8 is not the one that was expected; the caller compares.
@@ -291,6 +293,14 @@ class NixlAgents:
 
     def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:
         return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
+
+
+def list_plugins() -> tuple[str, ...]:
+    """The names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
+    bindings = _import_bindings()
+    config = bindings.nixlAgentConfig()
+    config.useListenThread = False
+    return tuple(sorted(bindings.nixlAgent("kvflow-plugins", config).getAvailPlugins()))
 
 
 def _import_bindings() -> ModuleType:

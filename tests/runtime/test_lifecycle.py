@@ -152,7 +152,7 @@ async def test_closing_while_a_load_is_past_its_deadline_and_waits_for_its_bytes
     async with inproc_pair(config=config) as pair:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
-        wanted = pair.wanted(lease, [0], deadline_s=0.01)
+        wanted = pair.wanted(lease, [0], deadline_s=0.3)
         load = asyncio.create_task(pair.consumer.runtime.load_blocks(wanted))
         await until_held(pair)
         cache = pair.consumer.runtime._cache

@@ -161,6 +161,13 @@ class TickIdle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PluginsFound:
+    """From the doctor's look at NIXL: the plugins that can be loaded."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Quit:
     """To anybody: close everything and exit. Answered by the end of the process."""
 
@@ -193,6 +200,7 @@ Message = (
     | RoundResult
     | OpenLease
     | TickIdle
+    | PluginsFound
     | Quit
     | Done
     | Failed

@@ -7,26 +7,24 @@ and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import msgspec
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from kvflow.config import Config
 from kvflow.core.scheduling import SchedulingConfig
 from kvflow.errors import ConfigError
+from kvflow.integrations.settings import checked_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-ValueT = TypeVar("ValueT")
 
 _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads")
 # The system chooses the ports: tickets name those of all ranks.
 _DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0}
 
 
-class Extra(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
     """What kvflow.Config does not know."""
 
     fetch_tokens_min: int = 1
@@ -35,7 +33,8 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """What the cache's bytes mean, for attention backends with several formats (see `layout_for_backend`)."""
 
 
-_EXTRA_KEYS = tuple(Extra.__struct_fields__)
+_WHERE = "kv_connector_extra_config"
+_EXTRA_KEYS = tuple(entry.name for entry in fields(Extra))
 _CONFIG_KEYS = tuple(entry.name for entry in fields(Config) if entry.name not in _FROM_VLLM)
 
 
@@ -46,18 +45,18 @@ def extra_of(vllm_config: VllmConfig) -> Extra:
     if unknown:
         known = ", ".join(sorted({*_EXTRA_KEYS, *_CONFIG_KEYS}))
         hint = f" ({', '.join(_FROM_VLLM)} come from vLLM)" if set(unknown) & set(_FROM_VLLM) else ""
-        raise ConfigError(f"kv_connector_extra_config: unknown: {', '.join(unknown)}{hint}; known are {known}")
-    return _convert({key: given[key] for key in _EXTRA_KEYS if key in given}, Extra)
+        raise ConfigError(f"{_WHERE}: unknown: {', '.join(unknown)}{hint}; known are {known}")
+    return Extra(**checked_fields(given, Extra, where=_WHERE))
 
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """One rank's Config. Raises ConfigError."""
-    given = _given(vllm_config)
+    given = {key: value for key, value in _given(vllm_config).items() if key in _CONFIG_KEYS}
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     values: dict[str, Any] = {
         "model": str(model.model),
         **_DEFAULTS,
-        **{key: given[key] for key in _CONFIG_KEYS if key in given},
+        **checked_fields(given, Config, where=_WHERE),
         "engine_id": vllm_config.kv_transfer_config.engine_id,
         "tp_rank": tp_rank,
         "tp_size": parallel.tensor_parallel_size,
@@ -66,7 +65,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "pp_size": parallel.pipeline_parallel_size,
         "num_kv_heads": None if model.use_mla else model.get_total_num_kv_heads(),
     }
-    return _convert(values, Config)
+    return Config(**values)
 
 
 def scheduling_of(vllm_config: VllmConfig, *, block_size: int) -> SchedulingConfig:
@@ -85,10 +84,3 @@ def scheduling_of(vllm_config: VllmConfig, *, block_size: int) -> SchedulingConf
 def _given(vllm_config: VllmConfig) -> Mapping[str, Any]:
     given: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     return given
-
-
-def _convert(values: Mapping[str, Any], kind: type[ValueT]) -> ValueT:
-    try:
-        return msgspec.convert(values, kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"kv_connector_extra_config: {error}") from error

@@ -1,0 +1,41 @@
+"""What a check says: one line that a person can act on. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class Status(enum.StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    """It works, but slower than it could, or it may not work for everybody."""
+    FAIL = "fail"
+    """It does not work like this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """`fix` says what to do about it; empty where there is nothing to do."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def is_broken(findings: Iterable[Finding]) -> bool:
+    return any(finding.status is Status.FAIL for finding in findings)
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name=name, status=Status.OK, found=found)
+
+
+def warn(name: str, found: str, fix: str) -> Finding:
+    return Finding(name=name, status=Status.WARN, found=found, fix=fix)
+
+
+def fail(name: str, found: str, fix: str) -> Finding:
+    return Finding(name=name, status=Status.FAIL, found=found, fix=fix)
