@@ -289,7 +289,11 @@ class Runtime:
         if self._stop.is_set() or self._cause is not None:
             body.close()
             raise RuntimeClosed("the runtime is closing")
-        task = self._group.create_task(body, name=name)
+        try:
+            task = self._group.create_task(body, name=name)
+        except RuntimeError as error:  # a service has died, and the others are just ending
+            body.close()
+            raise RuntimeClosed("the runtime is breaking") from error
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
