@@ -153,6 +153,8 @@ class Peers:
         PeerError. Cancelling stops the waiting, not the handshake.
         """
         while True:
+            if peer.state is PeerState.CLOSED:  # forgotten since: a rank may take long to say its lease
+                peer = self.get(*peer.at)
             peer.used_s = self._clock.now_s()
             connection = peer.usable(incarnation)
             if connection is not None:

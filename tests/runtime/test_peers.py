@@ -453,6 +453,20 @@ async def test_a_load_from_a_peer_that_is_forgotten_goes_on() -> None:
         await reader.until_agents(0)
 
 
+async def test_a_load_that_waits_for_a_lease_connects_again_to_a_peer_that_was_forgotten(reader: Reader) -> None:
+    producer = reader.pair.producer.runtime
+    first = reader.pair.offer([3])
+    ticket = first.ticket.without_leases(request_id="late", block_ids=[4], num_tokens=4, ttl_s=30.0)
+    load = asyncio.create_task(reader.load(ticket))
+    while not any(isinstance(question, wire.LeaseRequest) for question in reader.scripted.channel.asked):
+        await asyncio.sleep(0)
+    assert await reader.runtime.forget_peer("producer")
+    late = producer.serve_blocks(ServeRequest("late", block_ids=[4], num_tokens=4))
+    assert (await load).blocks == 1
+    assert await late is LeaseOutcome.READ
+    first.revoke()
+
+
 async def test_forgetting_a_peer_in_a_handshake_lets_that_end_first(reader: Reader) -> None:
     lease = reader.pair.offer([3])
     load = asyncio.create_task(reader.load(lease.ticket))
