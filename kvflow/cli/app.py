@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +37,16 @@ keys = typer.Typer(help="Keys for an encrypted and authenticated side channel.",
 app.add_typer(keys, name="keys")
 
 
+@contextlib.contextmanager
+def _told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
+    """These errors end a command: one line that says why, and an exit code."""
+    try:
+        yield
+    except errors as error:
+        Console(stderr=True, highlight=False).print(f"kvflow {command}: {error}", style="red", markup=False)
+        raise typer.Exit(code=exit_code) from error
+
+
 @keys.command()
 def new(
     folder: Annotated[Path, typer.Argument(help="Where the two files go; it is made if need be.")],
@@ -42,11 +54,8 @@ def new(
 ) -> None:
     """Make an engine's key pair: NAME.secret stays with the engine, NAME.public goes to every engine it talks to."""
     notes = Console(stderr=True, highlight=False, soft_wrap=True)
-    try:
+    with _told("keys new", ConfigError):
         secret, public = make_key_files(folder, name)
-    except ConfigError as error:
-        notes.print(f"kvflow keys new: {error}", style="red", markup=False)
-        raise typer.Exit(code=1) from error
     notes.print(f"{secret}: keep it to the machines that run {name}", markup=False)
     notes.print(f"{public}: copy it into the curve_peers_dir of every engine that talks to {name}", markup=False)
     Console(highlight=False, soft_wrap=True).print(
@@ -87,7 +96,7 @@ def transfer(
     (d) is the floor for any program that keeps NIXL off its event loop.
     """
     notes = Console(stderr=True, highlight=False)
-    try:
+    with _told("bench transfer", SettingsError, BenchError):
         settings = make_settings(
             transport=transport,
             sizes=sizes,
@@ -100,9 +109,6 @@ def transfer(
             quick=quick,
         )
         report = run_bench(settings, note=notes.print)
-    except (SettingsError, BenchError) as error:
-        notes.print(f"kvflow bench transfer: {error}", style="red", markup=False)
-        raise typer.Exit(code=1) from error
     print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(as_json(report), indent=2) + "\n")
@@ -128,14 +134,11 @@ def topology(
     Also: how long planning a prompt of 128k tokens takes, and what a peer costs in memory.
     """
     notes = Console(stderr=True, highlight=False)
-    try:
+    with _told("bench topology", SettingsError, BenchError):
         settings = topology_settings.make_settings(
             transport=transport, size_mb=size, rounds=rounds, layers=layers, quick=quick
         )
         report = run_topology(settings, note=notes.print)
-    except (SettingsError, BenchError) as error:
-        notes.print(f"kvflow bench topology: {error}", style="red", markup=False)
-        raise typer.Exit(code=1) from error
     topology_report.print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(topology_report.as_json(report), indent=2) + "\n")
@@ -158,7 +161,7 @@ def fairness(
 ) -> None:
     """Measure how long one-block loads take alone, and while huge loads run beside them."""
     notes = Console(stderr=True, highlight=False)
-    try:
+    with _told("bench fairness", SettingsError, BenchError):
         settings = fairness_settings.make_settings(
             transport=transport,
             size_mb=size,
@@ -168,9 +171,6 @@ def fairness(
             quick=quick,
         )
         report = run_fairness(settings, note=notes.print)
-    except (SettingsError, BenchError) as error:
-        notes.print(f"kvflow bench fairness: {error}", style="red", markup=False)
-        raise typer.Exit(code=1) from error
     fairness_report.print_report(report, Console())
     if json_file is not None:
         json_file.write(json.dumps(fairness_report.as_json(report), indent=2) + "\n")
@@ -183,11 +183,8 @@ def trace(
 ) -> None:
     """Make one timeline of the records of several engines."""
     notes = Console(stderr=True, highlight=False)
-    try:
+    with _told("trace", BadRecords, OSError):
         lines = [line for file in files for line in read_records(file)]
-    except (BadRecords, OSError) as error:
-        notes.print(f"kvflow trace: {error}", style="red", markup=False)
-        raise typer.Exit(code=1) from error
     out.write_text(json.dumps(timeline(lines)))
     notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)
 
@@ -227,13 +224,10 @@ def doctor(
 ) -> None:
     """Find out what keeps kvflow from working or from being fast here. Exit code 1: something is broken."""
     notes = Console(stderr=True, highlight=False)
-    try:
+    with _told("doctor", ConfigError, exit_code=2):
         config = Config(
             engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
         )
-    except ConfigError as error:
-        notes.print(f"kvflow doctor: {error}", style="red", markup=False)
-        raise typer.Exit(code=2) from error
     findings = examine(config, peer=peer, peer_engine=peer_engine, transfer=transfer, note=notes.print)
     if json_output:
         print(json.dumps(doctor_report.as_json(findings), indent=2))
