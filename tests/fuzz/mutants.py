@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from kvflow.core import wire
+from kvflow.core.topology import Holding
 
 ODD_VALUES: list[Any] = [
     None,
@@ -37,6 +38,7 @@ ODD_VALUES: list[Any] = [
     {"type": "metadata"},
 ]
 TARGET = wire.Target("producer", 0, 0, 0)
+READER = "fuzz/0.0.0#0"
 
 
 def nested(depth: int) -> list[Any]:
@@ -104,25 +106,43 @@ def mutant(rng: Random, message: msgspec.Struct) -> bytes:
             continue
 
 
-def requests(rng: Random) -> list[msgspec.Struct]:
-    """One of each kind that a listener may get, wrong kinds included."""
+def requests(rng: Random, holding: Holding) -> list[wire.Request]:
+    """One of each kind. The caller's address is one that nobody listens at."""
+    digest = rng.randbytes(16)
+    caller = wire.Caller(target=wire.Target("fuzz", 0, 0, 0), address="tcp://127.0.0.1:1")
     return [
-        wire.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET),
-        wire.LeaseRequest(
-            reader="fuzz/0.0.0#0", target=TARGET, request_id="honest", num_tokens=4, blocks_digest=rng.randbytes(16)
+        wire.MetadataRequest(reader=READER, target=TARGET),
+        wire.MetadataRequest(reader=READER, target=TARGET, request_id="honest", caller=caller),
+        wire.LeaseRequest(reader=READER, target=TARGET, request_id="honest", num_tokens=4, blocks_digest=digest),
+        wire.ReleaseRequest(
+            reader=READER,
+            target=TARGET,
+            request_id="honest",
+            num_tokens=8,
+            blocks_digest=digest,
+            lease_id=rng.choice((None, "0" * 32)),
+            holding=holding,
         ),
-        wire.NoLease(ended=True),
-        wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION),
-        wire.LeaseFound(incarnation="0", lease_id="0" * 32, seal_index=0, block_ids=(1, 2)),
-        wire.ReadDone(lease_id="0" * 32, reader="fuzz/0.0.0#0", share=1, whole=1),
+        wire.ClockRequest(reader=READER, target=TARGET),
+        wire.Goodbye(target=TARGET, sender=wire.Target("reader", 0, 0, 0), incarnation="0", closing=True),
     ]
 
 
-def listener_messages(rng: Random, fingerprint: bytes, bytes_max: int) -> Iterator[list[bytes]]:
+def strangers() -> list[msgspec.Struct]:
+    """Messages of ours that are no requests."""
+    return [
+        wire.NoLease(ended=True),
+        wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION),
+        wire.Noted(),
+        wire.ReadDone(lease_id="0" * 32, reader=READER, share=1, whole=1),
+    ]
+
+
+def listener_messages(rng: Random, fingerprint: bytes, holding: Holding, bytes_max: int) -> Iterator[list[bytes]]:
     """Messages without end, for a listener: noise, mutants, wrong frames, sizes around its limit."""
     header = wire.our_header(fingerprint)
     while True:
-        body = rng.choice(requests(rng))
+        body = rng.choice([*requests(rng, holding), *strangers()])
         match rng.randrange(10):
             case 0:
                 yield [rng.randbytes(rng.choice((0, 1, 30, 3000))) for _ in range(rng.randrange(1, 7))]

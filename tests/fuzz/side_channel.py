@@ -5,7 +5,8 @@
 
 An honest producer is sent mutated and random messages, bytes over TCP and notifications; an honest reader is given
 mutated tickets, and answers of a producer that lies. Side channels are real, bytes move in process. Three times: with
-limits so high that everything is looked at, with the default limits, and with CURVE against peers without a key.
+limits so high that everything is looked at, with limits that attackers exceed, and with CURVE against peers that have
+no key.
 
 What must hold: the only errors are typed, the producer's listener lives, metadata with a wrong checksum never reaches
 the transport, every honest load brings the right bytes, and afterwards nothing has grown.
@@ -45,6 +46,8 @@ from fuzz.mutants import bent, listener_messages, mutant, tcp_streams
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core import wire
 from kvflow.errors import KVFlowError
+from kvflow.runtime.cache import RegisteredCache
+from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.keyring import Keyring, make_key_files
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
@@ -55,6 +58,7 @@ PRODUCER_FILL = 7.0
 ATTACKERS = 4
 MESSAGES_PER_SOCKET = 200
 OPEN_CONNECTIONS_MAX = 100
+REQUESTS_PER_S = 100
 
 
 class Mode(enum.StrEnum):
@@ -121,10 +125,10 @@ class Engine:
     kv_caches: dict[str, torch.Tensor]
 
     @property
-    def local(self) -> Any:
+    def cache(self) -> RegisteredCache:
         cache = self.runtime._cache
         assert cache is not None
-        return cache.local
+        return cache
 
 
 @contextlib.asynccontextmanager
@@ -147,7 +151,7 @@ def config_of(mode: Mode, name: str, keys: Path) -> Config:
         case Mode.UNLIMITED:
             return replace(config, side_channel_requests_per_s_max=1 << 40)
         case Mode.LIMITS:
-            return config
+            return replace(config, side_channel_requests_per_s_max=REQUESTS_PER_S)
         case Mode.CURVE:
             return replace(config, curve_secret_key_file=keys / f"{name}.secret", curve_peers_dir=keys)
 
@@ -169,11 +173,11 @@ def source(rng: Random) -> str:
     return f"127.0.0.{rng.randrange(2, 250)}"
 
 
-def send_messages(seed: str, port: int, fingerprint: bytes, bytes_max: int, count: int, server_key: bytes) -> int:
+def send_messages(seed: str, port: int, local: LocalRank, bytes_max: int, count: int, server_key: bytes) -> int:
     """Send messages of all kinds over ZeroMQ; with a `server_key` they try to get in with keys that nobody knows."""
     rng = Random(seed)
-    messages = listener_messages(rng, fingerprint, bytes_max)
-    curve = server_key != b""
+    messages = listener_messages(rng, local.compatibility.fingerprint(), local.holding, bytes_max)
+    curve, address = server_key != b"", source(rng)
     sent = 0
     with zmq.Context() as context:
         while sent < count:
@@ -184,7 +188,7 @@ def send_messages(seed: str, port: int, fingerprint: bytes, bytes_max: int, coun
                 if curve and rng.random() < 0.8:
                     dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
                     dealer.setsockopt(zmq.CURVE_SERVERKEY, rng.choice((server_key, rng.randbytes(32))))
-                dealer.connect(f"tcp://{source(rng)}:0;127.0.0.1:{port}")
+                dealer.connect(f"tcp://{address}:0;127.0.0.1:{port}")
                 for frames in itertools.islice(messages, min(10 if curve else MESSAGES_PER_SOCKET, count - sent)):
                     sent += 1
                     with contextlib.suppress(zmq.Again):
@@ -224,7 +228,8 @@ async def notify(rng: Random, producer: Engine, count: int) -> None:
                 ServeRequest("victim", block_ids=[BLOCKS - 1], num_tokens=4, ttl_s=60)
             )
         lease_id = rng.choice((lease.ticket.lease_id, rng.randbytes(16).hex()))
-        told = wire.ReadDone(lease_id=lease_id, reader="fuzz", share=1, whole=rng.choice((1, 3)))
+        done = wire.ReadDone(lease_id=lease_id, reader="fuzz", share=1, whole=rng.choice((1, 3)))
+        told = rng.choice((done, wire.Renew(lease_ids=(lease_id, rng.randbytes(16).hex()), reader="fuzz")))
         size = rng.choice((1, 40, 5000))
         producer.transport.deliver(mutant(rng, told) if rng.random() < 0.8 else rng.randbytes(rng.randrange(size)))
         await asyncio.sleep(0)
@@ -261,20 +266,14 @@ async def outcome(reader: Engine, request: LoadRequest) -> str:
 async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
     """Loads from a producer that answers everything with mutants of what an honest one would say."""
     errors: Counter[str] = Counter()
-    fingerprint = producer.local.compatibility.fingerprint()
-    request = wire.MetadataRequest(reader="fuzz/0.0.0#0", target=wire.Target("producer", 0, 0, 0))
-    honest = producer.runtime._answer(wire.our_header(fingerprint), request)
-    assert isinstance(honest, wire.Metadata)
+    honest, local = producer.cache.metadata, producer.cache.local
     refusal = wire.Refusal(
-        reason="no",
-        version=wire.PROTOCOL_VERSION,
-        compatibility=producer.local.compatibility,
-        holding=producer.local.holding,
+        reason="no", version=wire.PROTOCOL_VERSION, compatibility=local.compatibility, holding=local.holding
     )
-    found = wire.LeaseFound(incarnation=honest.incarnation, lease_id="0" * 32, seal_index=0, block_ids=None)
+    shown = wire.ClockShown(incarnation=honest.incarnation, clock_s=1.0)
 
     def lie() -> list[bytes]:
-        body = rng.choice((honest, honest, honest, refusal, found))
+        body = rng.choice((honest, honest, honest, refusal, shown))
         header = wire.our_header(b"")
         match rng.randrange(8):
             case 0:
@@ -354,10 +353,12 @@ async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
         for name in ("producer", "reader", "victim", "newcomer"):
             await asyncio.to_thread(make_key_files, keys, name)
         network = InprocNetwork()
+        impatient = config_of(Mode.UNLIMITED, "victim", keys)  # it goes on asking those that lie
+        victim_config = replace(impatient, peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6)
         async with (
             engine(config_of(mode, "producer", keys), network, PRODUCER_FILL) as producer,
             engine(config_of(mode, "reader", keys), network, 0.0) as reader,
-            engine(config_of(Mode.UNLIMITED, "victim", keys), network, 0.0) as victim,
+            engine(victim_config, network, 0.0) as victim,
         ):
             report = await _fuzz(
                 messages, seed, mode, producer, reader, victim, config_of(mode, "newcomer", keys), network
@@ -426,14 +427,12 @@ async def _attack(
     few, some = max(messages // 50, 1), max(messages // 10, 1)
     server_key = await key_of(producer) if mode is Mode.CURVE else b""
     each = max((messages - 2 * some - 2 * few) // ATTACKERS, 1)
-    fingerprint = producer.local.compatibility.fingerprint()
+    local = producer.cache.local
     bytes_max = producer.runtime.config.side_channel_request_bytes_max
     rng = Random(seed)
     async with asyncio.TaskGroup() as group:
         senders = [
-            group.create_task(
-                asyncio.to_thread(send_messages, f"{seed} {n}", port, fingerprint, bytes_max, each, server_key)
-            )
+            group.create_task(asyncio.to_thread(send_messages, f"{seed} {n}", port, local, bytes_max, each, server_key))
             for n in range(ATTACKERS)
         ]
         streams = group.create_task(asyncio.to_thread(send_streams, f"{seed} tcp", port, some))

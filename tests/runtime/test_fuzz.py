@@ -22,3 +22,4 @@ async def test_mutants_and_noise_change_nothing_for_honest_engines(mode: Mode, m
     else:
         assert report.listener.refused > 0
         assert report.listener.dropped > 0
+        assert (report.listener.over_rate > 0) is (mode is Mode.LIMITS)
