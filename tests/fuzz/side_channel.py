@@ -17,17 +17,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ctypes
 import enum
 import gc
-import itertools
+import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -41,13 +42,14 @@ import zmq.asyncio
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz.mutants import bent, listener_messages, mutant, tcp_streams
+from fuzz.attackers import send_messages, send_streams
+from fuzz.mutants import bent, mutant
+from tests_support import altered
 
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core import wire
 from kvflow.errors import KVFlowError
 from kvflow.runtime.cache import RegisteredCache
-from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.keyring import Keyring, make_key_files
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
@@ -55,9 +57,7 @@ from kvflow.transport.base import AgentName
 
 BLOCKS = 32
 PRODUCER_FILL = 7.0
-ATTACKERS = 4
-MESSAGES_PER_SOCKET = 200
-OPEN_CONNECTIONS_MAX = 100
+ATTACKERS = 2
 REQUESTS_PER_S = 100
 
 
@@ -79,6 +79,7 @@ class Footprint:
     @classmethod
     def now(cls) -> Footprint:
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what is free is not held
         process = psutil.Process()
         return cls(
             resident_mb=process.memory_info().rss / 2**20,
@@ -165,57 +166,6 @@ async def key_of(producer: Engine) -> bytes:
     return (await Keyring.read(config.engine_id, *files, lambda: 0.0)).own.public
 
 
-# --- the attackers, in threads of their own
-
-
-def source(rng: Random) -> str:
-    """Not the address that honest engines come from: limits are per address."""
-    return f"127.0.0.{rng.randrange(2, 250)}"
-
-
-def send_messages(seed: str, port: int, local: LocalRank, bytes_max: int, count: int, server_key: bytes) -> int:
-    """Send messages of all kinds over ZeroMQ; with a `server_key` they try to get in with keys that nobody knows."""
-    rng = Random(seed)
-    messages = listener_messages(rng, local.compatibility.fingerprint(), local.holding, bytes_max)
-    curve, address = server_key != b"", source(rng)
-    sent = 0
-    with zmq.Context() as context:
-        while sent < count:
-            with context.socket(zmq.DEALER) as dealer:
-                dealer.setsockopt(zmq.LINGER, 3 if curve else 60_000)
-                dealer.setsockopt(zmq.RECONNECT_IVL, 1)
-                dealer.setsockopt(zmq.SNDTIMEO, 2000)
-                if curve and rng.random() < 0.8:
-                    dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
-                    dealer.setsockopt(zmq.CURVE_SERVERKEY, rng.choice((server_key, rng.randbytes(32))))
-                dealer.connect(f"tcp://{address}:0;127.0.0.1:{port}")
-                for frames in itertools.islice(messages, min(10 if curve else MESSAGES_PER_SOCKET, count - sent)):
-                    sent += 1
-                    with contextlib.suppress(zmq.Again):
-                        dealer.send_multipart(frames, flags=zmq.NOBLOCK if curve else 0)
-                if curve:
-                    dealer.poll(rng.choice((0, 0, 1, 5)))  # break off anywhere in the handshake
-                while dealer.poll(0 if curve else 500):  # closing with answers unread would take back what was sent
-                    dealer.recv_multipart()
-    return sent
-
-
-def send_streams(seed: str, port: int, count: int) -> int:
-    """Open TCP connections and send what is no message; some stay open for a while."""
-    rng = Random(seed)
-    held: list[socket.socket] = []
-    for stream in itertools.islice(tcp_streams(rng), count):
-        with contextlib.suppress(OSError):
-            opened = socket.create_connection(("127.0.0.1", port), timeout=5, source_address=(source(rng), 0))
-            held.append(opened)
-            opened.sendall(stream)
-        while len(held) > rng.randrange(1, OPEN_CONNECTIONS_MAX):
-            held.pop(rng.randrange(len(held))).close()
-    for opened in held:
-        opened.close()
-    return count
-
-
 # --- the lies that a reader is told
 
 
@@ -296,19 +246,11 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
             task = group.create_task(answer())
             for _ in range(count):
                 lease = producer.runtime.serve_blocks(ServeRequest("victim-3", block_ids=[BLOCKS - 3], num_tokens=4))
-                ticket = msgspec.structs.replace(
-                    lease.ticket,
-                    ranks=(
-                        msgspec.structs.replace(
-                            lease.ticket.first,
-                            port=port,
-                            incarnation=rng.choice((honest.incarnation, "another")),  # the other one: shake hands again
-                        ),
-                    ),
-                )
+                ticket = altered(lease.ticket, port=port)
                 errors[await outcome(reader, LoadRequest("lie", ticket=ticket, block_ids=[3], deadline_s=2.0))] += 1
                 lease.revoke()
                 await lease
+                await reader.runtime.forget_peer("producer")  # shake hands again
             task.cancel()
     return errors
 
@@ -346,63 +288,83 @@ class Honest:
         self.loads += 1
 
 
-async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
-    """Send that many messages of all kinds; raises if anything is not as it must be."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Who takes part."""
+
+    mode: Mode
+    producer: Engine
+    reader: Engine
+    victim: Engine
+    newcomer: Config
+    network: InprocNetwork
+    attackers: ProcessPoolExecutor
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was sent, and how the victim's loads ended."""
+
+    sent: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+@contextlib.asynccontextmanager
+async def scene(mode: Mode) -> AsyncIterator[Scene]:
+    """Open engines; afterwards nothing may be under way in them."""
+    network = InprocNetwork()
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
         for name in ("producer", "reader", "victim", "newcomer"):
             await asyncio.to_thread(make_key_files, keys, name)
-        network = InprocNetwork()
-        impatient = config_of(Mode.UNLIMITED, "victim", keys)  # it goes on asking those that lie
-        victim_config = replace(impatient, peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6)
-        async with (
-            engine(config_of(mode, "producer", keys), network, PRODUCER_FILL) as producer,
-            engine(config_of(mode, "reader", keys), network, 0.0) as reader,
-            engine(victim_config, network, 0.0) as victim,
-        ):
-            report = await _fuzz(
-                messages, seed, mode, producer, reader, victim, config_of(mode, "newcomer", keys), network
-            )
-        for one in (producer, reader, victim):
-            assert_quiet(one.runtime.statistics())
-    return report
+        victim_config = replace(  # it goes on asking those that lie
+            config_of(Mode.UNLIMITED, "victim", keys), peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6
+        )
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(ATTACKERS + 1, mp_context=spawn) as attackers:
+            async with (
+                engine(config_of(mode, "producer", keys), network, PRODUCER_FILL) as producer,
+                engine(config_of(mode, "reader", keys), network, 0.0) as reader,
+                engine(victim_config, network, 0.0) as victim,
+            ):
+                yield Scene(
+                    mode=mode,
+                    producer=producer,
+                    reader=reader,
+                    victim=victim,
+                    newcomer=config_of(mode, "newcomer", keys),
+                    network=network,
+                    attackers=attackers,
+                )
+            for one in (producer, reader, victim):
+                assert_quiet(one.runtime.statistics())
 
 
-async def _fuzz(
-    messages: int,
-    seed: int,
-    mode: Mode,
-    producer: Engine,
-    reader: Engine,
-    victim: Engine,
-    newcomer: Config,
-    network: InprocNetwork,
-) -> Report:
-    honest = Honest()
-    sent: Counter[str] = Counter()
-    errors: Counter[str] = Counter()
+async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
+    """Send that many messages of all kinds; raises if anything is not as it must be."""
     started_s = time.monotonic()
-    await _attack(f"{seed} warm", messages // 10, mode, producer, victim, Counter(), Counter())
-    async with asyncio.TaskGroup() as group:
-        work = group.create_task(honest.work(producer, reader, newcomer, network))
-        while honest.handshakes == 0:
-            await asyncio.sleep(0)
-        before = Footprint.now()
-        await _attack(str(seed), messages, mode, producer, victim, sent, errors)
-        loads = honest.loads
-        while honest.loads < loads + 25:  # it still works
-            await asyncio.sleep(0)
-        work.cancel()
-    statistics = producer.runtime.statistics()
-    assert statistics.state == "open"
-    assert statistics.listener is not None
-    after = Footprint.now()
-    genuine = {await one.transport.metadata() for one in (producer, victim)}
-    assert victim.transport.connected <= genuine, "metadata with a wrong checksum reached the transport"
+    honest, tally = Honest(), Tally()
+    async with scene(mode) as on:
+        await attack(on, f"{seed} warm", messages // 10, Tally())
+        async with asyncio.TaskGroup() as group:
+            work = group.create_task(honest.work(on.producer, on.reader, on.newcomer, on.network))
+            while honest.handshakes == 0:
+                await asyncio.sleep(0)
+            before = Footprint.now()
+            await attack(on, str(seed), messages, tally)
+            loads = honest.loads
+            while honest.loads < loads + 25:  # it still works
+                await asyncio.sleep(0)
+            after = Footprint.now()
+            work.cancel()
+        statistics = on.producer.runtime.statistics()
+        assert statistics.state == "open"
+        genuine = {await one.transport.metadata() for one in (on.producer, on.victim)}
+        assert on.victim.transport.connected <= genuine, "metadata with a wrong checksum reached the transport"
     return Report(
         mode=mode,
-        sent=sent,
-        errors=errors,
+        sent=tally.sent,
+        errors=tally.errors,
         honest_loads=honest.loads,
         honest_handshakes=honest.handshakes,
         listener=statistics.listener,
@@ -413,48 +375,49 @@ async def _fuzz(
     )
 
 
-async def _attack(
-    seed: str,
-    messages: int,
-    mode: Mode,
-    producer: Engine,
-    victim: Engine,
-    sent: Counter[str],
-    errors: Counter[str],
-) -> None:
+async def attack(on: Scene, seed: str, messages: int, tally: Tally) -> None:
     """All attackers at once, until they are done and the listener has seen the last of them."""
-    port = int(producer.runtime.address.rpartition(":")[2])
     few, some = max(messages // 50, 1), max(messages // 10, 1)
-    server_key = await key_of(producer) if mode is Mode.CURVE else b""
-    each = max((messages - 2 * some - 2 * few) // ATTACKERS, 1)
-    local = producer.cache.local
-    bytes_max = producer.runtime.config.side_channel_request_bytes_max
     rng = Random(seed)
     async with asyncio.TaskGroup() as group:
         senders = [
-            group.create_task(asyncio.to_thread(send_messages, f"{seed} {n}", port, local, bytes_max, each, server_key))
+            group.create_task(send(on, f"{seed} {n}", max((messages - 2 * some - 2 * few) // ATTACKERS, 1)))
             for n in range(ATTACKERS)
         ]
-        streams = group.create_task(asyncio.to_thread(send_streams, f"{seed} tcp", port, some))
-        group.create_task(notify(rng, producer, some))
-        lies = (
-            []
-            if server_key
-            else [
-                group.create_task(load_bent_tickets(rng, producer, victim, few)),
-                group.create_task(ask_a_liar(rng, producer, victim, few)),
-            ]
-        )
-    sent["messages"] += sum(task.result() for task in senders)
-    sent["tcp streams"] += streams.result()
-    sent["notifications"] += some
-    for name, task in zip(("tickets", "replies"), lies, strict=False):
-        sent[name] += few
+        streams = group.create_task(run(on, send_streams, f"{seed} tcp", port_of(on.producer), some))
+        group.create_task(notify(rng, on.producer, some))
+        lies = {}
+        if on.mode is not Mode.CURVE:
+            lies["tickets"] = group.create_task(load_bent_tickets(rng, on.producer, on.victim, few))
+            lies["replies"] = group.create_task(ask_a_liar(rng, on.producer, on.victim, few))
+    tally.sent["messages"] += sum(task.result() for task in senders)
+    tally.sent["tcp streams"] += streams.result()
+    tally.sent["notifications"] += some
+    for name, task in lies.items():
+        tally.sent[name] += few
         for error, times in task.result().items():
-            errors[f"{name}: {error}"] += times
+            tally.errors[f"{name}: {error}"] += times
     async with asyncio.timeout(30):
-        while (now := producer.runtime.statistics().listener) is not None and now.connections > 2:  # honest ones
+        while (now := on.producer.runtime.statistics().listener) is not None and now.connections > 2:  # honest ones
             await asyncio.sleep(0)
+
+
+async def send(on: Scene, seed: str, count: int) -> int:
+    """Messages over ZeroMQ from one attacker."""
+    server_key = await key_of(on.producer) if on.mode is Mode.CURVE else b""
+    local = on.producer.cache.local
+    bytes_max = on.producer.runtime.config.side_channel_request_bytes_max
+    fingerprint = local.compatibility.fingerprint()
+    port = port_of(on.producer)
+    return await run(on, send_messages, seed, port, fingerprint, local.holding, bytes_max, count, server_key)
+
+
+async def run(on: Scene, attacker: Callable[..., int], *arguments: Any) -> int:
+    return await asyncio.get_running_loop().run_in_executor(on.attackers, attacker, *arguments)
+
+
+def port_of(producer: Engine) -> int:
+    return int(producer.runtime.address.rpartition(":")[2])
 
 
 def lines(report: Report) -> Iterator[str]:
