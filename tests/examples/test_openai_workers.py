@@ -21,6 +21,7 @@ from paged_engine import Engine
 from paged_engine.weights import load_model
 
 import kvflow
+from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -77,9 +78,11 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
     model, network = load_model(checkpoint), InprocNetwork()
     transports: list[InprocTransport] = []
 
-    def transport(name: str) -> InprocTransport:
+    def transport(_: kvflow.Config, name: str) -> InprocTransport:
         transports.append(InprocTransport(name, network))
         return transports[-1]
+
+    world = World(transport=transport)
 
     def config(engine_id: str) -> kvflow.Config:
         return kvflow.Config(
@@ -89,8 +92,8 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
     async with (
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=1) as prefill_engine,
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=2) as decode_engine,
-        kvflow.Runtime(config("prefill-0"), transport=transport) as prefill_runtime,
-        kvflow.Runtime(config("decode-0"), transport=transport) as decode_runtime,
+        kvflow.Runtime(config("prefill-0"), world=world) as prefill_runtime,
+        kvflow.Runtime(config("decode-0"), world=world) as decode_runtime,
         background_tasks() as start_task,
     ):
         for engine, runtime in ((prefill_engine, prefill_runtime), (decode_engine, decode_runtime)):

@@ -32,7 +32,12 @@ BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, flo
 _LINE_BYTES_MAX = 1 << 24
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
-_LIMITS = {"drain_timeout_s": 1.0, "handshake_timeout_s": 10.0}
+_LIMITS = {
+    "drain_timeout_s": 1.0,
+    "handshake_timeout_s": 10.0,
+    "peer_backoff_first_s": 1e-6,  # tests try again at once
+    "peer_backoff_max_s": 1e-6,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
