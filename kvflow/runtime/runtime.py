@@ -131,7 +131,10 @@ class Runtime:
         return tuple(one for one in self.quarantines if one.request_id == request_id)
 
     async def __aenter__(self) -> Self:
-        """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had."""
+        """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had.
+
+        Cancelling leaves it closed.
+        """
         if self._state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; this one is {self._state}")
         self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
@@ -147,7 +150,11 @@ class Runtime:
         self._state = RuntimeState.OPEN
         started = asyncio.Event()
         self._supervisor = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
-        await started.wait()
+        try:
+            await started.wait()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 from tests_support import small_cache
@@ -253,3 +254,24 @@ async def test_an_unknown_transport_is_a_config_error() -> None:
 async def until_held(pair: InprocPair) -> None:
     while not pair.consumer.transport.held:
         await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+async def test_opening_can_be_cancelled_anywhere(steps: int) -> None:
+    """Then it is closed, and its port is free."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    config = Config(engine_id="engine", listen=address, transport="inproc")
+    runtime = Runtime(config)
+    opening = asyncio.create_task(runtime.__aenter__())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    if opening.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+    else:
+        await runtime.aclose()
+    assert runtime.state is RuntimeState.CLOSED
+    assert_closed(runtime.statistics())
+    async with Runtime(config):
+        pass
