@@ -254,8 +254,11 @@ class Simulation:
                 self.fail("I4", f"request-{number} was loaded, and nothing was lost, but its leases ended as {unread}")
             return offer
 
-        offer = await self.spawn(producer.life, produce(), f"offer {number}")
+        producing = self.spawn(producer.life, produce(), f"offer {number}")
         await self._settle()
+        if not producing.done():
+            return False  # its process has died
+        offer = producing.result()
         return offer is not None and offer.loaded
 
     async def _close(self) -> None:
