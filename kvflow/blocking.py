@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -25,9 +25,11 @@ from kvflow.core.layout import CacheLayout, KVCaches
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease as AsyncLease
 from kvflow.runtime.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.load import LoadReport, LoadRequest
+from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import RuntimeStatistics
 from kvflow.runtime.staging import BlockCopier
@@ -248,6 +250,44 @@ class Runtime:
             if not pending.done:
                 pending.cancel()
                 pending.wait_done(config.cancel_grace_s + self._call_timeout_s)
+
+    @contextlib.contextmanager
+    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
+        """Keep what a ticket offers while a request waits for its load: see `kvflow.Runtime.keep_leases`."""
+        kept = contextlib.ExitStack()
+
+        async def enter(runtime: asynchronous.Runtime) -> None:
+            kept.enter_context(runtime.keep_leases(ticket))
+
+        self._call(enter, timeout_s=self._call_timeout_s)
+        try:
+            yield
+        finally:
+            _tell(self._loop, kept.close)
+
+    def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
+        """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
+        bound_s = self.config.handshake_timeout_s + self._call_timeout_s
+        return self._call(lambda runtime: runtime.release_blocks(ticket), timeout_s=bound_s)
+
+    def prewarm(
+        self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
+    ) -> tuple[Prewarmed, ...]:
+        """Connect to engines before the first load from them: see `kvflow.Runtime.prewarm`.
+
+        TimeoutError after `timeout_s`; handshakes under way go on then.
+        """
+        return self._call(lambda runtime: runtime.prewarm(engines), timeout_s=timeout_s)
+
+    def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
+        """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`."""
+        bound_s = 2 * self.config.handshake_timeout_s + self._call_timeout_s
+        return self._call(lambda runtime: runtime.forget_peer(engine_id, address), timeout_s=bound_s)
+
+    def drain(self, deadline_s: float | None = None) -> DrainReport:
+        """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
+        waited_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        return self._call(lambda runtime: runtime.drain(deadline_s), timeout_s=waited_s + self._closing_s)
 
     def wait_safe(self, quarantine: Quarantine, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in a failed load's blocks any more. TimeoutError after `timeout_s`."""

@@ -25,6 +25,7 @@ from kvflow.errors import (
     RequestError,
     RuntimeBroken,
     RuntimeClosed,
+    RuntimeDraining,
     UsageError,
 )
 from kvflow.runtime import runtime as asynchronous
@@ -119,6 +120,34 @@ def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
     assert lease.wait(10.0) is LeaseOutcome.REVOKED
     with pytest.raises(LeaseExpired):
         pair.consumer.runtime.load_blocks(pair.request(lease.ticket.to_params()))
+
+
+def test_a_request_that_waits_keeps_its_lease(pair: Pair) -> None:
+    lease = pair.producer.runtime.serve_blocks(replace(OFFER, ttl_s=1.0))
+    ticket = lease.ticket.to_params()
+    with pair.consumer.runtime.keep_leases(ticket):
+        while pair.producer.runtime.statistics().serving.renewals < 5:  # type: ignore[union-attr]
+            assert not lease.outcome.done
+        report = pair.consumer.runtime.load_blocks(pair.request(ticket))
+    assert report.blocks == 2
+    assert lease.wait(10.0) is LeaseOutcome.READ
+    with pytest.raises(RequestError, match="ticket"), pair.consumer.runtime.keep_leases({}):
+        raise AssertionError("not reached")
+
+
+def test_the_verbs_about_peers(pair: Pair) -> None:
+    producer, consumer = pair.producer.runtime, pair.consumer.runtime
+    lease = producer.serve_blocks(OFFER)
+    (warmed,) = consumer.prewarm([lease.ticket], timeout_s=20.0)
+    assert warmed.error is None
+    assert consumer.release_blocks(lease.ticket)
+    assert lease.wait(10.0) is LeaseOutcome.READ
+    assert len(consumer.statistics().peers) == 1
+    assert consumer.forget_peer("producer")
+    assert consumer.statistics().peers == ()
+    assert consumer.drain(1.0).finished
+    with pytest.raises(RuntimeDraining):
+        consumer.load_blocks(pair.request(lease.ticket.to_params()))
 
 
 def test_errors_come_out_where_the_verb_was_called(inproc_pair: Pair) -> None:

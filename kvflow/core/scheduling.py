@@ -36,7 +36,7 @@ from kvflow.core.states import (
     knows,
     request_blocks_held,
 )
-from kvflow.core.step import Receive, Release, Save, Send, Step
+from kvflow.core.step import Keep, Receive, Release, Save, Send, Step
 from kvflow.core.ticket import Ticket
 from kvflow.errors import ConfigError, UsageError
 
@@ -127,6 +127,7 @@ class _Producer:
 
 @dataclass(slots=True)
 class _NextStep:
+    keep: dict[str, Keep] = field(default_factory=dict)
     withdraw: list[str] = field(default_factory=list)
     abandon: list[str] = field(default_factory=list)
     receive: list[Receive] = field(default_factory=list)
@@ -180,10 +181,12 @@ class ConnectorScheduler:
             return
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
         if params.get("do_remote_prefill") and self._config.consumes:
-            ticket = Ticket.from_params(params)
-            self._consumers[request_id] = _Consumer(
-                request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=ticket
+            consumer = _Consumer(
+                request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=Ticket.from_params(params)
             )
+            self._consumers[request_id] = consumer
+            if consumer.offered_tokens:
+                self._next.keep[request_id] = Keep(request_id=request_id, ticket=consumer.ticket)
         elif params.get("do_remote_decode") and self._config.produces:
             self._producers[request_id] = _Producer(request_id=request_id, num_prompt_tokens=num_prompt_tokens)
 
@@ -240,6 +243,7 @@ class ConnectorScheduler:
                 self._save_if_complete(request, entry.num_computed_tokens, block_ids, now_s)
         work, self._next = self._next, _NextStep()
         return Step(
+            keep=tuple(keep for keep in work.keep.values() if self._waits(keep.request_id)),
             withdraw=tuple(work.withdraw),
             abandon=tuple(request_id for request_id in work.abandon if request_id in self._consumers),
             receive=tuple(work.receive),
@@ -275,6 +279,10 @@ class ConnectorScheduler:
         self._next.withdraw += (
             request.request_id for request in self._producers.values() if request.state is ProducerState.SENDING
         )
+
+    def _waits(self, request_id: str) -> bool:
+        """Whether a consumer has no blocks yet."""
+        return self.state_of(request_id) is ConsumerState.EXPECTED
 
     def _consumer_finished(self, request: _Consumer) -> Finished:
         expected = request.state is ConsumerState.EXPECTED

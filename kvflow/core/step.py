@@ -11,6 +11,13 @@ import msgspec
 from kvflow.core.ticket import Ticket
 
 
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """The request waits for blocks: keep what its ticket offers until it is received or released."""
+
+    request_id: str
+    ticket: Ticket
+
+
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """Load what the ticket offers into `block_ids`. The request waits until it is reported as received."""
 
@@ -52,6 +59,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """One step's work, in the order in which a worker has to begin it."""
 
     send: tuple[Send, ...] = ()
+    keep: tuple[Keep, ...] = ()
     withdraw: tuple[str, ...] = ()
     """Requests whose leases end now: their blocks may be used for something else."""
     receive: tuple[Receive, ...] = ()

@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
-from kvflow.core.step import Receive, Save, Step
+from kvflow.core.step import Keep, Receive, Save, Step
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
@@ -114,6 +115,8 @@ class _Courier:
     """Lives on the loop: the loads and leases of the engine's requests."""
 
     happened: deque[Happening]
+    kept: dict[str, ExitStack] = field(default_factory=dict)
+    """What the tickets of requests that wait for blocks, or load, keep open."""
     loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
     offers: dict[str, _Offer] = field(default_factory=dict)
     withdrawn: set[Lease] = field(default_factory=set)
@@ -130,6 +133,11 @@ class _Courier:
     def _start(self, runtime: Runtime, step: Step) -> None:
         for send in step.send:
             self._send(send.request_id)
+        for release in step.release:
+            self._let_go(release.request_id)
+            self._spawn(_release(runtime, release.ticket))
+        for keep in step.keep:
+            self._keep(runtime, keep)
         for request_id in step.withdraw:
             self._withdraw(request_id)
         for receive in step.receive:
@@ -139,8 +147,19 @@ class _Courier:
                 self.loads[request_id].cancel()
         for save in step.save:
             self._save(runtime, save)
-        for release in step.release:
-            self._spawn(_release(runtime, release.ticket))
+
+    def _keep(self, runtime: Runtime, keep: Keep) -> None:
+        kept = ExitStack()
+        try:
+            kept.enter_context(runtime.keep_leases(keep.ticket))
+        except KVFlowError as error:
+            logger.info("request %s: its leases are not kept: %s", keep.request_id, error)
+        else:
+            self.kept[keep.request_id] = kept
+
+    def _let_go(self, request_id: str) -> None:
+        if request_id in self.kept:
+            self.kept.pop(request_id).close()
 
     def _receive(self, runtime: Runtime, receive: Receive) -> None:
         load = asyncio.create_task(self._load(runtime, receive), name=f"kvflow-load {receive.request_id}")
@@ -158,6 +177,7 @@ class _Courier:
         """Wait until a load has ended and its blocks are safe; then say so."""
         request_id = receive.request_id
         await asyncio.wait([load])
+        self._let_go(request_id)
         for quarantine in runtime.quarantines_of(request_id):
             await quarantine.wait()
         del self.loads[request_id]

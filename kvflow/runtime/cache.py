@@ -19,6 +19,7 @@ from kvflow.runtime.clocks import PeerClocks
 from kvflow.runtime.connection import Connections, LocalRank, Spawn
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.handshake import Handshakes
+from kvflow.runtime.keeping import Keeping
 from kvflow.runtime.landing import Landing
 from kvflow.runtime.loading import Loader
 from kvflow.runtime.peers import Peers
@@ -131,6 +132,7 @@ async def _register(
         spawn=services.spawn,
     )
     sources = Sources(config, local, peers)
+    renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock)
     return RegisteredCache(
         clock=services.clock,
         local=local,
@@ -159,7 +161,8 @@ async def _register(
             landing=landing,
             sources=sources,
             releases=Releases(config, local=local, sources=sources, peers=peers, transport=transport),
-            renewals=Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock),
+            renewals=renewals,
+            keeping=Keeping(config, sources=sources, renewals=renewals, spawn=services.spawn),
             poller=services.poller,
             copier=services.copier,
             clock=services.clock,

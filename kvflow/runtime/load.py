@@ -75,4 +75,4 @@ class LoadingStatistics:
     cancelled: int
     bytes: int
     renewals: int
-    """How often a lease was renewed for a load under way."""
+    """How often a lease was renewed, for loads under way and by `keep_leases`."""

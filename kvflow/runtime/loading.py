@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from kvflow.errors import (
 from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
+from kvflow.runtime.keeping import Keeping
 from kvflow.runtime.landing import Landing, Part
 from kvflow.runtime.lease import check_request_id
 from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest, PeerLoad
@@ -99,6 +101,7 @@ class Loader:
         sources: Sources,
         releases: Releases,
         renewals: Renewals,
+        keeping: Keeping,
         poller: Poller,
         copier: Copier,
         clock: Clock,
@@ -113,6 +116,7 @@ class Loader:
         self._sources = sources
         self._releases = releases
         self._renewals = renewals
+        self._keeping = keeping
         self._poller = poller
         self._copier = copier
         self._clock = clock
@@ -157,6 +161,10 @@ class Loader:
     async def release(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """See `Runtime.release_blocks`."""
         return await self._releases.release(self._check_ticket(ticket))
+
+    def keep(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
+        """See `Runtime.keep_leases`."""
+        return self._keeping.keep(self._check_ticket(ticket))
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""

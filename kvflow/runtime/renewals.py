@@ -1,9 +1,9 @@
-"""Keeps leases open while loads of this runtime need them: the consumer's side of renewal.
+"""Keeps leases open while this runtime needs them: the consumer's side of renewal.
 
-It knows the leases that loads under way have found, and says to their producers, in one notification per peer, that
-they are still needed: first when half of the time that is surely left has passed, then every third of their ttl. So
-two notifications in a row may be lost. All are best effort, and none is answered: whether a lease was open during
-a read is for its seal to say (`core.seals`).
+It knows the leases of loads under way, and of requests that wait for their load (`Keeping`), and says to their
+producers, in one notification per peer, that they are still needed: first when half of the time that is surely left
+has passed, then every third of their ttl. So two notifications in a row may be lost. All are best effort, and none is
+answered: whether a lease was open during a read is for its seal to say (`core.seals`).
 
 Where a producer's clock was last asked for long ago a load has it asked for again, beside itself.
 
@@ -28,16 +28,15 @@ _PAUSE_LEAST_S = 0.01  # whatever a ticket says
 
 @dataclass(slots=True)
 class _Held:
-    """A lease that a load needs, and when it is renewed next."""
+    """A lease that is needed, and when it is renewed next."""
 
-    agent: AgentName
-    lease_id: str
+    source: Source
     ttl_s: float
     due_s: float
 
 
 class Renewals:
-    """The leases that loads hold now."""
+    """The leases that are needed now."""
 
     def __init__(self, config: Config, *, reader: str, peers: Peers, transport: Transport, clock: Clock) -> None:
         self._reader = reader
@@ -52,11 +51,10 @@ class Renewals:
         """How many leases were renewed, counting each time."""
 
     def keep(self, owner: object, ttl_s: float, source: Source) -> None:
-        """Renew a lease of `ttl_s` from now on until its owner, a load, has ended (`forget`)."""
+        """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
         now_s = self._clock.now_s()
         due_s = (now_s + source.sure_until_s) / 2
-        held = _Held(source.connection.agent, source.lease.lease_id, ttl_s, due_s)
-        self._held.setdefault(owner, []).append(held)
+        self._held.setdefault(owner, []).append(_Held(source, ttl_s, due_s))
         if due_s < self._timer_due_s:
             self._set_timer(now_s, due_s)
         self._peers.keep_clock(source.peer, now_s)
@@ -87,7 +85,8 @@ class Renewals:
         for held in (held for leases in self._held.values() for held in leases):
             pause_s = max(held.ttl_s / 3, _PAUSE_LEAST_S)
             if held.due_s - pause_s / 2 <= now_s:
-                due.setdefault(held.agent, {})[held.lease_id] = None
+                due.setdefault(held.source.connection.agent, {})[held.source.lease.lease_id] = None
+                held.source.peer.used_s = now_s  # it is not idle: its connection stays
                 held.due_s = now_s + pause_s
         for agent, lease_ids in due.items():
             self._send(agent, tuple(lease_ids))

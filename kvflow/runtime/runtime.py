@@ -11,6 +11,7 @@ import enum
 import logging
 import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -225,6 +226,15 @@ class Runtime:
         cannot be right. Cancelling stops it; some ranks may have been told then.
         """
         return await self._require_cache().loader.release(ticket)
+
+    def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Keep what a ticket offers while a request waits for its load, as in `with runtime.keep_leases(ticket): ...`.
+
+        Nothing waits for it: the ticket's ranks are connected, and its leases renewed, beside the block, up to
+        Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
+        nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
+        """
+        return self._require_cache().loader.keep(ticket)
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.

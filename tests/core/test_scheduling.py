@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from kvflow.core.scheduling import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
 from kvflow.core.states import ConsumerState, ProducerState
-from kvflow.core.step import Step
+from kvflow.core.step import Keep, Step
 from kvflow.core.ticket import RankLease, Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
@@ -111,7 +111,25 @@ def test_what_can_come_from_remote(prompt: int, offered: int, computed: int, exp
     for _ in range(3):  # asking has no side effects
         assert connector.num_new_matched_tokens("r", computed) == expected
     assert connector.state_of("r") is ConsumerState.EXPECTED
-    assert step_of(connector) == Step()
+    step = step_of(connector)
+    assert step == Step(keep=step.keep)
+
+
+def test_what_a_request_waits_for_is_kept_from_the_first_step_in_which_it_has_no_blocks() -> None:
+    connector = scheduler()
+    tickets = {name: ticket_of(10, request_id=name) for name in ("waits", "at once", "cached", "aborted", "again")}
+    for name, ticket in tickets.items():
+        connector.add(consumer(10, ticket, name))
+    connector.add(consumer(8, ticket_of(12, request_id="other"), "not this prompt"))
+    connector.update_after_alloc("at once", [7, 8, 9], 10)
+    connector.update_after_alloc("cached", [4, 5, 6], 0)
+    for name in ("aborted", "again"):
+        connector.request_finished(name, completed=False, now_s=0.0)
+    connector.add(consumer(10, tickets["again"], "again"))
+    step = step_of(connector)
+    assert step.keep == tuple(Keep(request_id=name, ticket=tickets[name]) for name in ("waits", "again"))
+    assert [release.request_id for release in step.release] == ["cached", "aborted", "again"]
+    assert step_of(connector) == Step(), "it is said once"
 
 
 def test_fewer_blocks_than_tokens_offer_what_they_hold() -> None:
@@ -410,6 +428,7 @@ class Engine(RuleBasedStateMachine):
         self.awaited: set[str] = set()  # requests that the workers know to be sent
         self.told: dict[str, int] = {}  # how often each producer was told that its blocks are free
         self.offered: set[str] = set()
+        self.kept: set[str] = set()  # requests whose tickets' leases the workers keep
 
     @initialize(num_blocks=st.integers(4, 12))
     def start(self, num_blocks: int) -> None:
@@ -510,10 +529,22 @@ class Engine(RuleBasedStateMachine):
         )
         self.preempted = []
         self.work(step)
+        waiting = {
+            request_id
+            for request_id, job in self.alive.items()
+            if self.connector.state_of(request_id) is ConsumerState.EXPECTED
+            and job.ticket is not None
+            and 0 < job.ticket.num_tokens <= job.request.num_prompt_tokens
+        }
+        assert self.kept - self.loads.keys() == waiting
 
     # The workers.
 
     def work(self, step: Step) -> None:
+        self.kept -= {release.request_id for release in step.release}
+        for keep in step.keep:
+            assert keep.request_id not in self.kept | self.loads.keys()
+            self.kept.add(keep.request_id)
         for request_id in step.withdraw:
             self.leases.pop(request_id, None)
         for receive in step.receive:
@@ -542,6 +573,7 @@ class Engine(RuleBasedStateMachine):
     def a_load_ends(self, data: st.DataObject, recompute: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.loads)))
         del self.loads[request_id]
+        self.kept.discard(request_id)
         job = self.alive[request_id]
         job.parked = False
         self.connector.update_from_workers(received=[request_id])
@@ -605,6 +637,7 @@ class Engine(RuleBasedStateMachine):
         self.step(tokens=1, seconds=0.0)
         for request_id in list(self.loads):
             del self.loads[request_id]
+            self.kept.discard(request_id)
             self.connector.update_from_workers(received=[request_id])
             self.take_back(self.alive[request_id])
         for request_id in self.out:
@@ -613,6 +646,7 @@ class Engine(RuleBasedStateMachine):
         assert self.free == set(range(self.num_blocks))
         assert self.connector.open_requests == 0
         assert self.leases == {}
+        assert self.kept == set()
         assert set(self.told) == self.offered
 
 

@@ -193,6 +193,43 @@ def test_a_full_local_hit_frees_the_producers_blocks(pair: Pair) -> None:
     pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
 
 
+@pytest.mark.parametrize("pair", [{"lease_ttl_s": 0.5}], indirect=True)
+def test_a_request_that_waits_for_blocks_keeps_its_prompt(pair: Pair) -> None:
+    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile."""
+    params = pair.prefill.prefill()
+    pair.decode.scheduler.add(Request("d", 7, params))
+    renewals, tick = 0, threading.Event()
+    while renewals < 6:  # each gives the lease its time again, and comes after a third of it
+        pair.decode.step()
+        tick.wait(0.01)
+        serving = pair.prefill.runtime.statistics().serving
+        assert serving is not None
+        assert serving.open_leases == 1
+        renewals = serving.renewals
+    pair.decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_what_was_kept_is_let_go(pair: Pair, used: bool) -> None:
+    """After its load, and if it is not needed any more."""
+    params = pair.prefill.prefill()
+    pair.decode.scheduler.add(Request("d", 7, params))
+    idle = pair.decode.runtime.statistics().tasks
+    assert len(pair.decode.step().keep) == 1
+    assert pair.decode.runtime.statistics().tasks > idle
+    if used:
+        pair.decode.scheduler.update_after_alloc("d", [5, 6], 7)
+        assert isinstance(pair.decode.until(load_ended), Loaded)
+    pair.decode.scheduler.request_finished("d", completed=used, now_s=0.0)
+    pair.decode.step()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.until_settled()
+    assert pair.decode.runtime.statistics().tasks == idle
+
+
 def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -> None:
     decode = pair.decode
     decode.transport.faults.hold = True

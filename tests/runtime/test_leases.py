@@ -323,6 +323,124 @@ async def test_a_lease_that_has_time_is_not_renewed_with_others() -> None:
             await timed.let_go(task)
 
 
+# --- requests that wait for their load
+
+
+async def found(timed: Timed) -> None:
+    """Wait until a lease is kept: there is a timer for its renewal, beside the one that looks for idle peers."""
+    while timed.consumer_clock.pending < 2:
+        await asyncio.sleep(0)
+
+
+async def test_a_lease_is_kept_for_a_request_that_waits() -> None:
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        with timed.pair.consumer.runtime.keep_leases(lease.ticket.to_params()):
+            await found(timed)
+            await timed.pass_time(300.0)
+            assert not lease.done
+            await timed.load(lease, [0])
+        assert await ended(timed, lease) is LeaseOutcome.READ
+        timed.pair.assert_loaded([0], [3])
+        assert timed.serving.renewals == timed.loading.renewals > 300 / 30
+
+
+async def test_a_lease_that_the_ticket_does_not_name_is_found_and_kept() -> None:
+    """As in a connector, whose scheduler writes the ticket."""
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        ticket = lease.ticket.without_leases(request_id="req", block_ids=(3,), num_tokens=4, ttl_s=30.0)
+        assert ticket.lease_id == ""
+        with timed.pair.consumer.runtime.keep_leases(ticket):
+            await found(timed)
+            await timed.pass_time(100.0)
+            assert not lease.done
+        assert timed.listener.answered == 2, "one handshake, one question about the lease"
+        lease.revoke()
+
+
+async def test_a_request_that_waits_no_more_renews_nothing() -> None:
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        with timed.pair.consumer.runtime.keep_leases(lease.ticket):
+            await found(timed)
+            await timed.pass_time(20.0)
+        assert timed.loading.renewals == 1
+        await timed.pass_time(60.0)
+        assert (await lease, timed.loading.renewals) == (LeaseOutcome.EXPIRED, 1)
+        assert timed.consumer_clock.pending == 1, "the one that looks for idle peers"
+
+
+async def test_two_requests_may_wait_for_one_ticket() -> None:
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        runtime = timed.pair.consumer.runtime
+        with runtime.keep_leases(lease.ticket):
+            with runtime.keep_leases(lease.ticket):
+                await found(timed)
+                await timed.pass_time(40.0)
+            await timed.pass_time(40.0)
+            assert not lease.done
+        lease.revoke()
+
+
+async def test_waiting_ends_while_the_lease_is_being_found() -> None:
+    """At every step of the way; nothing is renewed afterwards, for nobody would end it."""
+    async with timed_pair() as timed:
+        for steps in range(40):
+            lease = timed.pair.offer([3], f"req-{steps}", ttl_s=1000.0)
+            await timed.pair.consumer.runtime.forget_peer("producer")
+            with timed.pair.consumer.runtime.keep_leases(lease.ticket):
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+            lease.revoke()
+            await settle()
+        await timed.pass_time(2000.0)
+        assert timed.loading.renewals == 0
+
+
+async def test_a_lease_that_is_over_keeps_nobody_from_waiting() -> None:
+    """The load says so."""
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        lease.revoke()
+        assert await ended(timed, lease) is LeaseOutcome.REVOKED
+        ticket = lease.ticket.without_leases(request_id="req", block_ids=(3,), num_tokens=4, ttl_s=30.0)
+        with timed.pair.consumer.runtime.keep_leases(ticket):
+            await timed.pass_time(10.0)
+            with pytest.raises(LeaseExpired):
+                await timed.load(lease, [0])
+        assert timed.loading.renewals == 0
+
+
+async def test_nothing_is_kept_for_a_ticket_that_cannot_be_right() -> None:
+    async with timed_pair() as timed:
+        with pytest.raises(RequestError, match="ticket"), timed.pair.consumer.runtime.keep_leases({}):
+            raise AssertionError("not reached")
+
+
+async def test_a_connection_stays_while_requests_wait() -> None:
+    async with timed_pair(replace(BASE, peer_idle_s=50.0)) as timed:
+        lease = timed.pair.offer([3])
+        with timed.pair.consumer.runtime.keep_leases(lease.ticket):
+            await found(timed)
+            await timed.pass_time(300.0)
+            assert len(timed.pair.consumer.runtime.statistics().peers) == 1
+        assert not lease.done
+        lease.revoke()
+
+
+async def test_closing_ends_the_keeping() -> None:
+    async with timed_pair() as timed:
+        lease = timed.pair.offer([3])
+        with timed.pair.consumer.runtime.keep_leases(lease.ticket):
+            await found(timed)
+            await timed.pass_time(20.0)
+            await timed.pair.consumer.runtime.aclose()
+            assert timed.pair.consumer.runtime.statistics().tasks == 0
+        lease.revoke()
+
+
 # --- doubt
 
 

@@ -141,6 +141,14 @@ def load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket)
         simulation.spawn(consumer.life, consumer.load(offer, ticket, plan), f"load {offer.number}")
 
 
+def wait_and_load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+    """The request is decoded, but the engine has no room for it yet."""
+    if consumer.running:
+        plan = simulation.plan_load(consumer, offer)
+        wait_s = simulation.rng.expovariate(1 / (0.5 * offer.ttl_s))
+        simulation.spawn(consumer.life, consumer.wait_and_load(offer, ticket, plan, wait_s), f"wait {offer.number}")
+
+
 def release(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
     """The request was aborted before it was decoded."""
     if consumer.running:
@@ -148,7 +156,8 @@ def release(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Tick
 
 
 DELIVERIES: Sequence[tuple[int, Callable[[Simulation, Engine, Offer, Ticket], None]]] = (
-    (19, load),
+    (17, load),
+    (2, wait_and_load),
     (1, release),
 )
 

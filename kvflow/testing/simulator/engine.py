@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -291,6 +292,18 @@ class Engine:
             await self._simulation.pass_time(plan.use_s)
             self._check_bytes(load)
         self.give_back(load)
+
+    async def wait_and_load(self, offer: Offer, ticket: Ticket, plan: LoadPlan, wait_s: float) -> None:
+        """The same, but the request has to wait first."""
+        with ExitStack() as kept:
+            try:
+                for rank in self.ranks:
+                    kept.enter_context(rank.runtime.keep_leases(ticket.to_params()))
+            except KVFlowError as error:
+                self._judge_refusal(offer.request_id, error)
+            await self._simulation.pass_time(wait_s)
+            self._simulation.count("load: waited")
+            await self.load(offer, ticket, plan)
 
     async def release(self, offer: Offer, ticket: Ticket) -> None:
         """Give an offer up unread, as for a request that was aborted before it was decoded."""

@@ -1,0 +1,58 @@
+"""Keeps leases open for requests that wait for their turn to load: the engine has no room for them yet.
+
+Each request has a task. It finds the ticket's leases as a load would, so that their peers are connected before the
+load comes, leaves them to `Renewals`, and waits until it is cancelled. All of it is best effort: what could not be kept
+is for the load to say, which may find its producer back by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from kvflow.config import Config
+from kvflow.core.ticket import Ticket
+from kvflow.errors import KVFlowError
+from kvflow.runtime.connection import Spawn
+from kvflow.runtime.renewals import Renewals
+from kvflow.runtime.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+
+class Keeping:
+    """The requests that wait."""
+
+    def __init__(self, config: Config, *, sources: Sources, renewals: Renewals, spawn: Spawn) -> None:
+        self._config = config
+        self._sources = sources
+        self._renewals = renewals
+        self._spawn = spawn
+
+    @contextmanager
+    def keep(self, ticket: Ticket) -> Iterator[None]:
+        """Keep a checked ticket's leases open until the block ends. Raises RuntimeClosed."""
+        if not ticket.block_ids:
+            yield  # its leases ended when they were made
+            return
+        owner = object()
+        task = self._spawn(self._keep(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            self._renewals.forget(owner)
+
+    async def _keep(self, owner: object, ticket: Ticket) -> None:
+        try:
+            async with asyncio.timeout(self._config.load_deadline_s):
+                await self._sources.check(ticket)
+                await self._sources.find(ticket, partial(self._renewals.keep, owner, ticket.ttl_s))
+            await asyncio.get_running_loop().create_future()
+        except (KVFlowError, TimeoutError) as error:
+            logger.info("request %s: its leases could not be kept: %s", ticket.request_id, error or "not found in time")
+        finally:
+            self._renewals.forget(owner)  # once more: a lease may be found while the task ends
