@@ -17,7 +17,7 @@ import kvflow
 from openai_server.http_server import serve_http
 from openai_server.messages import DecodeRequest, Step
 from openai_server.metrics import DecodeMetrics
-from openai_server.responses import LiveStream, unless_gone
+from openai_server.responses import LiveStream, read_message, unless_gone
 from openai_server.worker import (
     StartTask,
     WorkerSettings,
@@ -119,11 +119,12 @@ async def _freed_when_safe(unsafe: Sequence[kvflow.errors.Quarantine], blocks: A
 def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:
     """Add the decode worker's own endpoint."""
 
-    @app.post("/decode", response_model=None)
-    async def decode(body: DecodeRequest, request: Request) -> StreamingResponse:
+    async def decode(request: Request) -> StreamingResponse:
+        body = await read_message(request, DecodeRequest)
         generation = await unless_gone(request, worker.decode(body))
         return LiveStream(generation.lines(), generation, media_type="application/x-ndjson")
 
+    app.add_route("/decode", decode, methods=["POST"])
     return app
 
 

@@ -15,7 +15,7 @@ from openai_server.failures import RequestTooLongError
 from openai_server.http_server import serve_http
 from openai_server.messages import Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import PrefillMetrics
-from openai_server.responses import unless_gone
+from openai_server.responses import read_message, unless_gone
 from openai_server.worker import (
     StartTask,
     WorkerSettings,
@@ -88,11 +88,12 @@ class PrefillWorker:
 def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
     """Add the prefill worker's own endpoints."""
 
-    @app.post("/prefill", response_model=None)
-    async def prefill(body: PrefillRequest, request: Request) -> Response:
+    async def prefill(request: Request) -> Response:
+        body = await read_message(request, PrefillRequest)
         reply = await unless_gone(request, worker.prefill(body))
-        # Written by itself: FastAPI would check our own reply once more, between prefill and decode.
         return Response(reply.model_dump_json(), media_type="application/json")
+
+    app.add_route("/prefill", prefill, methods=["POST"])
 
     @app.delete("/prefill/{request_id}", status_code=204)
     async def release(request_id: str) -> None:

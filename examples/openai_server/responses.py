@@ -1,4 +1,8 @@
-"""HTTP answers that end with their client: a client that hangs up ends the work that was done for it."""
+"""What FastAPI's own ways do not give: answers that end with their client, and messages read without a detour.
+
+A client that hangs up ends the work that was done for it. Between router and workers every hop is on the way from
+prefill to decode, so their endpoints are plain routes that read their own body.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,14 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, Protocol, TypeVar
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
+from openai_server.messages import Message
+
+MessageT = TypeVar("MessageT", bound=Message)
 Result = TypeVar("Result")
 
 
@@ -33,6 +41,14 @@ class LiveStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()
+
+
+async def read_message(request: Request, kind: type[MessageT]) -> MessageT:
+    """The message in a request's body; what is none is answered with 422."""
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise HTTPException(422, error.errors(include_url=False, include_context=False, include_input=False)) from None
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result:

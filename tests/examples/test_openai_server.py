@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -251,6 +252,19 @@ class TestErrors:
         with pytest.raises(kind, match=message) as caught:
             client.completions.create(**{"model": MODEL, "prompt": "a", "max_tokens": 1} | dict(wrong))
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
+
+    @pytest.mark.parametrize(("worker", "path"), [("prefill-0", "prefill"), ("decode-0", "decode")])
+    @pytest.mark.parametrize(
+        ("body", "message"), [("{", "Invalid JSON"), ("{}", "request_id"), ('{"extra": 1}', "extra")]
+    )
+    def test_a_worker_refuses_what_is_no_message(
+        self, running: Running, worker: str, path: str, body: str, message: str
+    ) -> None:
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(f"{running.workers[worker]}/{path}", data=body.encode(), timeout=30)
+        assert caught.value.code == 422
+        assert message in caught.value.read().decode()
+        assert running.health(worker)["runtime"] == "open"
 
     def test_an_unknown_path_is_an_error_in_the_same_shape(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
