@@ -9,7 +9,8 @@ written carries a `quarantine` that can be awaited.
     |  |- ConfigError          a Config value, or a dependency that Config asked for and is not installed
     |  |- LayoutError          tensors do not match the described cache
     |  |- RequestError         a ServeRequest, LoadRequest or ticket that cannot be right
-    |  |  `- BlocksBusy        blocks that another request is using in a way that excludes this one
+    |  |  |- BlocksBusy        blocks that another request is using in a way that excludes this one
+    |  |  `- PromptMismatch    a ticket that was used for another prompt than its own
     |  `- UsageError           a verb called in the wrong state: twice, too early
     |     |- RuntimeDraining   the runtime takes no new work: its owner drains it
     |     `- RuntimeClosed     the runtime was closed by its owner
@@ -72,6 +73,10 @@ class RequestError(InvalidInput):
 
 class BlocksBusy(RequestError):
     """Blocks are in use by another request in a way that excludes this one."""
+
+
+class PromptMismatch(RequestError):
+    """The ticket is of another prompt: what it offers would be answered, but to another question."""
 
 
 class UsageError(InvalidInput):

@@ -16,9 +16,12 @@ from tests_vllm.servers import NAME, HTTPFailed, Server, hand_over, prefill
 ALONE = {"cache_salt": "alone"}
 ENDED = "vllm:kvflow_leases_total"
 FAILED = "vllm:kvflow_load_failures_total"
+LOADS = "vllm:kvflow_load_seconds_count"
 
 SHORT_LEASES = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 5.0)), blocks=24)
 RECOMPUTING = replace(DECODE, policy="recompute")
+IMPATIENT = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 2.0)))
+NARROW = replace(DECODE, blocks=18)
 
 
 def assert_healthy(producer: Server, consumer: Server, prompt: list[int]) -> None:
@@ -85,6 +88,37 @@ def test_parameters_used_after_the_lease_has_run_out(site: Site, story: list[int
     consumer.wait_metric(FAILED, failures + 1, reason="LeaseExpired")
     assert consumer.text(prompt) == expected, "the consumer's prefix cache is poisoned"
     until_free(consumer)
+
+
+def test_parameters_of_another_prompt(site: Site, story: list[int]) -> None:
+    """A router that mixes requests up: the prompt is computed, nothing of the other one gets into its answer."""
+    producer, consumer = site.have(SHORT_LEASES, DECODE)
+    params = prefill(producer, story[1000:1300])
+    loads = consumer.metric(LOADS)
+    assert consumer.text(story[1300:1600], kv_transfer_params=params) == producer.text(story[1300:1600], **ALONE)
+    assert consumer.metric(LOADS) == loads
+    assert "tokens of its prompt are not those that the ticket" in consumer.log.read_text()
+
+
+def test_a_request_that_waits_for_blocks_keeps_its_prompt(site: Site, story: list[int]) -> None:
+    """The decode side has no room for longer than the lease's ttl; the prompt is read all the same."""
+    producer, consumer = site.have(IMPATIENT, NARROW)
+    prompt = story[:600]  # 5 blocks
+    expected = producer.text(prompt, **ALONE)
+    expired = producer.metric(ENDED, outcome="expired")
+    loads = consumer.metric(LOADS)
+    with ThreadPoolExecutor(2) as clients:
+        other = clients.submit(consumer.text, story[300:2000], 340, ignore_eos=True)  # 14 to 16 blocks
+        consumer.wait_metric("vllm:num_requests_running", 1)
+        waiting = clients.submit(hand_over, producer, consumer, prompt)
+        consumer.wait_metric("vllm:num_requests_waiting", 1)
+        prefill(producer, story[1000:1100])  # a later lease, which nobody needs
+        producer.wait_metric(ENDED, expired + 1, outcome="expired")
+        assert not other.done(), "the decode side had room too early for this test to mean something"
+        assert consumer.metric(LOADS) == loads
+        assert waiting.result() == expected
+    assert consumer.metric(LOADS) == loads + 1
+    assert producer.metric(ENDED, outcome="expired") == expired + 1
 
 
 def test_tickets_used_twice_at_once(site: Site, story: list[int]) -> None:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from kvflow.core.prompts import check_prompt, prompt_digest
 from kvflow.core.states import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,
@@ -50,6 +51,10 @@ class EngineRequest(Protocol):
     def request_id(self) -> str: ...
     @property
     def num_prompt_tokens(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """None if the engine does not know, or they do not say what the prompt is: nothing is compared then."""
+
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
 
@@ -121,8 +126,13 @@ class _Saved:
 class _Producer:
     request_id: str
     num_prompt_tokens: int
+    prompt: Sequence[int] | None
     saved: _Saved | None = None
     state: ProducerState = ProducerState.COMPUTING
+
+    def digest_of(self, save: Save) -> str:
+        """The digest of what is offered, for its ticket."""
+        return "" if self.prompt is None else prompt_digest(save.serve_id, self.prompt[: save.num_tokens])
 
 
 @dataclass(slots=True)
@@ -173,7 +183,10 @@ class ConnectorScheduler:
         self._introduction = ticket
 
     def add(self, request: EngineRequest) -> None:
-        """A request has come. RequestError: its ticket cannot be right, its prompt is computed locally."""
+        """A request has come.
+
+        RequestError (PromptMismatch if the ticket is of another prompt): its prompt is computed locally.
+        """
         if self.state_of(request.request_id) is not None:
             raise UsageError(f"request {request.request_id!r}: it is there already")
         params = request.kv_transfer_params
@@ -181,14 +194,17 @@ class ConnectorScheduler:
             return
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
         if params.get("do_remote_prefill") and self._config.consumes:
-            consumer = _Consumer(
-                request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=Ticket.from_params(params)
-            )
+            ticket = Ticket.from_params(params)
+            if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
+                check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
+            consumer = _Consumer(request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=ticket)
             self._consumers[request_id] = consumer
             if consumer.offered_tokens:
                 self._next.keep[request_id] = Keep(request_id=request_id, ticket=consumer.ticket)
         elif params.get("do_remote_decode") and self._config.produces:
-            self._producers[request_id] = _Producer(request_id=request_id, num_prompt_tokens=num_prompt_tokens)
+            self._producers[request_id] = _Producer(
+                request_id=request_id, num_prompt_tokens=num_prompt_tokens, prompt=request.prompt_token_ids
+            )
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
         """How many tokens beyond `num_computed_tokens`, which fill whole blocks, can come from remote."""
@@ -302,7 +318,11 @@ class ConnectorScheduler:
             return Finished(False, None)
         save = saved.save
         ticket = self._introduction.without_leases(
-            request_id=save.serve_id, block_ids=save.block_ids, num_tokens=save.num_tokens, ttl_s=remaining_s
+            request_id=save.serve_id,
+            block_ids=save.block_ids,
+            num_tokens=save.num_tokens,
+            ttl_s=remaining_s,
+            prompt_digest=request.digest_of(save),
         )
         if save.block_ids:
             self._producer_fires(request, ProducerEvent.SEND)

@@ -24,6 +24,7 @@ from kvflow.errors import RequestError
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
+_PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 # Python and JSON know larger integers, but no message of ours can carry them.
@@ -82,6 +83,7 @@ class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
     model_kv_heads: Int64
     fixed_ports: bool
     traceparent: str
+    prompt_digest: str
     ranks: list[RankLease]
 
 
@@ -125,6 +127,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankLease, ...]
     traceparent: str = ""
     """W3C trace context of the request, for what observes the load; "" if there is none."""
+    prompt_digest: str = ""
+    """Tells its tokens from those of another prompt (`core.prompts`); "" if the producer did not say."""
 
     @property
     def first(self) -> RankLease:
@@ -172,14 +176,22 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             )
         return f"tcp://{first.host}:{port}"
 
-    def without_leases(self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float) -> Ticket:
+    def without_leases(
+        self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float, prompt_digest: str = ""
+    ) -> Ticket:
         """A ticket of the same ranks for another request, whose readers ask each rank for its lease."""
         ranks = tuple(
             msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None)
             for rank in self.ranks
         )
         return msgspec.structs.replace(
-            self, request_id=request_id, block_ids=tuple(block_ids), num_tokens=num_tokens, ttl_s=ttl_s, ranks=ranks
+            self,
+            request_id=request_id,
+            block_ids=tuple(block_ids),
+            num_tokens=num_tokens,
+            ttl_s=ttl_s,
+            ranks=ranks,
+            prompt_digest=prompt_digest,
         )
 
     def to_params(self) -> dict[str, Any]:
@@ -206,6 +218,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                     model_kv_heads=self.model_kv_heads,
                     fixed_ports=self.fixed_ports,
                     traceparent=self.traceparent,
+                    prompt_digest=self.prompt_digest,
                     ranks=[first, *self.ranks[1:]],
                 ),
             )
@@ -245,6 +258,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             fixed_ports=extra.fixed_ports,
             ranks=(first, *extra.ranks[1:]),
             traceparent=extra.traceparent,
+            prompt_digest=extra.prompt_digest,
         )
         ticket.check()
         return ticket
@@ -265,6 +279,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 f"ticket: block_size {self.block_size}, kv_heads {self.kv_heads}, model_kv_heads {self.model_kv_heads}"
             )
         check_traceparent(self.traceparent, "ticket")
+        if not _PROMPT_DIGEST.fullmatch(self.prompt_digest):
+            raise RequestError(f"ticket: prompt_digest {self.prompt_digest[:80]!a} is not 32 hexadecimal digits")
         if not 0 < len(self.ranks) <= RANKS_MAX:
             raise RequestError(f"ticket: it names {len(self.ranks)} ranks, expected 1 to {RANKS_MAX}")
         for lease in self.ranks:

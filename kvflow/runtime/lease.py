@@ -33,6 +33,8 @@ class ServeRequest:
     reader_count: int = 1
     traceparent: str = ""
     """Trace context (W3C) of the request, for the ticket and the records of both sides."""
+    prompt: Sequence[int] | None = None
+    """Token ids of the prompt: with them a load that gives its own fails if it is of another prompt."""
 
 
 class LeaseOutcome(enum.StrEnum):

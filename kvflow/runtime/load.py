@@ -25,6 +25,8 @@ class LoadRequest:
     block_ids: Sequence[int]
     deadline_s: float | None = None
     priority: int = 0
+    prompt: Sequence[int] | None = None
+    """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

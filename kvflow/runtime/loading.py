@@ -18,6 +18,7 @@ from typing import Any
 from kvflow.config import Config
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
+from kvflow.core.prompts import check_prompt
 from kvflow.core.queueing import Turn, TurnState
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
 from kvflow.core.ticket import Ticket, read_ticket
@@ -223,6 +224,8 @@ class Loader:
             raise RequestError(f"{what}: deadline_s {request.deadline_s} is not above 0")
         if type(request.priority) is not int:
             raise RequestError(f"{what}: priority {request.priority!r} is not an integer")
+        if request.prompt is not None:
+            check_prompt(ticket, request.prompt, what)
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
         return ticket, local_ids
 

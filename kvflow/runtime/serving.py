@@ -36,6 +36,7 @@ from kvflow.config import Config
 from kvflow.core import topology, wire
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, check_block_ids
+from kvflow.core.prompts import prompt_digest
 from kvflow.core.seals import SealTable
 from kvflow.core.states import LeaseEvent, lease_open
 from kvflow.core.ticket import RankLease, Ticket, check_traceparent
@@ -137,7 +138,7 @@ class Serving:
 
     def serve(self, request: ServeRequest) -> Lease:
         """Open a lease. Raises RequestError, and changes nothing then."""
-        ids = self._check(request)
+        ids, digest = self._check(request), _digest_of(request)
         ttl_s = self._config.lease_ttl_s if request.ttl_s is None else request.ttl_s
         seal_index = self._seals.take()
         if seal_index is None:
@@ -153,7 +154,7 @@ class Serving:
             self._ledger.release(ids)
             self._seals.give_back(seal_index)
             raise
-        ticket = self._make_ticket(request, ids, staged, seal_index, ttl_s)
+        ticket = self._make_ticket(request, ids, staged, seal_index, ttl_s, digest)
         lease = Lease(request, ticket, self._end)
         entry = self._open(lease, ids, staged)
         if staged is not None:
@@ -263,6 +264,10 @@ class Serving:
         if request.reader_count < 1 or not (request.ttl_s is None or 0 < request.ttl_s < float("inf")):
             raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
         check_traceparent(request.traceparent, what)
+        if request.prompt is not None and len(request.prompt) < request.num_tokens:
+            raise RequestError(
+                f"{what}: the prompt has {len(request.prompt)} tokens, fewer than num_tokens {request.num_tokens}"
+            )
         return ids
 
     def _take_host_blocks(self, request: ServeRequest, count: int) -> _Staged | None:
@@ -303,7 +308,7 @@ class Serving:
             self._give_back(entry)
 
     def _make_ticket(
-        self, request: ServeRequest, ids: BlockIds, staged: _Staged | None, seal_index: int, ttl_s: float
+        self, request: ServeRequest, ids: BlockIds, staged: _Staged | None, seal_index: int, ttl_s: float, digest: str
     ) -> Ticket:
         config, holding = self._config, self._holding
         own = RankLease(
@@ -332,6 +337,7 @@ class Serving:
             fixed_ports=config.listen_port > 0,
             ranks=(own,),
             traceparent=request.traceparent,
+            prompt_digest=digest,
         )
 
     def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None) -> _Entry:
@@ -423,3 +429,10 @@ class Serving:
                 traceparent=lease.ticket.traceparent,
             )
         )
+
+
+def _digest_of(request: ServeRequest) -> str:
+    """The digest of the prompt, for its ticket; "" if the request does not give the prompt."""
+    if request.prompt is None:
+        return ""
+    return prompt_digest(request.request_id, request.prompt[: request.num_tokens])

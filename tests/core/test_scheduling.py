@@ -17,7 +17,7 @@ from kvflow.core.scheduling import ConnectorScheduler, Finished, Matched, Schedu
 from kvflow.core.states import ConsumerState, ProducerState
 from kvflow.core.step import Keep, Step
 from kvflow.core.ticket import RankLease, Ticket
-from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
 
 BLOCK_SIZE = 4
 
@@ -60,14 +60,16 @@ class Request:
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: Mapping[str, Any] | None
+    prompt_token_ids: Sequence[int] | None = None
 
 
 def consumer(num_prompt_tokens: int, ticket: Ticket, request_id: str = "r") -> Request:
-    return Request(request_id, num_prompt_tokens, ticket.to_params())
+    return Request(request_id, num_prompt_tokens, ticket.to_params(), range(num_prompt_tokens))
 
 
 def producer(num_prompt_tokens: int, request_id: str = "r") -> Request:
-    return Request(request_id, num_prompt_tokens, {"do_remote_decode": True, "do_remote_prefill": False})
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    return Request(request_id, num_prompt_tokens, wanted, range(num_prompt_tokens))
 
 
 def scheduler(**changes: Any) -> ConnectorScheduler:
@@ -113,6 +115,30 @@ def test_what_can_come_from_remote(prompt: int, offered: int, computed: int, exp
     assert connector.state_of("r") is ConsumerState.EXPECTED
     step = step_of(connector)
     assert step == Step(keep=step.keep)
+
+
+@pytest.mark.parametrize("full_blocks_only", [False, True])
+def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) -> None:
+    """Not for another of the same length, and for a longer one that begins like it."""
+    connector = scheduler(full_blocks_only=full_blocks_only)
+    connector.introduce(introduction())
+    connector.add(producer(10))
+    step_of(connector, ("r", 10))
+    params = connector.request_finished("r", completed=True, now_s=0.0).params
+    assert params is not None
+    assert params["kvflow"]["prompt_digest"] != ""
+    offered = 8 if full_blocks_only else 10
+    for number, (tokens, fits) in enumerate(
+        [(range(10), True), (range(12), True), (range(1, 11), False), ([*range(9), 99], full_blocks_only), (None, True)]
+    ):
+        request = Request(f"c{number}", 10 if tokens is None else len(tokens), params, tokens)
+        if fits:
+            connector.add(request)
+            assert connector.num_new_matched_tokens(f"c{number}", 0) == Matched(offered, True)
+        else:
+            with pytest.raises(PromptMismatch, match=f"'c{number}'.*{offered} tokens"):
+                connector.add(request)
+            assert connector.state_of(f"c{number}") is None
 
 
 def test_what_a_request_waits_for_is_kept_from_the_first_step_in_which_it_has_no_blocks() -> None:

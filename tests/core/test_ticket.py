@@ -53,6 +53,7 @@ TICKET = Ticket(
     model_kv_heads=16,
     fixed_ports=True,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    prompt_digest="77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
     ranks=(FIRST, SECOND),
 )
 
@@ -97,6 +98,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
         kv_heads=draw(st.integers(1, 128)),
         model_kv_heads=draw(st.integers(0, 128)),
         fixed_ports=draw(st.booleans()),
+        prompt_digest=draw(st.sampled_from(["", "0123456789abcdef" * 2])),
         ranks=tuple(ranks),
     )
 
@@ -139,6 +141,7 @@ def test_the_field_names_that_routers_forward() -> None:
             "model_kv_heads": 16,
             "fixed_ports": True,
             "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
             "ranks": [
                 {
                     "pp_rank": 0,
@@ -317,6 +320,7 @@ OUT_OF_RANGE: list[tuple[str, object]] = [
     ),
     *((path, text) for path in NAME_FIELDS for text in ("", "a b", "a\n", "\t", "x" * 1025, "a\u2003b")),
     *((path, host) for path in HOST_FIELDS for host in ("0.0.0.0", "*", "[::]", "h:1", "tcp://h")),
+    *(("kvflow.prompt_digest", text) for text in ("0" * 31, "0" * 33, "0" * 32 + "\n", "g" * 32, "٠" * 32)),
     ("remote_request_id", ""),
     ("remote_request_id", "x" * 1025),
     ("kvflow.ranks", []),
@@ -557,6 +561,7 @@ OTHERS: dict[str, object] = {
     "kv_heads": 4,
     "model_kv_heads": 0,
     "fixed_ports": False,
+    "prompt_digest": "0" * 32,
 }
 
 

@@ -39,6 +39,7 @@ class Request:
     request_id: str
     num_prompt_tokens: int
     kv_transfer_params: dict[str, Any] | None
+    prompt_token_ids: None = None
 
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest
-from kvflow.errors import BlocksBusy, RequestError
+from kvflow.errors import BlocksBusy, PromptMismatch, RequestError
 from kvflow.testing import InprocPair
 
 
@@ -30,6 +31,21 @@ async def test_a_ticket_survives_a_router(pair: InprocPair) -> None:
     params = json.loads(json.dumps(lease.ticket.to_params() | {"added_by_router": 1}))
     await pair.consumer.runtime.load_blocks(LoadRequest("req", ticket=params, block_ids=[4]))
     pair.assert_loaded([4], [5])
+
+
+async def test_a_ticket_of_another_prompt_is_refused(pair: InprocPair) -> None:
+    """Before anything is asked or read; the lease is there for who it is for."""
+    prompt = list(range(10))
+    lease = pair.producer.runtime.serve_blocks(ServeRequest("req", block_ids=[3, 7, 9], num_tokens=9, prompt=prompt))
+    wanted = LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[0, 1, 2])
+    for other in ([*prompt[:8], 99, 100], prompt[:8]):
+        with pytest.raises(PromptMismatch, match="request 'req'"):
+            await pair.consumer.runtime.load_blocks(replace(wanted, prompt=other))
+    assert pair.consumer.runtime.statistics().peers == ()
+    await pair.consumer.runtime.load_blocks(replace(wanted, prompt=[*prompt[:9], 77, 78]))
+    assert await lease is LeaseOutcome.READ
+    with pytest.raises(RequestError, match="'short': the prompt has 10 tokens, fewer than num_tokens 11"):
+        pair.producer.runtime.serve_blocks(ServeRequest("short", block_ids=[3], num_tokens=11, prompt=prompt))
 
 
 async def test_a_cached_prefix_reads_only_the_tail(pair: InprocPair) -> None:
