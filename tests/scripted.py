@@ -45,6 +45,9 @@ class ScriptedSideChannel:
         reply = await self._real.ask(address, request, fingerprint=fingerprint)
         return reply if outcome is None else outcome(reply)
 
+    def close(self) -> None:
+        self._real.close()
+
 
 @dataclass
 class ScriptedWorld:

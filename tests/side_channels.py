@@ -49,7 +49,10 @@ async def listening(config: Config, hands: Hands | None = None) -> AsyncIterator
 
 async def ask(config: Config, listener: ZmqListener, request: wire.Request = REQUEST) -> wire.Reply:
     channel = ZmqSideChannel(config, Hands().now_s)
-    return await channel.ask(f"tcp://127.0.0.1:{listener.port}", request, fingerprint=b"")
+    try:
+        return await channel.ask(f"tcp://127.0.0.1:{listener.port}", request, fingerprint=b"")
+    finally:
+        channel.close()
 
 
 async def seen(listener: ZmqListener, **expected: int) -> ListenerStatistics:

@@ -343,6 +343,7 @@ class Runtime:
         finally:
             await self._copier.aclose()
             self._listener.close()
+            self._side_channel.close()
             self._state = RuntimeState.CLOSED
 
     async def _end_work(self) -> None:

@@ -59,3 +59,6 @@ class SideChannel(Protocol):
         if one side does not accept the other's key, ProtocolError if what answers is no kvflow. Cancelling gives the
         question up.
         """
+
+    def close(self) -> None:
+        """Nothing will be asked any more; questions under way may still be answered. Closing twice is fine."""

@@ -1,7 +1,8 @@
 """The side channel over ZeroMQ: the end that asks is a DEALER, one per question; the other is `zmq_listener`.
 
 A socket of its own for each question means that a late answer to an old question cannot be taken for a new one. ZeroMQ
-itself would try a connection that fails again and again, in silence; its monitor says why, and the question ends.
+itself would try a connection that fails again and again, in silence; its monitor says so, and the question ends. Names
+of hosts are looked up here, since ZeroMQ's thread, which all questions share, would stand still for that.
 
 With CURVE the engine that is asked must own the key that our allowlist has under its name, and it must have ours.
 """
@@ -9,8 +10,12 @@ With CURVE the engine that is asked must own the key that our allowlist has unde
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from pathlib import Path
+from socket import AF_INET, SOCK_STREAM
 
 import zmq
 import zmq.asyncio
@@ -24,7 +29,8 @@ from kvflow.runtime.side_channel import Answer
 from kvflow.runtime.zmq_listener import ZmqListener
 
 _FAILURES = (
-    zmq.Event.HANDSHAKE_FAILED_AUTH
+    zmq.Event.CONNECT_RETRIED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.DISCONNECTED
@@ -38,6 +44,10 @@ class ZmqSideChannel:
         self._config = config
         self._now_s = now_s
         self._keyring: Keyring | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._questions = itertools.count(1)
+        self._asking = 0
+        self._closed = False
 
     async def listen(self, answer: Answer) -> ZmqListener:
         return ZmqListener(self._config, await self._keys(), answer, self._now_s)
@@ -45,12 +55,25 @@ class ZmqSideChannel:
     async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
         timeout_s = self._config.handshake_timeout_s
         frames = wire.encode_frames(wire.our_header(fingerprint), request)
+        self._asking += 1
         try:
             async with asyncio.timeout(timeout_s):
-                await _probe(address)
                 return _decode(address, await self._exchange(address, request.target.engine_id, frames))
         except TimeoutError:
             raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
+        finally:
+            self._asking -= 1
+            self._end_if_idle()
+
+    def close(self) -> None:
+        self._closed = True
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        """End ZeroMQ's thread once nobody asks any more."""
+        if self._closed and self._asking == 0 and self._context is not None:
+            context, self._context = self._context, None
+            context.term()
 
     async def _keys(self) -> Keyring | None:
         """This engine's keys, read when they are first needed; None without CURVE."""
@@ -65,31 +88,37 @@ class ZmqSideChannel:
         """Send a question and return the frames of its answer."""
         keyring = await self._keys()
         server_key = await _server_key(keyring, engine_id, address) if keyring is not None else b""
-        with (
-            zmq.asyncio.Context() as context,
-            context.socket(zmq.DEALER) as socket,
-            context.socket(zmq.PAIR) as monitor,
-        ):
+        endpoint = await _resolve(address)
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        failures = f"inproc://failures-{next(self._questions)}"
+        with self._context.socket(zmq.DEALER) as socket, self._context.socket(zmq.PAIR) as monitor:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)  # see `zmq_listener`
             socket.setsockopt(zmq.MAXMSGSIZE, self._config.side_channel_message_bytes_max)
-            socket.setsockopt(zmq.IPV6, int("[" in address))
+            socket.setsockopt(zmq.IPV6, int("[" in endpoint))
             if keyring is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.own.public)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.own.secret)
-            socket.monitor("inproc://failures", _FAILURES)
-            monitor.connect("inproc://failures")
-            socket.connect(address)
-            await socket.send_multipart(frames)
-            poller = zmq.asyncio.Poller()
-            poller.register(socket, zmq.POLLIN)
-            poller.register(monitor, zmq.POLLIN)
-            ready = dict(await poller.poll())
-            if socket in ready or await socket.poll(0):  # an answer and the end of its connection may come together
-                return await socket.recv_multipart()
-            event = parse_monitor_message(await monitor.recv_multipart())["event"]
-        raise _failure(event, address, self._config.engine_id, None if keyring is None else engine_id)
+            socket.monitor(failures, _FAILURES)
+            try:
+                monitor.connect(failures)
+                socket.connect(endpoint)
+                await socket.send_multipart(frames)
+                poller = zmq.asyncio.Poller()
+                poller.register(socket, zmq.POLLIN)
+                poller.register(monitor, zmq.POLLIN)
+                while True:
+                    ready = dict(await poller.poll())
+                    if socket in ready or await socket.poll(0):  # an answer and its connection's end may come together
+                        return await socket.recv_multipart()
+                    event = parse_monitor_message(await monitor.recv_multipart())["event"]
+                    if event != zmq.Event.CONNECT_RETRIED:
+                        raise _failure(event, address, self._config.engine_id, None if keyring is None else engine_id)
+                    await _probe(address)
+            finally:
+                socket.disable_monitor()  # before the monitor's end closes: ZeroMQ would wait for it to take an event
 
 
 async def _server_key(keyring: Keyring, engine_id: str, address: str) -> bytes:
@@ -116,14 +145,32 @@ def _failure(event: int, address: str, ours: str, theirs: str | None) -> PeerErr
     return PeerUnreachable(f"{address}: the connection failed in its handshake: {why}", peer=address)
 
 
+async def _resolve(address: str) -> str:
+    """The address by numbers; an IPv4 one if the host has both."""
+    with _explained(address):
+        host, port = split_address(address, what="peer")
+        with suppress(ValueError):
+            ip_address(host.strip("[]"))
+            return address
+        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM)
+        family, *_, (numbers, *_) = min(found, key=lambda entry: entry[0] != AF_INET)
+        return f"tcp://{numbers}:{port}" if family == AF_INET else f"tcp://[{numbers}]:{port}"
+
+
 async def _probe(address: str) -> None:
     """Connect once by plain TCP: the system says why a connection fails, ZeroMQ does not."""
-    try:
+    with _explained(address):
         host, port = split_address(address, what="peer")
         _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    writer.close()
+
+
+@contextmanager
+def _explained(address: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError, ConfigError) as error:  # ValueError: a host that the resolver chokes on
         raise PeerUnreachable(f"{address}: {error}", peer=address) from error
-    writer.close()
 
 
 def _decode(address: str, frames: list[bytes]) -> wire.Reply:

@@ -110,6 +110,9 @@ class InprocSideChannel:
         except (ValueError, wire.WireError) as error:
             raise ProtocolError(f"{address}: the answer is no kvflow message: {error}", peer=address) from error
 
+    def close(self) -> None:
+        """Questions need nothing that has to be closed."""
+
     def _send_at_once(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
         listener = self._exchange.listeners.get(address)
         if listener is None:

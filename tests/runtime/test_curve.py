@@ -82,6 +82,7 @@ async def test_an_answer_comes_encrypted(keys: Path) -> None:
         port = between.sockets[0].getsockname()[1]
         channel = ZmqSideChannel(config_of(keys, "reader"), Hands().now_s)
         reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
+        channel.close()
         assert reply == wire.NoLease(ended=True)
         between.close()
     assert b"CURVE" in b"".join(heard)

@@ -94,6 +94,13 @@ async def test_an_unknown_host_is_unreachable(pair: InprocPair) -> None:
         await load_from(pair, ticket_for(pair, 5600, host="no-such-host.invalid"))
 
 
+async def test_a_host_is_found_by_its_name(pair: InprocPair) -> None:
+    lease = pair.offer([3])
+    ticket = lease.ticket.to_params() | {"remote_host": "localhost"}
+    await pair.consumer.runtime.load_blocks(LoadRequest("req", ticket=ticket, block_ids=[0]))
+    pair.assert_loaded([0], [3])
+
+
 async def test_a_mute_peer_costs_the_timeout_and_names_it() -> None:
     async with inproc_pair(config=FAST) as pair, fake_peer(lambda frames: None) as port:
         with pytest.raises(PeerUnreachable, match=r"within 0\.2 s"):

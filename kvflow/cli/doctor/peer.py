@@ -37,6 +37,8 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
     except KVFlowError as error:
         fix = "is it a kvflow side channel, and are the CURVE keys of both sides in order?"
         return [*found, failed("peer's answer", str(error), fix)]
+    finally:
+        channel.close()
     return [*found, judge_answer(reply, engine_id)]
 
 

@@ -1,0 +1,60 @@
+"""The end of the side channel that asks, without a runtime around it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+from side_channels import PLAIN, REQUEST, Hands, listening
+
+from kvflow.core import wire
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+
+
+async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
+    """ZeroMQ tries again; what ends the question is that the system says no as well."""
+    config = replace(PLAIN, handshake_timeout_s=10.0)
+    channel = ZmqSideChannel(config, Hands().now_s)
+    probes = 0
+
+    async with contextlib.AsyncExitStack() as stack:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+
+        async def probe(address: str) -> None:
+            nonlocal probes
+            probes += 1
+            if probes == 1:
+                await stack.enter_async_context(listening(replace(config, listen=f"tcp://127.0.0.1:{port}")))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvflow.runtime.zmq_side_channel._probe", probe)
+            reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
+        assert reply == wire.NoLease(ended=True)
+        assert probes >= 1
+    channel.close()
+
+
+async def test_questions_under_way_outlive_the_closing_of_their_channel() -> None:
+    """And the last one ends ZeroMQ's threads: nothing is left behind."""
+    before = threads()
+    async with listening(PLAIN) as listener:
+        channel = ZmqSideChannel(PLAIN, Hands().now_s)
+        address = f"tcp://127.0.0.1:{listener.port}"
+        asked = [asyncio.create_task(channel.ask(address, REQUEST, fingerprint=b"")) for _ in range(5)]
+        await asyncio.sleep(0)
+        channel.close()
+        channel.close()
+        assert await asyncio.gather(*asked) == [wire.NoLease(ended=True)] * 5
+    while threads() > before:
+        await asyncio.sleep(0)
+
+
+def threads() -> int:
+    """Of this process, ZeroMQ's included."""
+    return len(os.listdir("/proc/self/task"))
