@@ -321,7 +321,7 @@ class Runtime:
     def _closing_s(self) -> float:
         config = self.config
         draining_s = 2 * config.drain_timeout_s + config.seal_hold_s + config.cancel_grace_s
-        return draining_s + config.transport_close_timeout_s + self._call_timeout_s
+        return draining_s + 2 * config.transport_close_timeout_s + self._call_timeout_s
 
     def _call(
         self,

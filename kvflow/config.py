@@ -130,6 +130,7 @@ class Config:
     drain_timeout_s: float = 10.0
     """How long closing waits for loads and leases that are still open."""
     transport_close_timeout_s: float = 10.0
+    """How long closing waits for reads to stop, and then for a copy that still runs."""
 
     seal_hold_s: float = 0.05
     """How long blocks are kept after their lease has ended: loads that take less than half of it save a round trip."""

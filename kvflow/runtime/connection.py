@@ -165,16 +165,15 @@ class Connections:
 
     def _remove_soon(self, connection: Connection, change: asyncio.Future[None]) -> None:
         try:
-            self._spawn(self._remove(connection, change), name=f"kvflow-remove {connection.agent}")
+            task = self._spawn(self._remove(connection), name=f"kvflow-remove {connection.agent}")
         except RuntimeClosed:  # the closing transport forgets everybody
             self._finish(connection.agent, change)
+        else:
+            task.add_done_callback(lambda _: self._finish(connection.agent, change))
 
-    async def _remove(self, connection: Connection, change: asyncio.Future[None]) -> None:
-        try:
-            await connection.idle()
-            await self._transport.remove_peer(connection.agent)
-        finally:
-            self._finish(connection.agent, change)
+    async def _remove(self, connection: Connection) -> None:
+        await connection.idle()
+        await self._transport.remove_peer(connection.agent)
 
     def _begin(self, agent: AgentName) -> asyncio.Future[None]:
         change = self._changing[agent] = asyncio.get_running_loop().create_future()

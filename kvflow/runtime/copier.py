@@ -59,13 +59,18 @@ class Copier:
         self.submit(job, tell)
         await end
 
-    async def aclose(self) -> None:
-        """End the thread, unless a copy still runs: then it ends after it. Closing twice is fine."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.submit(self._end)
-            if not self.busy:
+    async def aclose(self, timeout_s: float) -> bool:
+        """End the thread; whether it has in time. If a copy still runs the thread ends after it."""
+        thread = self._thread
+        if thread is None:
+            return True
+        thread.submit(self._end)
+        try:
+            async with asyncio.timeout(timeout_s):
                 await thread.ended()
+        except TimeoutError:
+            return False
+        return True
 
     def _tell(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
         self._open -= 1

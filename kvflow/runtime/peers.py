@@ -262,7 +262,12 @@ class Peers:
             raise RuntimeClosed("the runtime is closed")
         self._check_wait(peer, incarnation)
         future: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        self._spawn(self._run_handshake(peer, incarnation, request_id, future), name=f"kvflow-handshake {peer.address}")
+        body = self._run_handshake(peer, incarnation, request_id, future)
+        task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
+        # Here rather than in the task: one that is cancelled before its first step never runs.
+        task.add_done_callback(
+            lambda _: self._no_handshake(peer, future, RuntimeClosed("the runtime closed during the handshake"))
+        )
         peer.handshake = future
         peer.fire(PeerEvent.CONNECT)
         if incarnation is not None:
@@ -284,32 +289,33 @@ class Peers:
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, future: asyncio.Future[Connection]
     ) -> None:
-        """The handshake task: settles `future` whatever happens."""
-        error: KVFlowError = RuntimeClosed("the runtime closed during the handshake")
+        """The handshake task: settles `future`, unless it is cancelled."""
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
                 connection = await self._handshakes.connect(peer.at, request_id)
         except KVFlowError as problem:
-            error = problem
+            self._no_handshake(peer, future, problem)
         except TimeoutError:
-            error = PeerUnreachable(
-                f"{peer.address}: handshake not done within {self._config.handshake_timeout_s} s", peer=peer.address
-            )
-        except asyncio.CancelledError:
-            raise
-        except BaseException as bug:
+            bound = f"handshake not done within {self._config.handshake_timeout_s} s"
+            self._no_handshake(peer, future, PeerUnreachable(f"{peer.address}: {bound}", peer=peer.address))
+        except Exception as bug:
             error = RuntimeBroken("the handshake task died")
             error.__cause__ = bug
+            self._no_handshake(peer, future, error)
             raise
         else:
+            peer.handshake = None
             self._connected(peer, connection, incarnation)
             future.set_result(connection)
-        finally:
-            peer.handshake = None
-            if not future.done():
-                self._not_connected(peer, error)
-                future.set_exception(error)
-                future.exception()  # seen: everybody who waited may have given up
+
+    def _no_handshake(self, peer: Peer, future: asyncio.Future[Connection], error: KVFlowError) -> None:
+        """A handshake came to nothing. No effect if its waiters know already what came of it."""
+        if future.done():
+            return
+        peer.handshake = None
+        self._not_connected(peer, error)
+        future.set_exception(error)
+        future.exception()  # seen: everybody who waited may have given up
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """A handshake worked. What other life the ticket or the last connection was of is over."""

@@ -167,8 +167,8 @@ class Runtime:
         """Close in order: no new work, let loads and leases finish, revoke what is left, deregister, stop everything.
 
         Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. Cancelling it stops
-        the waiting; the closing goes on. Raises RuntimeBroken if reads could not be stopped: then the registered
-        memory must stay until the process ends.
+        the waiting; the closing goes on. Raises RuntimeBroken if reads, or a copy, could not be stopped: then the
+        registered memory must stay until the process ends.
         """
         if self._state is RuntimeState.NEW:
             self._state = RuntimeState.CLOSED
@@ -341,10 +341,13 @@ class Runtime:
             if self._cache and self._cause is None:
                 self._cache.loader.all_stopped()
         finally:
-            await self._copier.aclose()
+            bound_s = self._config.transport_close_timeout_s
+            copied = await self._copier.aclose(bound_s)
             self._listener.close()
             self._side_channel.close()
             self._state = RuntimeState.CLOSED
+        if not copied:
+            raise RuntimeBroken(f"closing {self._config.engine_id!r}: a copy still runs after {bound_s} s")
 
     async def _end_work(self) -> None:
         """Drain, unless a service has died, and let readers know that this rank goes."""

@@ -25,9 +25,14 @@ class InlineCopier(Copier):
         self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
         self._loop.call_at(self._free_at_s, self._run, job, on_end)
 
-    async def aclose(self) -> None:
-        """Wait until all copies have ended: there is no thread that would end after them."""
-        await self._idle.wait()
+    async def aclose(self, timeout_s: float) -> bool:
+        """Wait until all copies have ended; whether they have in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _run(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         error: BaseException | None = None

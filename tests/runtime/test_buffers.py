@@ -16,7 +16,15 @@ from tests_support import leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.core.layout import KVCaches
-from kvflow.errors import ConfigError, DeadlineExceeded, LeaseExpired, RequestError, TransferFailed
+from kvflow.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    LeaseExpired,
+    RequestError,
+    RuntimeBroken,
+    RuntimeClosed,
+    TransferFailed,
+)
 from kvflow.runtime.copies import canonical_parts, copy_blocks
 from kvflow.runtime.staging import CopyDirection
 from kvflow.runtime.world import World
@@ -286,6 +294,26 @@ async def test_nothing_is_reported_before_it_is_on_the_device() -> None:
         loaded.gate.set()
         await load
         assert torch.equal(other.tokens([0], 4), one.tokens([3], 4))
+
+
+async def test_closing_says_that_a_copy_still_writes() -> None:
+    """It cannot be stopped; who frees the cache after an orderly end would have it written to."""
+    config = replace(BASE, drain_timeout_s=0.05, cancel_grace_s=0.05, transport_close_timeout_s=0.05)
+    async with unreachable_pair(config) as ((one, _), (other, loaded)):
+        loaded.gate.clear()
+        lease = offer(one, [3])
+        load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
+        while not loaded.calls:
+            await asyncio.sleep(0)
+        with pytest.raises(RuntimeBroken, match="'consumer': a copy still runs"):
+            await other.runtime.aclose()
+        with pytest.raises(RuntimeClosed):
+            await load
+        (quarantine,) = other.runtime.quarantines
+        loaded.gate.set()
+        async with asyncio.timeout(5):
+            await quarantine.wait()
+        lease.revoke()
 
 
 async def test_a_failed_copy_to_the_host_revokes_the_lease() -> None:
