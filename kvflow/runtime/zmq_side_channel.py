@@ -61,6 +61,8 @@ class ZmqSideChannel:
                 return _decode(address, await self._exchange(address, request.target.engine_id, frames))
         except TimeoutError:
             raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
+        except zmq.ZMQError as error:  # such as too many open files
+            raise PeerUnreachable(f"{address}: {error}", peer=address) from error
         finally:
             self._asking -= 1
             self._end_if_idle()
@@ -91,6 +93,7 @@ class ZmqSideChannel:
         endpoint = await _resolve(address)
         if self._context is None:
             self._context = zmq.asyncio.Context()
+            self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         failures = f"inproc://failures-{next(self._questions)}"
         with self._context.socket(zmq.DEALER) as socket, self._context.socket(zmq.PAIR) as monitor:
             socket.setsockopt(zmq.LINGER, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import pytest
 from side_channels import PLAIN, REQUEST, Hands, listening
 
 from kvflow.core import wire
+from kvflow.errors import PeerUnreachable
 from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 
 
@@ -38,6 +40,36 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
         assert reply == wire.NoLease(ended=True)
         assert probes >= 1
     channel.close()
+
+
+async def test_many_questions_at_once() -> None:
+    """More than ZeroMQ has sockets for unless it is told to."""
+    count = 400
+    config = replace(PLAIN, side_channel_connections_max=2 * count, side_channel_requests_per_s_max=10**6)
+    async with listening(config) as listener:
+        channel = ZmqSideChannel(replace(config, handshake_timeout_s=30.0), Hands().now_s)
+        address = f"tcp://127.0.0.1:{listener.port}"
+        asked = [channel.ask(address, REQUEST, fingerprint=b"") for _ in range(count)]
+        assert await asyncio.gather(*asked) == [wire.NoLease(ended=True)] * count
+        channel.close()
+
+
+async def test_no_sockets_are_left() -> None:
+    """The machine's trouble is an error like any other of a peer that cannot be asked."""
+    async with listening(PLAIN) as listener:
+        channel = ZmqSideChannel(PLAIN, Hands().now_s)
+        address = f"tcp://127.0.0.1:{listener.port}"
+        assert await channel.ask(address, REQUEST, fingerprint=b"") == wire.NoLease(ended=True)
+        used = len(os.listdir("/proc/self/fd"))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, limits[1]))
+        try:
+            with pytest.raises(PeerUnreachable, match="Too many open files"):
+                await channel.ask(address, REQUEST, fingerprint=b"")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert await channel.ask(address, REQUEST, fingerprint=b"") == wire.NoLease(ended=True)
+        channel.close()
 
 
 async def test_questions_under_way_outlive_the_closing_of_their_channel() -> None:
