@@ -74,7 +74,9 @@ def vllm(options: list[str]) -> int:
     python = ensure_vllm(home)
     check(python, ROOT / "tests_vllm" / "model.py", home / "smollm2")
     os.environ["KVFLOW_VLLM_HOME"] = str(home)
-    return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *(options or [ROOT / "tests_vllm"]))
+    chosen = any((ROOT / option.partition("::")[0]).exists() for option in options)
+    tests = [] if chosen else [ROOT / "tests_vllm"]
+    return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *tests, *options)
 
 
 def lint(options: list[str]) -> int:
