@@ -123,11 +123,13 @@ def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
 
 
 def test_a_request_that_waits_keeps_its_lease(pair: Pair) -> None:
-    lease = pair.producer.runtime.serve_blocks(replace(OFFER, ttl_s=1.0))
+    lease = pair.producer.runtime.serve_blocks(replace(OFFER, ttl_s=4.0))
     ticket = lease.ticket.to_params()
+    tick = threading.Event()
     with pair.consumer.runtime.keep_leases(ticket):
-        while pair.producer.runtime.statistics().serving.renewals < 5:  # type: ignore[union-attr]
+        while pair.producer.runtime.statistics().serving.renewals < 1:  # type: ignore[union-attr]
             assert not lease.outcome.done
+            tick.wait(0.01)
         report = pair.consumer.runtime.load_blocks(pair.request(ticket))
     assert report.blocks == 2
     assert lease.wait(10.0) is LeaseOutcome.READ
