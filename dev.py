@@ -74,8 +74,7 @@ def vllm(options: list[str]) -> int:
     python = ensure_vllm(home)
     check(python, ROOT / "tests_vllm" / "model.py", home / "smollm2")
     os.environ["KVFLOW_VLLM_HOME"] = str(home)
-    chosen = any((ROOT / option.partition("::")[0]).exists() for option in options)
-    tests = [] if chosen else [ROOT / "tests_vllm"]
+    tests = [] if any(option.startswith("tests_vllm") for option in options) else [ROOT / "tests_vllm"]
     return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *tests, *options)
 
 

@@ -66,6 +66,8 @@ class RegisteredCache:
     ledger: BlockLedger
     serving: Serving
     loader: Loader
+    releases: Releases
+    keeping: Keeping
     sources: Sources
     peers: Peers
     readers: Readers
@@ -132,6 +134,7 @@ async def _register(
         spawn=services.spawn,
     )
     sources = Sources(config, local, peers)
+    releases = Releases(config, local=local, sources=sources, peers=peers, transport=transport)
     renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock)
     return RegisteredCache(
         clock=services.clock,
@@ -160,14 +163,15 @@ async def _register(
             seals=fetched,
             landing=landing,
             sources=sources,
-            releases=Releases(config, local=local, sources=sources, peers=peers, transport=transport),
+            releases=releases,
             renewals=renewals,
-            keeping=Keeping(config, sources=sources, renewals=renewals, spawn=services.spawn),
             poller=services.poller,
             copier=services.copier,
             clock=services.clock,
             observers=services.observers,
         ),
+        releases=releases,
+        keeping=Keeping(config, sources=sources, renewals=renewals, spawn=services.spawn),
         sources=sources,
         peers=peers,
         readers=Readers(config, services.side_channel, local, services.incarnation),

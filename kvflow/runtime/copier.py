@@ -19,20 +19,13 @@ class Copier:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: OwnerThread | None = None
-        self._open = 0
         self._ending = False
-
-    @property
-    def busy(self) -> bool:
-        """Whether a copy runs or waits."""
-        return self._open > 0
 
     def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         """Run `job` on the copy thread, then `on_end` with what it raised, or None, on the loop."""
         if self._thread is None:
             self._thread = OwnerThread(self._name, self._crank, self._died)
         thread = self._thread
-        self._open += 1
 
         def run() -> None:
             error: BaseException | None = None
@@ -40,7 +33,7 @@ class Copier:
                 job()
             except BaseException as problem:  # noqa: BLE001 - handed to who submitted the copy
                 error = problem
-            thread.run_on_loop(lambda: self._tell(on_end, error))
+            thread.run_on_loop(lambda: on_end(error))
 
         thread.submit(run)
 
@@ -61,20 +54,18 @@ class Copier:
 
     async def aclose(self, timeout_s: float) -> bool:
         """End the thread; whether it has in time. If a copy still runs the thread ends after it."""
-        thread = self._thread
-        if thread is None:
-            return True
-        thread.submit(self._end)
         try:
             async with asyncio.timeout(timeout_s):
-                await thread.ended()
+                await self._ended()
         except TimeoutError:
             return False
         return True
 
-    def _tell(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
-        self._open -= 1
-        on_end(error)
+    async def _ended(self) -> None:
+        """Wait until no copy runs, and none ever will."""
+        if self._thread is not None:
+            self._thread.submit(self._end)
+            await self._thread.ended()
 
     def _crank(self) -> float | None:
         return None if self._ending else _IDLE_S

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 from kvflow.config import Config
 from kvflow.core.ticket import Ticket
@@ -32,9 +33,12 @@ class Keeping:
         self._renewals = renewals
         self._spawn = spawn
 
+    def keep(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Keep a ticket's leases open until the block ends. Raises RequestError, or RuntimeClosed."""
+        return self._kept(self._sources.read(ticket))
+
     @contextmanager
-    def keep(self, ticket: Ticket) -> Iterator[None]:
-        """Keep a checked ticket's leases open until the block ends. Raises RuntimeClosed."""
+    def _kept(self, ticket: Ticket) -> Iterator[None]:
         if not ticket.block_ids:
             yield  # its leases ended when they were made
             return

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from kvflow.config import Config
 from kvflow.core.ledger import BlockLedger
@@ -21,7 +19,7 @@ from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chu
 from kvflow.core.prompts import check_prompt
 from kvflow.core.queueing import Turn, TurnState
 from kvflow.core.seals import SEAL_SIZE_BYTES, SealTable
-from kvflow.core.ticket import Ticket, read_ticket
+from kvflow.core.ticket import Ticket
 from kvflow.core.topology import Rank
 from kvflow.errors import (
     DeadlineExceeded,
@@ -36,7 +34,6 @@ from kvflow.errors import (
 from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
-from kvflow.runtime.keeping import Keeping
 from kvflow.runtime.landing import Landing, Part
 from kvflow.runtime.lease import check_request_id
 from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest, PeerLoad
@@ -102,7 +99,6 @@ class Loader:
         sources: Sources,
         releases: Releases,
         renewals: Renewals,
-        keeping: Keeping,
         poller: Poller,
         copier: Copier,
         clock: Clock,
@@ -117,7 +113,6 @@ class Loader:
         self._sources = sources
         self._releases = releases
         self._renewals = renewals
-        self._keeping = keeping
         self._poller = poller
         self._copier = copier
         self._clock = clock
@@ -158,14 +153,6 @@ class Loader:
         """Transfers whose load has ended and whose blocks are not safe yet."""
         running = {transfer for load in self._loads for transfer in load.transfers}
         return tuple(transfer for transfer in self._unsafe if transfer not in running)
-
-    async def release(self, ticket: Ticket | Mapping[str, Any]) -> bool:
-        """See `Runtime.release_blocks`."""
-        return await self._releases.release(self._check_ticket(ticket))
-
-    def keep(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
-        """See `Runtime.keep_leases`."""
-        return self._keeping.keep(self._check_ticket(ticket))
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
@@ -217,7 +204,7 @@ class Loader:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
         check_request_id(request.request_id, self._config.request_id_chars_max)
-        ticket = self._check_ticket(request.ticket)
+        ticket = self._sources.read(request.ticket)
         if len(request.block_ids) > self._config.block_ids_max:
             raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
         if request.deadline_s is not None and not request.deadline_s > 0:
@@ -228,15 +215,6 @@ class Loader:
             check_prompt(ticket, request.prompt, what)
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
         return ticket, local_ids
-
-    def _check_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
-        checked = read_ticket(ticket)
-        count = len(checked.block_ids)
-        if count > self._config.block_ids_max:
-            raise RequestError(
-                f"ticket of request {checked.request_id!r}: {count} block ids, at most {self._config.block_ids_max}"
-            )
-        return checked
 
     async def _run(self, load: _Load) -> LoadReport:
         request, ticket = load.request, load.ticket

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from kvflow.config import Config
 from kvflow.core import wire
@@ -44,12 +45,13 @@ class Releases:
         for source in sources:
             self._tell(source.connection, source.lease)
 
-    async def release(self, ticket: Ticket) -> bool:
-        """Give a checked ticket's leases back unread; whether every rank that holds one was told.
+    async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
+        """Give a ticket's leases back unread; whether every rank that holds one was told.
 
-        Takes Config.handshake_timeout_s at most. RequestError if a rank's address cannot be known. Cancelling stops it;
-        some ranks may have been told then.
+        Takes Config.handshake_timeout_s at most. RequestError if the ticket cannot be right, or a rank's address cannot
+        be known. Cancelling stops it; some ranks may have been told then.
         """
+        ticket = self._sources.read(given)
         if not ticket.block_ids:
             return True  # its leases ended when they were made
         ranks = self._sources.ranks(ticket)

@@ -225,7 +225,7 @@ class Runtime:
         leases run out. A release that comes late or twice changes nothing. Raises RequestError for a ticket that
         cannot be right. Cancelling stops it; some ranks may have been told then.
         """
-        return await self._require_cache().loader.release(ticket)
+        return await self._require_cache().releases.release(ticket)
 
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Keep what a ticket offers while a request waits for its load, as in `with runtime.keep_leases(ticket): ...`.
@@ -234,7 +234,7 @@ class Runtime:
         Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
         nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
         """
-        return self._require_cache().loader.keep(ticket)
+        return self._require_cache().keeping.keep(ticket)
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.

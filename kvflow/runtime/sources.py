@@ -7,7 +7,7 @@ are cut (`core.topology`); those whose lease the ticket does not name are asked 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,7 @@ import msgspec
 from kvflow.config import Config
 from kvflow.core import topology, wire
 from kvflow.core.plan import BlockIds, check_block_ids
-from kvflow.core.ticket import RankLease, Ticket
+from kvflow.core.ticket import RankLease, Ticket, read_ticket
 from kvflow.core.topology import Cut, Rank
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.connection import Connection, LocalRank
@@ -66,6 +66,14 @@ class Sources:
         self._local = local
         self._peers = peers
         self._plans: dict[Cut, _Plan] = {}
+
+    def read(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
+        """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
+        checked = read_ticket(ticket)
+        count, most = len(checked.block_ids), self._config.block_ids_max
+        if count > most:
+            raise RequestError(f"ticket of request {checked.request_id!r}: {count} block ids, at most {most}")
+        return checked
 
     async def find(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.

@@ -16,6 +16,7 @@ class InlineCopier(Copier):
         self._loop = asyncio.get_running_loop()
         self._duration_s = duration_s
         self._free_at_s = 0.0
+        self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -25,14 +26,8 @@ class InlineCopier(Copier):
         self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
         self._loop.call_at(self._free_at_s, self._run, job, on_end)
 
-    async def aclose(self, timeout_s: float) -> bool:
-        """Wait until all copies have ended; whether they have in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
+    async def _ended(self) -> None:
+        await self._idle.wait()
 
     def _run(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         error: BaseException | None = None
@@ -43,6 +38,7 @@ class InlineCopier(Copier):
         self._loop.call_soon(self._end_copy, on_end, error)
 
     def _end_copy(self, on_end: Callable[[BaseException | None], None], error: BaseException | None) -> None:
-        self._tell(on_end, error)
-        if not self.busy:
+        on_end(error)
+        self._open -= 1
+        if self._open == 0:
             self._idle.set()

@@ -385,7 +385,7 @@ async def test_two_requests_may_wait_for_one_ticket() -> None:
 
 
 async def test_waiting_ends_while_the_lease_is_being_found() -> None:
-    """At every step of the way; nothing is renewed afterwards, for nobody would end it."""
+    """Early or late; nothing is renewed afterwards. What is found last of all is in `test_keeping`."""
     async with timed_pair() as timed:
         for steps in range(40):
             lease = timed.pair.offer([3], f"req-{steps}", ttl_s=1000.0)
