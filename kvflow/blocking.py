@@ -291,7 +291,7 @@ class Runtime:
 
     def wait_safe(self, quarantine: Quarantine, timeout_s: float | None = None) -> None:
         """Wait until no byte can land in a failed load's blocks any more. TimeoutError after `timeout_s`."""
-        self._call(lambda _: quarantine.wait(), timeout_s=timeout_s)
+        self._call(lambda _: quarantine.settled(), timeout_s=timeout_s)
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""

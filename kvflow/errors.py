@@ -1,37 +1,58 @@
 """Every error a user of kvflow can meet, as one tree.
 
-The type answers three questions: whose fault was it, is it worth trying again, and are my local blocks
-safe (no byte can land in them any more)? Safety is never lost silently: an error whose blocks may still be
-written carries a `quarantine` that can be awaited.
+Each class answers three questions by attributes: `blame`, whose fault it was; `retryable`, whether the same call with
+the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused at once.
+Where `memory_safe` is False ask the error: its `quarantine` is None, or the load whose bytes may still land.
 
     KVFlowError
-    |- InvalidInput            the caller's fault; do not retry as it is; memory untouched
-    |  |- ConfigError          a Config value, or a dependency that Config asked for and is not installed
-    |  |- LayoutError          tensors do not match the described cache
-    |  |- RequestError         a ServeRequest, LoadRequest or ticket that cannot be right
-    |  |  |- BlocksBusy        blocks that another request is using in a way that excludes this one
-    |  |  `- PromptMismatch    a ticket that was used for another prompt than its own
-    |  `- UsageError           a verb called in the wrong state: twice, too early
-    |     |- RuntimeDraining   the runtime takes no new work: its owner drains it
-    |     `- RuntimeClosed     the runtime was closed by its owner
-    |- PeerError               the other side's fault, or the network's; names the peer
-    |  |- PeerUnreachable      refused, no answer within the bound, or not asked since it failed before; retry later
-    |  |- PeerRefused          answered "no" and why; do not retry as it is
-    |  |  `- PeerNotReady      ... because it has no cache yet or drains; retry, there or elsewhere
-    |  |- PeerIncompatible     protocol or cache do not match; do not retry; lists ours and theirs
-    |  `- ProtocolError        answered something that is no kvflow message; do not retry
-    |- LoadError               one load failed after it was accepted; names request and peer
-    |  |- LeaseExpired         the blocks may have been reused: prefill again
-    |  |- Overloaded           too many loads wait already; retry later, or elsewhere
-    |  |- TransferFailed       the transport reported a failure; retry with the same ticket is allowed
-    |  `- DeadlineExceeded     names the phase that ate the deadline; retry with more time
-    `- RuntimeBroken           kvflow's own service died; every waiter gets it with the cause; restart
-       `- TransportBroken      ... because the transport died
+    |- InvalidInput              caller   do not retry   safe      what was passed cannot be right
+    |  |- ConfigError            caller   do not retry   safe      a Config value, or what it asks for is not there
+    |  |- LayoutError            caller   do not retry   safe      tensors do not match the described cache
+    |  |- RequestError           caller   do not retry   safe      a request or ticket that cannot be right
+    |  |  |- BlocksBusy          caller   do not retry   safe      blocks that another request is using
+    |  |  `- PromptMismatch      caller   do not retry   safe      a ticket used for another prompt than its own
+    |  `- UsageError             caller   do not retry   safe      a verb called in the wrong state, loop or thread
+    |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
+    |  |- RuntimeDraining        engine   retry          ask       it takes no new work: its owner drains it
+    |  `- RuntimeClosed          engine   retry          ask       its owner has closed it
+    |- PeerError                 peer     do not retry   safe      another engine, or the way to it; named by `peer`
+    |  |- PeerUnreachable        peer     retry          safe      refused, silent, or not asked since it failed
+    |  |- PeerNotReady           peer     retry          safe      it has no cache yet, or drains
+    |  |- PeerRefused            peer     do not retry   safe      it answered "no", and why
+    |  |- PeerIncompatible       peer     do not retry   safe      protocol or cache do not match; lists both values
+    |  `- ProtocolError          peer     do not retry   safe      it answered something that is no kvflow message
+    |- LoadError                 nobody   do not retry   ask       one load failed after it was accepted
+    |  |- LeaseExpired           nobody   do not retry   ask       the blocks may have been reused: prefill again
+    |  |- Overloaded             engine   retry          ask       too many loads wait already
+    |  |- TransferFailed         peer     retry          ask       the transport reported a failure
+    |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`: give it more
+    `- RuntimeBroken             kvflow   do not retry   ask       a service of the runtime died: restart the engine
+       `- TransportBroken        kvflow   do not retry   ask       ... because the transport died
+
+A group that is never raised itself (KVFlowError, PeerError, LoadError) answers with the careful value. Errors can be
+pickled: their attributes go along, but for `quarantine`, which becomes a `QuarantineNotice`.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self
+
+
+class Blame(enum.StrEnum):
+    """Whose fault an error is."""
+
+    CALLER = "caller"
+    """Who called kvflow: what was passed cannot be right."""
+    ENGINE = "engine"
+    """This engine: it is on its way out, or has too much to do."""
+    PEER = "peer"
+    """The other engine, or the network between."""
+    KVFLOW = "kvflow"
+    """kvflow itself, or what it runs on here."""
+    NOBODY = "nobody"
+    """Time ran out."""
 
 
 class Quarantine(Protocol):
@@ -47,16 +68,58 @@ class Quarantine(Protocol):
     def safe(self) -> bool:
         """Whether no byte can land in the blocks any more."""
 
-    async def wait(self) -> None:
-        """Return once the blocks are safe. Cancelling it leaves the quarantine as it is."""
+    async def settled(self) -> None:
+        """Return once the blocks are safe. Cancelling it leaves the quarantine as it is.
+
+        Raises RuntimeBroken if that can never be known, because the transport died under the reads.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantineNotice:
+    """What is left of an error's `quarantine` in another process: which blocks were not safe when it was pickled."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    safe: bool
+
+    async def settled(self) -> None:
+        """Raises UsageError: only the process that owns the blocks can tell."""
+        raise UsageError(f"request {self.request_id!r}: a quarantine is awaited in the process that owns its blocks")
 
 
 class KVFlowError(Exception):
     """Base of all errors that kvflow raises on purpose."""
 
+    blame: ClassVar[Blame] = Blame.KVFLOW
+    retryable: ClassVar[bool] = False
+    """Whether the same call with the same ticket may succeed later or on another engine."""
+    memory_safe: ClassVar[bool] = False
+    """Whether local blocks may be reused at once; if False, only when `quarantine` is None."""
+
+    quarantine: Quarantine | None = None
+    """The load, if bytes may still land in its blocks although it has ended; await its `settled()`."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = dict(self.__dict__)
+        held = self.quarantine
+        if held is not None:
+            state["quarantine"] = QuarantineNotice(held.request_id, held.block_ids, held.safe)
+        return _unpickled, (type(self), self.args), state
+
+
+def _unpickled(kind: type[KVFlowError], arguments: tuple[Any, ...]) -> KVFlowError:
+    """An error as it was pickled: its attributes follow, so its constructor has nothing to add."""
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
+
 
 class InvalidInput(KVFlowError):
     """What the caller passed cannot be right; nothing was started and no memory was touched."""
+
+    blame = Blame.CALLER
+    memory_safe = True
 
 
 class ConfigError(InvalidInput):
@@ -80,37 +143,77 @@ class PromptMismatch(RequestError):
 
 
 class UsageError(InvalidInput):
-    """A verb was called in the wrong state, such as before registration or twice."""
+    """A verb was called in the wrong state, such as before registration or twice, or on the wrong loop or thread."""
 
 
-class RuntimeDraining(UsageError):
+class RuntimeUnavailable(KVFlowError):
+    """The runtime is being taken out of service by its owner; another engine may do the work."""
+
+    blame = Blame.ENGINE
+    retryable = True
+
+
+class RuntimeDraining(RuntimeUnavailable):
     """The runtime drains: what it has begun goes on, new work it does not take."""
 
 
-class RuntimeClosed(UsageError):
+class RuntimeClosed(RuntimeUnavailable):
     """The runtime was closed by its owner."""
 
 
 class PeerError(KVFlowError):
-    """Another engine, or the way to it, failed. `peer` names it."""
+    """Another engine, or the way to it, failed.
 
-    def __init__(self, message: str, *, peer: str, retry_after_s: float | None = None) -> None:
+    `peer` is its address and `engine_id` its name, as far as known. `request_id` is the load's that needed it; "" where
+    no load did.
+    """
+
+    blame = Blame.PEER
+    memory_safe = True
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: str,
+        engine_id: str = "",
+        request_id: str = "",
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.peer = peer
+        self.engine_id = engine_id
+        self.request_id = request_id
         self.retry_after_s = retry_after_s
         """Loads from the peer fail at once for so long, then it is asked again; None if the next load asks it."""
+
+    def of_request(self, request_id: str, engine_id: str) -> Self:
+        """The same failure as one request met it: waiters that share a handshake each get an error of their own."""
+        error = type(self)(
+            f"request {request_id!r} from {engine_id!r}: {self}",
+            peer=self.peer,
+            engine_id=engine_id,
+            request_id=request_id,
+            retry_after_s=self.retry_after_s,
+        )
+        error.__cause__ = self
+        return error
 
 
 class PeerUnreachable(PeerError):
     """Nobody answers at the peer's address within the bound, or it has failed and is not asked for now."""
 
+    retryable = True
+
+
+class PeerNotReady(PeerError):
+    """The peer is there, but has no cache yet or takes no new readers any more."""
+
+    retryable = True
+
 
 class PeerRefused(PeerError):
     """The peer answered the handshake with a refusal."""
-
-
-class PeerNotReady(PeerRefused):
-    """The peer is there, but has no cache yet or takes no new readers any more."""
 
 
 class PeerIncompatible(PeerError):
@@ -122,13 +225,14 @@ class ProtocolError(PeerError):
 
 
 class LoadError(KVFlowError):
-    """A load failed. `quarantine` is set when its local blocks may still be written."""
+    """A load failed after it was accepted."""
 
-    def __init__(self, message: str, *, request_id: str, peer: str, quarantine: Quarantine | None = None) -> None:
+    blame = Blame.NOBODY
+
+    def __init__(self, message: str, *, request_id: str, peer: str) -> None:
         super().__init__(message)
         self.request_id = request_id
         self.peer = peer
-        self.quarantine = quarantine
 
 
 class LeaseExpired(LoadError):
@@ -138,18 +242,24 @@ class LeaseExpired(LoadError):
 class Overloaded(LoadError):
     """The load would have to wait, and as many wait already as may; nothing was started."""
 
+    blame = Blame.ENGINE
+    retryable = True
+
 
 class TransferFailed(LoadError):
     """The transport reported a failure while it read."""
+
+    blame = Blame.PEER
+    retryable = True
 
 
 class DeadlineExceeded(LoadError):
     """The request's deadline passed in `phase`."""
 
-    def __init__(
-        self, message: str, *, request_id: str, peer: str, phase: str, quarantine: Quarantine | None = None
-    ) -> None:
-        super().__init__(message, request_id=request_id, peer=peer, quarantine=quarantine)
+    retryable = True
+
+    def __init__(self, message: str, *, request_id: str, peer: str, phase: str) -> None:
+        super().__init__(message, request_id=request_id, peer=peer)
         self.phase = phase
 
 

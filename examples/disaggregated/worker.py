@@ -187,7 +187,7 @@ class _Worker:
             # After a failure or a cancellation bytes may still land: the caller keeps the blocks until they cannot.
             for quarantine in self._runtime.quarantines:
                 if quarantine.request_id == request.request_id:
-                    await quarantine.wait()
+                    await quarantine.settled()
 
     async def _stream(self, generated: AsyncGenerator[int, None]) -> None:
         async with aclosing(generated) as tokens:

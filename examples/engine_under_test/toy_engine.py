@@ -82,7 +82,7 @@ class Engine:
     async def _free_when_safe(self, request_id: str, blocks: Sequence[int]) -> None:
         """A load that was cancelled may leave blocks in which bytes still land: they must not be reused before."""
         for quarantine in self.runtime.quarantines_of(request_id):
-            await quarantine.wait()
+            await quarantine.settled()
         self._give_back(blocks)
 
     def _in_background(self, body: Coroutine[Any, Any, None]) -> None:

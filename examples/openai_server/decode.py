@@ -113,7 +113,7 @@ class Generation:
 async def _freed_when_safe(unsafe: Sequence[kvflow.errors.Quarantine], blocks: AsyncExitStack) -> None:
     async with blocks:
         for quarantine in unsafe:
-            await quarantine.wait()
+            await quarantine.settled()
 
 
 def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:

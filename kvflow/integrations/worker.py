@@ -179,7 +179,7 @@ class _Courier:
         await asyncio.wait([load])
         self._let_go(request_id)
         for quarantine in runtime.quarantines_of(request_id):
-            await quarantine.wait()
+            await quarantine.settled()
         del self.loads[request_id]
         error = None if load.cancelled() else load.exception()
         if error is not None and not isinstance(error, KVFlowError):

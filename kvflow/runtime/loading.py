@@ -26,6 +26,7 @@ from kvflow.errors import (
     KVFlowError,
     LeaseExpired,
     Overloaded,
+    PeerError,
     Quarantine,
     RequestError,
     RuntimeClosed,
@@ -168,11 +169,13 @@ class Loader:
             self._cancelled += 1
             self._record(load, CANCELLED)
             raise
-        except KVFlowError as error:
+        except KVFlowError as problem:
+            error = _of_request(problem, load)
+            error.quarantine = load.quarantine
             self._failed += 1
             logger.info("load %s failed in phase %s: %s", request.request_id, load.watch.phase, error)
             self._record(load, type(error).__name__, str(error))
-            raise
+            raise error
         finally:
             self._loads.pop(load, None)
             self._renewals.forget(load)
@@ -238,7 +241,6 @@ class Loader:
                 request_id=request.request_id,
                 peer=ticket.address,
                 phase=load.watch.phase,
-                quarantine=load.quarantine,
             ) from None
 
     def _match(self, load: _Load) -> tuple[Chunks, ...]:
@@ -378,7 +380,6 @@ class Loader:
             f"request {load.request.request_id!r} from {ticket.engine_id!r} at {ticket.address}: {why}",
             request_id=load.request.request_id,
             peer=ticket.address,
-            quarantine=load.quarantine,
         )
 
     def _record(self, load: _Load, outcome: str, error: str = "") -> None:
@@ -408,6 +409,13 @@ class Loader:
     def _note_quiet(self) -> None:
         if not self._loads and not self._unsafe:
             self._quiet.set()
+
+
+def _of_request(error: KVFlowError, load: _Load) -> KVFlowError:
+    """The error as this load's caller gets it: what a peer did names the request, and is nobody else's object."""
+    if isinstance(error, PeerError):
+        return error.of_request(load.request.request_id, load.ticket.engine_id)
+    return error
 
 
 def _read_limits(config: Config) -> tuple[InFlight, InFlight]:

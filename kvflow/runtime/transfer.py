@@ -162,7 +162,7 @@ class Transfer:
         """Whether no byte can land in the blocks any more."""
         return self._end.done() and self._end.exception() is None
 
-    async def wait(self) -> None:
+    async def settled(self) -> None:
         """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died."""
         await asyncio.shield(self._end)
 

@@ -208,7 +208,7 @@ class TestBlocks:
                 transport.faults.hold = False
                 while transport.held:
                     transport.perform()
-                await quarantine.wait()
+                await quarantine.settled()
                 async with asyncio.timeout(10):
                     while workers.decode_engine.statistics().blocks_used:
                         await asyncio.sleep(0)

@@ -212,7 +212,7 @@ class Engine:
     async def do_safe(self) -> None:
         """Wait until no block is quarantined."""
         for quarantine in self._runtime.quarantines:
-            await quarantine.wait()
+            await quarantine.settled()
 
     async def do_stall(self, *, hold_gil: bool = False, after_reads: int = 0) -> None:
         """Stop the event loop, as an engine's long step does, until the test lets go of the brake.

@@ -312,7 +312,7 @@ async def test_closing_says_that_a_copy_still_writes() -> None:
         (quarantine,) = other.runtime.quarantines
         loaded.gate.set()
         async with asyncio.timeout(5):
-            await quarantine.wait()
+            await quarantine.settled()
         lease.revoke()
 
 
@@ -368,7 +368,7 @@ async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended()
         assert quarantine.block_ids == (0,)
         assert other.runtime.statistics().buffers_used == 1
         loaded.gate.set()
-        await quarantine.wait()
+        await quarantine.settled()
         assert other.runtime.statistics().buffers_used == 0
         lease.revoke()
         await ended(lease)

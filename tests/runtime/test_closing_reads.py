@@ -59,11 +59,11 @@ async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_goo
         closing = asyncio.create_task(runtime.aclose())
         if in_time:
             with pytest.raises(RuntimeBroken, match="the transfer poller ended"):
-                await quarantine.wait()
+                await quarantine.settled()
             late.all_landed.set()
             await closing
             assert quarantine.safe
-            await quarantine.wait()
+            await quarantine.settled()
             assert_closed(runtime.statistics())
         else:
             with pytest.raises(RuntimeBroken, match="have not stopped"):

@@ -712,6 +712,6 @@ async def test_the_quarantine_of_a_cancelled_load_is_found_by_its_request() -> N
         assert (quarantine.block_ids, quarantine.safe) == ((0,), False)
         assert runtime.quarantines_of("req-4") == runtime.quarantines_of("nobody") == ()
         await timed.let_go(tasks[1])
-        await quarantine.wait()
+        await quarantine.settled()
         assert runtime.quarantines_of("req-3") == ()
         leases[0].revoke()

@@ -212,7 +212,7 @@ async def test_a_dying_transport_settles_everybody() -> None:
             (quarantine,) = pair.consumer.runtime.quarantines
             assert quarantine.block_ids == (0,)
             with pytest.raises(RuntimeBroken):
-                await quarantine.wait()
+                await quarantine.settled()
             pair.consumer.transport.held.clear()
             raise _SkipChecks
     assert all(engine.runtime.statistics().tasks == 0 for engine in (pair.consumer, pair.producer))

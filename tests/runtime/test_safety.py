@@ -65,7 +65,7 @@ async def test_a_cancelled_load_whose_bytes_do_not_stop_leaves_a_quarantine() ->
         assert blocks.quarantined == 1
         with pytest.raises(BlocksBusy, match="block 0 cannot be loaded: it is quarantined"):
             await runtime.load_blocks(pair.wanted(pair.offer([4], "other"), [0]))
-        waiting = asyncio.create_task(quarantine.wait())
+        waiting = asyncio.create_task(quarantine.settled())
         pair.consumer.transport.faults.hold = False
         pair.consumer.transport.perform()
         await waiting
@@ -112,7 +112,7 @@ async def test_a_deadline_in_the_wire_phase_names_it_and_carries_the_quarantine(
         assert quarantine is not None
         assert not quarantine.safe
         pair.consumer.transport.perform()
-        await quarantine.wait()
+        await quarantine.settled()
         lease.revoke()
 
 

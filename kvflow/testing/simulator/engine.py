@@ -385,7 +385,7 @@ class Engine:
                 continue
             self._simulation.count("load: quarantined")
             try:
-                await quarantine.wait()
+                await quarantine.settled()
             except RuntimeBroken:
                 self._note("lost blocks", load.block_ids)
                 if self.running:
