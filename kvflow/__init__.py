@@ -10,9 +10,10 @@ from kvflow.core.layout import CacheLayout, KVStyle
 from kvflow.core.ticket import Ticket, merge_tickets
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
-from kvflow.runtime.load import LoadReport, LoadRequest
+from kvflow.runtime.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
-from kvflow.runtime.runtime import Runtime, RuntimeState, RuntimeStatistics
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "KVStyle",
     "Lease",
     "LeaseOutcome",
+    "Load",
     "LoadReport",
     "LoadRequest",
     "PeerAddress",

@@ -31,8 +31,8 @@ from kvflow.runtime.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.load import LoadReport, LoadRequest
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.records import Observer
-from kvflow.runtime.runtime import RuntimeStatistics
 from kvflow.runtime.staging import BlockCopier
+from kvflow.runtime.supervisor import RuntimeStatistics
 from kvflow.runtime.world import World
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,8 @@ ENGINE_ID_CHARS_MAX = 256
 SEALS_MAX = 1 << 24
 RANKS_MAX = 1 << 10
 SEAL_HOLD_S_MAX = 60.0
+SECONDS_MAX = 1e8
+"""No timeout is longer, some three years: event loops cannot count much further, and who needs more means "never"."""
 
 
 # What a ticket may name: hosts as resolvers take them (DNS labels, or an IP address, version 6 in brackets).
@@ -246,6 +248,8 @@ def _check_limits(config: Config) -> None:
     for entry in fields(config):
         if entry.name.endswith(("_s", "_max")):
             value = getattr(config, entry.name)
+            if entry.name.endswith("_s") and not 0 < value <= SECONDS_MAX:
+                raise ConfigError(f"{entry.name}: expected more than 0 and at most {SECONDS_MAX:.0e}, got {value!r}")
             if not 0 < value < math.inf:
                 raise ConfigError(f"{entry.name}: expected more than 0 and a finite number, got {value!r}")
     for name, most in (("leases_max", SEALS_MAX), ("seal_hold_s", SEAL_HOLD_S_MAX)):

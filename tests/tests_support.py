@@ -23,9 +23,9 @@ def small_cache(
 
 async def leases_ended(runtime: Runtime) -> None:
     """Wait until the blocks of ended leases are back; a lease that a test left open fails it."""
-    if runtime._cache is not None and runtime.state is not RuntimeState.CLOSED:
+    if runtime._supervisor.cache is not None and runtime.state is not RuntimeState.CLOSED:
         async with asyncio.timeout(1.0):
-            await runtime._cache.serving.drained()
+            await runtime._supervisor.cache.serving.drained()
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:

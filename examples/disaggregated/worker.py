@@ -181,13 +181,12 @@ class _Worker:
         await self._channel.send(Done())
 
     async def _load(self, request: kvflow.LoadRequest) -> kvflow.LoadReport:
+        load = self._runtime.start_load(request)
         try:
-            return await self._runtime.load_blocks(request)
+            return await load
         finally:
             # After a failure or a cancellation bytes may still land: the caller keeps the blocks until they cannot.
-            for quarantine in self._runtime.quarantines:
-                if quarantine.request_id == request.request_id:
-                    await quarantine.settled()
+            await load.settled()
 
     async def _stream(self, generated: AsyncGenerator[int, None]) -> None:
         async with aclosing(generated) as tokens:

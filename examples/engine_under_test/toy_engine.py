@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from kvflow import CacheLayout, Config, Lease, LoadRequest, Runtime, ServeRequest
+from kvflow import CacheLayout, Config, Lease, Load, LoadRequest, Runtime, ServeRequest
 from kvflow.runtime.world import World
 
 BLOCK_SIZE = 4
@@ -56,12 +56,13 @@ class Engine:
     async def decode(self, request_id: str, ticket: Mapping[str, Any], num_tokens: int) -> list[int]:
         """Load a prompt and "decode" it: returns its tokens, as they are in the cache."""
         blocks = self._take(num_tokens)
+        load = self.runtime.start_load(LoadRequest(request_id, ticket=ticket, block_ids=blocks))
         try:
-            await self.runtime.load_blocks(LoadRequest(request_id, ticket=ticket, block_ids=blocks))
+            await load
             rows = self._cache[0, blocks].flatten(0, 1)[:num_tokens]
             return [int(row.flatten()[0]) for row in rows]
         finally:
-            self._in_background(self._free_when_safe(request_id, blocks))
+            self._in_background(self._free_when_settled(load, blocks))
 
     def _take(self, num_tokens: int) -> list[int]:
         count = -(-num_tokens // BLOCK_SIZE)
@@ -79,10 +80,9 @@ class Engine:
         self.leases.discard(lease)
         self._give_back(blocks)
 
-    async def _free_when_safe(self, request_id: str, blocks: Sequence[int]) -> None:
+    async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
         """A load that was cancelled may leave blocks in which bytes still land: they must not be reused before."""
-        for quarantine in self.runtime.quarantines_of(request_id):
-            await quarantine.settled()
+        await load.settled()
         self._give_back(blocks)
 
     def _in_background(self, body: Coroutine[Any, Any, None]) -> None:

@@ -57,16 +57,17 @@ class DecodeWorker:
         self, request: DecodeRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack
     ) -> kvflow.LoadReport:
         prompt_blocks = block_ids[: blocks_for(request.prompt_count, self._engine.block_size)]
-        load = kvflow.LoadRequest(
-            request.request_id, ticket=request.ticket, block_ids=prompt_blocks, deadline_s=request.deadline_s
+        load = self._runtime.start_load(
+            kvflow.LoadRequest(
+                request.request_id, ticket=request.ticket, block_ids=prompt_blocks, deadline_s=request.deadline_s
+            )
         )
         try:
-            return await self._runtime.load_blocks(load)
+            return await load
         finally:
             # After a failure or a cancellation bytes may still land: then the blocks stay reserved until they cannot.
-            unsafe = [held for held in self._runtime.quarantines if held.request_id == request.request_id]
-            if unsafe:
-                self._start_task(_freed_when_safe(unsafe, blocks.pop_all()), f"quarantine {request.request_id}")
+            if not load.safe:
+                self._start_task(_freed_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
 
     async def _generate(
         self, request: DecodeRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack, steps: asyncio.Queue[Step]
@@ -110,10 +111,9 @@ class Generation:
         self._task.cancel()
 
 
-async def _freed_when_safe(unsafe: Sequence[kvflow.errors.Quarantine], blocks: AsyncExitStack) -> None:
+async def _freed_when_settled(load: kvflow.Load, blocks: AsyncExitStack) -> None:
     async with blocks:
-        for quarantine in unsafe:
-            await quarantine.settled()
+        await load.settled()
 
 
 def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:

@@ -20,7 +20,7 @@ from kvflow.core.step import Keep, Receive, Save, Step
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
-from kvflow.runtime.load import LoadReport, LoadRequest
+from kvflow.runtime.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -162,24 +162,27 @@ class _Courier:
             self.kept.pop(request_id).close()
 
     def _receive(self, runtime: Runtime, receive: Receive) -> None:
-        load = asyncio.create_task(self._load(runtime, receive), name=f"kvflow-load {receive.request_id}")
+        started: list[Load] = []
+        load = asyncio.create_task(self._load(runtime, receive, started), name=f"kvflow-receive {receive.request_id}")
         self.loads[receive.request_id] = load
-        self._spawn(self._follow(runtime, receive, load))
+        self._spawn(self._follow(runtime, receive, load, started))
 
-    async def _load(self, runtime: Runtime, receive: Receive) -> LoadReport:
+    async def _load(self, runtime: Runtime, receive: Receive, started: list[Load]) -> LoadReport:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
-        return await runtime.load_blocks(
-            LoadRequest(receive.request_id, ticket=receive.ticket, block_ids=receive.block_ids)
-        )
+        request = LoadRequest(receive.request_id, ticket=receive.ticket, block_ids=receive.block_ids)
+        started.append(runtime.start_load(request))
+        return await started[0]
 
-    async def _follow(self, runtime: Runtime, receive: Receive, load: asyncio.Task[LoadReport]) -> None:
+    async def _follow(
+        self, runtime: Runtime, receive: Receive, load: asyncio.Task[LoadReport], started: list[Load]
+    ) -> None:
         """Wait until a load has ended and its blocks are safe; then say so."""
         request_id = receive.request_id
         await asyncio.wait([load])
         self._let_go(request_id)
-        for quarantine in runtime.quarantines_of(request_id):
-            await quarantine.settled()
+        for one in started:
+            await one.settled()
         del self.loads[request_id]
         error = None if load.cancelled() else load.exception()
         if error is not None and not isinstance(error, KVFlowError):

@@ -61,9 +61,14 @@ class Copier:
             return False
         return True
 
+    def abandon(self, wait_s: float) -> None:
+        """End the thread without the loop, which is gone; waits up to `wait_s` for a copy that still runs."""
+        if self._thread is not None:
+            self._thread.abandon(self._end, wait_s)
+
     async def _ended(self) -> None:
         """Wait until no copy runs, and none ever will."""
-        if self._thread is not None:
+        if self._thread is not None and self._thread.alive:
             self._thread.submit(self._end)
             await self._thread.ended()
 

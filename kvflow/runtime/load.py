@@ -1,13 +1,18 @@
-"""A load as its caller sees it: the request, the report, and the counts of all. `loading` does them."""
+"""A load as its caller sees it: the request, the handle, the report, and the counts of all. `loading` does them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+from kvflow.core.plan import BlockIds
 from kvflow.core.ticket import Ticket
+from kvflow.errors import KVFlowError, UsageError
 from kvflow.runtime.budget import InFlight
+
+_NAME_CHARS_MAX = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,120 @@ class LoadReport:
         return sum(self.seconds.values())
 
 
+class Bytes(Protocol):
+    """What a load has posted: `transfer.Transfer`."""
+
+    @property
+    def safe(self) -> bool: ...
+
+    async def settled(self) -> None: ...
+
+
+class Load:
+    """One load, under way or over. Await it for its `LoadReport`; also the `quarantine` of the error it ended with.
+
+    Awaiting raises what `Runtime.load_blocks` raises. Cancelling a task that awaits a load cancels the load, as with
+    any task; `asyncio.shield(load)` keeps it going.
+    """
+
+    def __init__(self, request_id: str, block_ids: BlockIds | tuple[int, ...]) -> None:
+        self.request_id = request_id
+        self._ids = block_ids
+        self._task: asyncio.Task[LoadReport] | None = None
+        self._bytes: Bytes | None = None
+        self._outcome: LoadReport | BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done else "safe" if self.safe else "quarantined"
+        return f"<Load {self.request_id} {state}>"
+
+    def __await__(self) -> Generator[Any, None, LoadReport]:
+        if self._task is not None and self._outcome is None:
+            return self._task.__await__()
+        return self._result().__await__()
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The local blocks that it fills."""
+        return tuple(int(block) for block in self._ids)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: awaiting it returns or raises at once."""
+        return self._outcome is not None or (self._task is not None and self._task.done())
+
+    @property
+    def safe(self) -> bool:
+        """Whether it has ended and no byte can land in its blocks any more. May be asked from any thread."""
+        return self.done and (self._bytes is None or self._bytes.safe)
+
+    def cancel(self) -> None:
+        """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
+
+        Its blocks may be reused when `settled()` returns, not before. Raises UsageError off the runtime's loop.
+        """
+        if self._task is None or self._task.done():
+            return
+        require_loop(self._task.get_loop(), f"request {self.request_id!r}: cancel()")
+        self._task.cancel()
+
+    async def settled(self) -> None:
+        """Return once it has ended and no byte can land in its blocks any more, however it ended.
+
+        Raises RuntimeBroken if that can never be known because the transport died under its reads; UsageError off the
+        runtime's loop. Cancelling stops the waiting only.
+        """
+        if self._task is not None and not self._task.done():
+            require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")
+            await asyncio.wait([self._task])
+        if self._bytes is not None and not self._bytes.safe:
+            await self._bytes.settled()
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
+        """Only for `Loader`: carry the load out in a task of its own."""
+        self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
+        return self._task
+
+    def carry(self, posted: Bytes) -> None:
+        """Only for `Loader`: its bytes are about to be posted."""
+        self._bytes = posted
+
+    def end(self, outcome: LoadReport | BaseException) -> None:
+        """Only for `Loader`: this is what came of it."""
+        self._outcome = outcome
+
+    async def _result(self) -> LoadReport:
+        if isinstance(self._outcome, LoadReport):
+            return self._outcome
+        if self._outcome is None:
+            raise UsageError(f"request {self.request_id!r}: load_blocks is awaited by its caller only")
+        raise self._outcome
+
+
+def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
+    """A load that was over before it began: awaiting it raises `error`."""
+    load = Load(request_name(request), ())
+    load.end(error)
+    return load
+
+
+def request_name(request: LoadRequest) -> str:
+    """The id of a request that may hold anything, as messages and records may show it."""
+    named = getattr(request, "request_id", None)
+    return named[:_NAME_CHARS_MAX] if isinstance(named, str) else repr(named)[:_NAME_CHARS_MAX]
+
+
+def require_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
+    """UsageError unless this is called on `loop`, by its thread."""
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:
+        running = None
+    if running is not loop:
+        where = "no event loop runs here" if running is None else "another loop runs here"
+        raise UsageError(f"{what}: belongs to the event loop that opened the runtime, and {where}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLoad:
     """What is in flight from one rank, and how many reads wait to be."""
@@ -75,6 +194,8 @@ class LoadingStatistics:
     succeeded: int
     failed: int
     cancelled: int
+    refused: int
+    """Loads whose request could not be right, or that came while the runtime drains."""
     bytes: int
     renewals: int
     """How often a lease was renewed, for loads under way and by `keep_leases`."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvflow.config import Config
+from kvflow.config import SECONDS_MAX, Config
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.prompts import check_prompt
@@ -27,7 +27,6 @@ from kvflow.errors import (
     LeaseExpired,
     Overloaded,
     PeerError,
-    Quarantine,
     RequestError,
     RuntimeClosed,
     TransferFailed,
@@ -37,8 +36,8 @@ from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
 from kvflow.runtime.lease import check_request_id
-from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest, PeerLoad
-from kvflow.runtime.phases import Stopwatch
+from kvflow.runtime.load import Load, LoadingStatistics, LoadReport, LoadRequest, PeerLoad, refused_load, request_name
+from kvflow.runtime.phases import PHASES, Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
 from kvflow.runtime.releases import Releases
@@ -60,11 +59,14 @@ class _Load:
     local_ids: BlockIds
     timeout: asyncio.Timeout
     watch: Stopwatch
+    handle: Load
     transfers: list[Transfer] = field(default_factory=list)
+    started: bool = False
 
     @property
-    def quarantine(self) -> Quarantine | None:
-        return next((transfer for transfer in self.transfers if not transfer.safe), None)
+    def quarantine(self) -> Load | None:
+        """The load itself, if its bytes may still land."""
+        return self.handle if any(not transfer.safe for transfer in self.transfers) else None
 
     def report(self, *, sources: tuple[str, ...] = (), tokens: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
@@ -120,7 +122,7 @@ class Loader:
         self._places = Budget((config.loads_max,), (config.loads_max,))
         self._reads = Budget(*_read_limits(config))
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
-        self._unsafe: dict[Transfer, None] = {}
+        self._unsafe: dict[Transfer, Load] = {}
         self._observers = observers
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -128,6 +130,7 @@ class Loader:
         self._succeeded = 0
         self._failed = 0
         self._cancelled = 0
+        self._refused = 0
         self._bytes = 0
 
     @property
@@ -145,45 +148,89 @@ class Loader:
             succeeded=self._succeeded,
             failed=self._failed,
             cancelled=self._cancelled,
+            refused=self._refused,
             bytes=self._bytes,
             renewals=self._renewals.sent,
         )
 
     @property
-    def quarantines(self) -> tuple[Quarantine, ...]:
-        """Transfers whose load has ended and whose blocks are not safe yet."""
-        running = {transfer for load in self._loads for transfer in load.transfers}
-        return tuple(transfer for transfer in self._unsafe if transfer not in running)
+    def quarantines(self) -> tuple[Load, ...]:
+        """Loads that have ended and whose blocks are not safe yet."""
+        return tuple(handle for handle in self._unsafe.values() if handle.done)
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
+        return await self._carry_out(self._accept(request))
+
+    def start(self, request: LoadRequest) -> Load:
+        """See `Runtime.start_load`."""
+        try:
+            load = self._accept(request)
+        except KVFlowError as error:
+            return refused_load(request, error)
+        load.handle.begin(partial(self._carry_out, load)).add_done_callback(partial(self._over, load))
+        return load.handle
+
+    def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
+        """Note that a load was not accepted, and why."""
+        self._refused += 1
+        logger.info("refused a load: %s", error)
+        if self._observers.any:
+            self._observers.load_ended(self._record_refused(request, error))
+
+    def _accept(self, request: LoadRequest) -> _Load:
+        """Check the request: from here on the load counts as open, and its time runs."""
         watch = Stopwatch(self._clock)
-        ticket, local_ids = self._check(request)
-        deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
+        try:
+            ticket, local_ids, deadline_s = self._check(request)
+        except KVFlowError as error:
+            self.refuse(request, error)
+            raise
+        timeout = asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s)
+        load = _Load(request, ticket, local_ids, timeout, watch, Load(request.request_id, local_ids))
         self._loads[load] = None
         self._quiet.clear()
+        return load
+
+    async def _carry_out(self, load: _Load) -> LoadReport:
+        """From the first step to the outcome: the one place where a load ends."""
+        load.started = True
         try:
             report = await self._run(load)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             self._cancelled += 1
+            load.handle.end(cancelled)
             self._record(load, CANCELLED)
             raise
         except KVFlowError as problem:
             error = _of_request(problem, load)
             error.quarantine = load.quarantine
             self._failed += 1
-            logger.info("load %s failed in phase %s: %s", request.request_id, load.watch.phase, error)
+            load.handle.end(error)
+            logger.info("load %s failed in phase %s: %s", load.handle.request_id, load.watch.phase, error)
             self._record(load, type(error).__name__, str(error))
-            raise error
+            raise error from error.__cause__
         finally:
-            self._loads.pop(load, None)
-            self._renewals.forget(load)
-            self._note_quiet()
+            self._forget(load)
+        load.handle.end(report)
         self._succeeded += 1
         self._bytes += report.bytes
         self._record(load, LOADED)
         return report
+
+    def _over(self, load: _Load, task: asyncio.Task[LoadReport]) -> None:
+        """A load's own task has ended, perhaps cancelled before its first step."""
+        if not load.started:
+            self._cancelled += 1
+            self._record(load, CANCELLED)
+            self._forget(load)
+        if not task.cancelled():
+            task.exception()  # seen: it is logged, and whoever awaits the load gets it
+
+    def _forget(self, load: _Load) -> None:
+        self._loads.pop(load, None)
+        self._renewals.forget(load)
+        self._note_quiet()
 
     def close(self) -> None:
         """Make every load under way end soon, with RuntimeClosed."""
@@ -191,7 +238,7 @@ class Loader:
         self._renewals.close()
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
-            if not load.timeout.expired():  # else it is ending already
+            if load.started and not load.timeout.expired():  # else it is ending already, or has yet to find out
                 load.timeout.reschedule(now_s)
 
     def all_stopped(self) -> None:
@@ -203,26 +250,29 @@ class Loader:
         """Wait until no load is under way and no block is quarantined."""
         await self._quiet.wait()
 
-    def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds]:
+    def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds, float]:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
         check_request_id(request.request_id, self._config.request_id_chars_max)
         ticket = self._sources.read(request.ticket)
         if len(request.block_ids) > self._config.block_ids_max:
             raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
-        if request.deadline_s is not None and not request.deadline_s > 0:
-            raise RequestError(f"{what}: deadline_s {request.deadline_s} is not above 0")
+        deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
+        if not 0 < deadline_s <= SECONDS_MAX:
+            raise RequestError(f"{what}: deadline_s {deadline_s} is not above 0 and at most {SECONDS_MAX:.0e}")
         if type(request.priority) is not int:
             raise RequestError(f"{what}: priority {request.priority!r} is not an integer")
         if request.prompt is not None:
             check_prompt(ticket, request.prompt, what)
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
-        return ticket, local_ids
+        return ticket, local_ids, float(deadline_s)
 
     async def _run(self, load: _Load) -> LoadReport:
         request, ticket = load.request, load.ticket
         try:
             async with load.timeout:
+                if self._closed:
+                    raise self._closed_error(load)
                 if not ticket.block_ids:
                     return load.report()
                 if len(load.local_ids) == 0:
@@ -234,7 +284,7 @@ class Loader:
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:
-                raise RuntimeClosed(f"request {request.request_id!r}: the runtime was closed") from None
+                raise self._closed_error(load) from None
             raise DeadlineExceeded(
                 f"request {request.request_id!r} from {ticket.engine_id!r} at {ticket.address}: "
                 f"deadline exceeded in phase {load.watch.phase!r}",
@@ -242,6 +292,12 @@ class Loader:
                 peer=ticket.address,
                 phase=load.watch.phase,
             ) from None
+
+    def _closed_error(self, load: _Load) -> RuntimeClosed:
+        return RuntimeClosed(
+            f"request {load.request.request_id!r}: the runtime {self._config.engine_id!r} was closed, or had drained, "
+            f"in phase {load.watch.phase!r}"
+        )
 
     def _match(self, load: _Load) -> tuple[Chunks, ...]:
         """Which chunks of which offered block go where, by position instead of the remote ids; for all ranks alike."""
@@ -370,7 +426,8 @@ class Loader:
             raise
         for source in sources:
             source.connection.hold()
-        self._unsafe[transfer] = None
+        self._unsafe[transfer] = load.handle
+        load.handle.carry(transfer)
         load.transfers.append(transfer)
         return transfer, taken
 
@@ -404,6 +461,25 @@ class Loader:
                 seconds=load.watch.seconds,
                 traceparent=load.ticket.traceparent,
             )
+        )
+
+    def _record_refused(self, request: LoadRequest, error: KVFlowError) -> LoadRecord:
+        """What is known of a load that never began; its request may hold anything."""
+        return LoadRecord(
+            engine_id=self._config.engine_id,
+            rank=str(Rank.of(self._config)),
+            request_id=request_name(request),
+            peer_engine_id="",
+            remote_request_id="",
+            peer="",
+            outcome=type(error).__name__,
+            error=str(error),
+            phase="queued",
+            bytes=0,
+            blocks=0,
+            descriptors=0,
+            seconds=dict.fromkeys(PHASES, 0.0),
+            traceparent="",
         )
 
     def _note_quiet(self) -> None:

@@ -1,79 +1,40 @@
-"""The Runtime: what users hold. It owns every service, starts them in order and ends them in the reverse order.
+"""The Runtime: what users hold. It checks that a call may be made, and passes it on to whoever does the work.
 
-One supervisor task holds a task group with the poller, the listener and the handshakes. If a service dies, the group
-ends, everybody who waits is settled, and later calls raise RuntimeBroken with the cause.
+It belongs to the event loop that opened it: every verb is called there, by its thread, or raises UsageError.
 """
 
 from __future__ import annotations
 
 import asyncio
-import enum
-import logging
-import math
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from kvflow.config import Config
-from kvflow.core import wire
+from kvflow.config import SECONDS_MAX, Config
 from kvflow.core.layout import CacheLayout, KVCaches
-from kvflow.core.ledger import BlockCounts
 from kvflow.core.ticket import Ticket
 from kvflow.core.topology import Rank
-from kvflow.errors import Quarantine, RuntimeBroken, RuntimeClosed, RuntimeDraining, UsageError
-from kvflow.runtime.answers import answer, refusal
-from kvflow.runtime.cache import RegisteredCache, Services, register
-from kvflow.runtime.drain import DrainReport, busy, drain, end
-from kvflow.runtime.lease import Lease, ServeRequest, ServingStatistics
-from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest
-from kvflow.runtime.peers import PeerStatistics
-from kvflow.runtime.poller import Poller
+from kvflow.errors import KVFlowError, RuntimeUnavailable, UsageError
+from kvflow.runtime.cache import RegisteredCache, register
+from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.lease import Lease, ServeRequest
+from kvflow.runtime.load import Load, LoadReport, LoadRequest, refused_load, require_loop
+from kvflow.runtime.loading import Loader
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.staging import BlockCopier
+from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics, Supervisor
 from kvflow.runtime.world import World
-from kvflow.transport.base import TransportError, TransportStatistics
-
-logger = logging.getLogger(__name__)
-
-
-class RuntimeState(enum.StrEnum):
-    NEW = "new"
-    OPEN = "open"
-    DRAINING = "draining"
-    BROKEN = "broken"
-    CLOSING = "closing"
-    CLOSED = "closed"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeStatistics:
-    """A snapshot. Before a cache is registered, and after closing, its parts are None."""
-
-    state: RuntimeState
-    tasks: int
-    blocks: BlockCounts | None
-    buffers_used: int
-    """Host blocks and scratch buffers that are in use now."""
-    serving: ServingStatistics | None
-    loading: LoadingStatistics | None
-    peers: tuple[PeerStatistics, ...]
-    readers: int
-    """Ranks that have connected to this one and will be told when it goes."""
-    listener: ListenerStatistics | None
-    transport: TransportStatistics
-    early_notifications: int
-    """Notifications that came before a cache was registered, when no lease could exist."""
 
 
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    It belongs to the event loop that opened it. `observers` are told how every load and lease has ended.
-    Tests give it another `world`.
+    `observers` are told how every load and lease has ended. Tests give it another `world`. A runtime that is dropped
+    without being closed is closed in the background, with a ResourceWarning.
     """
 
     def __init__(
@@ -83,79 +44,44 @@ class Runtime:
         observers: Sequence[Observer] = (),
         world: World = World(),  # noqa: B008 - frozen
     ) -> None:
-        self._config = config
-        self._observers = Observers(observers)
-        self._world = world
-        self._rank = Rank.of(config)
-        self._incarnation = world.token_hex(8)
-        self._host = config.advertise_host or config.listen_host
-        self._agent_name = wire.agent_name(config.engine_id, self._rank, self._incarnation)
-        self._transport = world.transport(config, self._agent_name)
-        self._side_channel = world.side_channel(config)
-        self._clock = world.clock()
-        self._state = RuntimeState.NEW
-        self._cause: BaseException | None = None
+        self._supervisor = Supervisor(config, Observers(observers), world)
         self._registering = False
-        self._cache: RegisteredCache | None = None
-        self._early_notifications = 0
-        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
-        self._supervisor: asyncio.Task[None] | None = None
+        if world.warns_of_drops:
+            weakref.finalize(self, _dropped, self._supervisor).atexit = False
 
     def __repr__(self) -> str:
-        return f"<kvflow.Runtime {self._config.engine_id} {self._state}>"
+        return f"<kvflow.Runtime {self.config.engine_id} {self.state}>"
 
     @property
     def config(self) -> Config:
-        return self._config
+        return self._supervisor.config
 
     @property
     def rank(self) -> Rank:
-        return self._rank
+        return self._supervisor.rank
 
     @property
     def state(self) -> RuntimeState:
-        return self._state
+        return self._supervisor.state
 
     @property
     def address(self) -> str:
         """The side channel's address as tickets name it."""
-        self._require_running()
-        return f"tcp://{self._host}:{self._listener.port}"
+        self._supervisor.require_running()
+        return self._supervisor.address
 
     @property
-    def quarantines(self) -> tuple[Quarantine, ...]:
-        """Blocks in which bytes may still land although their load has ended; each can be awaited."""
-        return self._cache.loader.quarantines if self._cache else ()
-
-    def quarantines_of(self, request_id: str) -> tuple[Quarantine, ...]:
-        """Those of `quarantines` that loads of this request have left: for cancelled ones, whose error carries none."""
-        return tuple(one for one in self.quarantines if one.request_id == request_id)
+    def quarantines(self) -> tuple[Load, ...]:
+        """Loads that have ended and in whose blocks bytes may still land: await their `settled()`."""
+        cache = self._supervisor.cache
+        return cache.loader.quarantines if cache else ()
 
     async def __aenter__(self) -> Self:
         """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had.
 
         Cancelling leaves it closed.
         """
-        if self._state is not RuntimeState.NEW:
-            raise UsageError(f"a Runtime is opened once; this one is {self._state}")
-        self._state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
-        await self._transport.open()
-        try:
-            self._listener = await self._side_channel.listen(self._answer)
-        except BaseException:
-            await self._transport.aclose(self._config.transport_close_timeout_s)
-            raise
-        self._poller = Poller(self._transport, self._on_notification)
-        self._copier = self._world.copier(f"kvflow-copy {self._agent_name}")
-        self._stop = asyncio.Event()
-        self._state = RuntimeState.OPEN
-        started = asyncio.Event()
-        self._supervisor = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
-        try:
-            await started.wait()
-        except BaseException:
-            await self.aclose()
-            raise
+        await self._supervisor.open()
         return self
 
     async def __aexit__(
@@ -166,18 +92,18 @@ class Runtime:
     async def aclose(self) -> None:
         """Close in order: no new work, let loads and leases finish, revoke what is left, deregister, stop everything.
 
-        Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine. Cancelling it stops
-        the waiting; the closing goes on. Raises RuntimeBroken if reads, or a copy, could not be stopped: then the
-        registered memory must stay until the process ends.
+        Bounded by Config.drain_timeout_s and transport_close_timeout_s. Closing twice is fine, and so is closing after
+        the runtime's own loop was closed, from any other. Cancelling it stops the waiting; the closing goes on. Raises
+        RuntimeBroken if reads, or a copy, could not be stopped: then the registered memory must stay until the process
+        ends. Raises UsageError on another loop than its own.
         """
-        if self._state is RuntimeState.NEW:
-            self._state = RuntimeState.CLOSED
-        if self._state is RuntimeState.CLOSED:
+        loop = self._supervisor.loop
+        if loop is not None and loop.is_closed():
+            self._supervisor.abandon(self.config.transport_close_timeout_s)
             return
-        if self._state is not RuntimeState.CLOSING:
-            self._state = RuntimeState.CLOSING
-            self._closing = asyncio.create_task(self._close(), name="kvflow-close")
-        await asyncio.shield(self._closing)
+        if loop is not None:
+            require_loop(loop, "aclose()")
+        await self._supervisor.aclose()
 
     async def register_kv_caches(
         self, kv_caches: KVCaches, layout: CacheLayout, *, copy_blocks: BlockCopier | None = None
@@ -191,12 +117,12 @@ class Runtime:
         The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as `layout`
         says, ConfigError if the transport cannot reach their device. Cancelling leaves the runtime unregistered.
         """
-        self._require_open()
-        if self._cache is not None or self._registering:
+        self._require_open("register_kv_caches")
+        if self._supervisor.cache is not None or self._registering:
             raise UsageError("a KV cache is registered already; a runtime has one")
         self._registering = True
         try:
-            self._cache = await register(self._services(), kv_caches, layout, copy_blocks)
+            self._supervisor.cache = await register(self._supervisor.services(), kv_caches, layout, copy_blocks)
         finally:
             self._registering = False
 
@@ -205,17 +131,30 @@ class Runtime:
 
         The lease is in force when this returns. Raises RequestError (BlocksBusy if a block is being loaded).
         """
-        return self._require_cache().serving.serve(request)
+        return self._require_cache("serve_blocks").serving.serve(request)
 
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
-        """Read the blocks that a ticket offers into local blocks.
+        """Read the blocks that a ticket offers into local blocks; the same as `await start_load(request)`.
 
         Waits its turn when others load, too (`LoadRequest.priority`). Raises RequestError, a PeerError, LeaseExpired,
-        TransferFailed, Overloaded or DeadlineExceeded; never reports a success that is partial or stale. Cancelling
-        returns within Config.cancel_grace_s; if bytes may still land then, the blocks are in `quarantines` (see also
-        `quarantines_of`, and an error's `quarantine`) until they are safe.
+        TransferFailed, Overloaded, DeadlineExceeded, RuntimeUnavailable or RuntimeBroken; never reports a success that
+        is partial or stale. If bytes may still land when it raises, the error's `quarantine` is the load. Cancelling
+        returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines` until they
+        have. Who may be cancelled uses `start_load`, whose handle tells.
         """
-        return await self._require_cache().loader.load(request)
+        return await self._require_loader(request).load(request)
+
+    def start_load(self, request: LoadRequest) -> Load:
+        """Start to read the blocks that a ticket offers; `await load` gives the report.
+
+        Returns at once and never raises: whatever is wrong is raised by awaiting the load. Its blocks may be reused
+        when `await load.settled()` returns, however it has ended.
+        """
+        try:
+            loader = self._require_loader(request)
+        except KVFlowError as error:
+            return refused_load(request, error)
+        return loader.start(request)
 
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
@@ -223,9 +162,10 @@ class Runtime:
         One message to each rank, no handshake; its lease ends as if we had read. Returns whether all ranks were told,
         within Config.handshake_timeout_s: a producer that has restarted or cannot be reached is no error, since
         leases run out. A release that comes late or twice changes nothing. Raises RequestError for a ticket that
-        cannot be right. Cancelling stops it; some ranks may have been told then.
+        cannot be right. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
         """
-        return await self._require_cache().releases.release(ticket)
+        self._require_here("release_blocks")
+        return await self._registered().releases.release(ticket)
 
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Keep what a ticket offers while a request waits for its load, as in `with runtime.keep_leases(ticket): ...`.
@@ -234,7 +174,7 @@ class Runtime:
         Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
         nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
         """
-        return self._require_cache().keeping.keep(ticket)
+        return self._require_cache("keep_leases").keeping.keep(ticket)
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
@@ -243,7 +183,7 @@ class Runtime:
         with the error if there was one; one bad engine does not keep others from being connected. Takes at most
         Config.handshake_timeout_s for each rank. Cancelling stops the waiting; handshakes under way go on.
         """
-        cache = self._require_cache()
+        cache = self._require_cache("prewarm")
         return await prewarm(cache.sources, cache.peers, engines)
 
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
@@ -253,8 +193,9 @@ class Runtime:
         when they have left. Returns whether that was so within Config.handshake_timeout_s; if not it will be later.
         Cancelling stops the waiting.
         """
-        self._require_running()
-        return self._cache is None or await self._cache.peers.forget(engine_id, address)
+        self._require_here("forget_peer")
+        cache = self._supervisor.cache
+        return cache is None or await cache.peers.forget(engine_id, address)
 
     async def drain(self, deadline_s: float | None = None) -> DrainReport:
         """Take no new work, tell readers, and wait until all leases and loads have ended, or until `deadline_s`.
@@ -264,165 +205,64 @@ class Runtime:
         leases are revoked and loads ended, which takes at most Config.seal_hold_s, cancel_grace_s and drain_timeout_s.
         Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
         """
-        self._require_running()
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise UsageError(f"drain: deadline_s {deadline_s} is not above 0 and finite")
-        self._state = RuntimeState.DRAINING
-        return await self._drain(self._config.drain_timeout_s if deadline_s is None else deadline_s)
+        self._require_here("drain")
+        if deadline_s is not None and not 0 < deadline_s <= SECONDS_MAX:
+            raise UsageError(f"drain: deadline_s {deadline_s} is not above 0 and at most {SECONDS_MAX:.0e}")
+        return await self._supervisor.drain(self.config.drain_timeout_s if deadline_s is None else deadline_s)
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
-        cache = self._cache
-        supervising = self._supervisor is not None and not self._supervisor.done()
-        return RuntimeStatistics(
-            state=self._state,
-            tasks=len(self._tasks) + supervising,
-            blocks=cache.ledger.counts() if cache else None,
-            buffers_used=cache.buffers_used if cache else 0,
-            serving=cache.serving.statistics if cache else None,
-            loading=cache.loader.statistics if cache else None,
-            peers=cache.peers.statistics if cache else (),
-            readers=cache.readers.count if cache else 0,
-            listener=self._listener.statistics if self._supervisor is not None else None,
-            transport=self._transport.statistics,
-            early_notifications=self._early_notifications,
-        )
+        return self._supervisor.statistics()
 
-    async def _supervise(self, started: asyncio.Event) -> None:
-        """The supervisor task: runs the services until told to stop, or until one dies."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                self._group = group
-                self._spawn(self._poller.run(), name="kvflow-poller")
-                self._spawn(self._listener.serve(), name="kvflow-listener")
-                started.set()
-                await self._stop.wait()
-                for task in list(self._tasks):
-                    task.cancel()
-        except* Exception as problems:  # noqa: BLE001 - whatever killed a service, everybody gets to know
-            self._break(problems.exceptions[0])
+    def _require_open(self, what: str) -> None:
+        """New work is possible, here."""
+        self._supervisor.require_open()
+        self._require_here(what)
 
-    def _spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        if self._stop.is_set() or self._cause is not None:
-            body.close()
-            raise RuntimeClosed("the runtime is closing")
-        try:
-            task = self._group.create_task(body, name=name)
-        except RuntimeError as error:  # a service has died, and the others are just ending
-            body.close()
-            raise RuntimeClosed("the runtime is breaking") from error
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
+    def _require_here(self, what: str) -> None:
+        """The services are there, and this is their loop."""
+        self._supervisor.require_running()
+        loop = self._supervisor.loop
+        assert loop is not None, "it is open"
+        require_loop(loop, what)
 
-    def _break(self, cause: BaseException) -> None:
-        """A service died: settle everybody."""
-        logger.error("kvflow runtime %s broke", self._config.engine_id, exc_info=cause)
-        self._cause = cause
-        if self._state in (RuntimeState.OPEN, RuntimeState.DRAINING):
-            self._state = RuntimeState.BROKEN
-        if self._cache:
-            self._cache.serving.close()
-            self._cache.loader.close()
+    def _require_cache(self, what: str) -> RegisteredCache:
+        self._require_open(what)
+        return self._registered()
 
-    async def _close(self) -> None:
-        """The close task."""
-        try:
-            await self._end_work()
-            self._stop.set()
-            if self._supervisor is not None:
-                await self._supervisor
-            if self._cache:
-                await self._cache.peers.aclose()
-            try:
-                await self._transport.aclose(self._config.transport_close_timeout_s)
-            except TransportError as error:
-                raise RuntimeBroken(f"closing {self._config.engine_id!r}: {error}") from error
-            if self._cache and self._cause is None:
-                self._cache.loader.all_stopped()
-        finally:
-            bound_s = self._config.transport_close_timeout_s
-            copied = await self._copier.aclose(bound_s)
-            self._listener.close()
-            self._side_channel.close()
-            self._state = RuntimeState.CLOSED
-        if not copied:
-            raise RuntimeBroken(f"closing {self._config.engine_id!r}: a copy still runs after {bound_s} s")
-
-    async def _end_work(self) -> None:
-        """Drain, unless a service has died, and let readers know that this rank goes."""
-        cache = self._cache
+    def _registered(self) -> RegisteredCache:
+        cache = self._supervisor.cache
         if cache is None:
-            return
-        if self._cause is not None:
-            await end(cache.serving, cache.loader, self._config, broken=True)
-        elif busy(cache.serving, cache.loader):
-            await self._drain(self._config.drain_timeout_s)
-        else:
-            await end(cache.serving, cache.loader, self._config)
-        await cache.readers.tell(closing=True)
-
-    async def _drain(self, deadline_s: float) -> DrainReport:
-        cache = self._cache
-        if cache is None:
-            return DrainReport(finished=True)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cache.readers.tell(closing=False), name="kvflow-goodbye")
-            return await drain(cache.serving, cache.loader, self._config, deadline_s)
-
-    def _services(self) -> Services:
-        return Services(
-            config=self._config,
-            world=self._world,
-            observers=self._observers,
-            clock=self._clock,
-            transport=self._transport,
-            side_channel=self._side_channel,
-            poller=self._poller,
-            copier=self._copier,
-            spawn=self._spawn,
-            agent_name=self._agent_name,
-            incarnation=self._incarnation,
-            rank=self._rank,
-            host=self._host,
-            port=self._listener.port,
-        )
-
-    def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
-        """Answer a peer on the side channel; never waits."""
-        cache, engine_id = self._cache, self._config.engine_id
-        if cache is None:
-            return refusal(f"engine {engine_id!r} has no KV cache registered yet", passing=True)
-        if self._state is RuntimeState.BROKEN:
-            return refusal(f"engine {engine_id!r} is {self._state}")
-        return answer(cache, header, request, draining=self._state is not RuntimeState.OPEN)
-
-    def _on_notification(self, payload: bytes) -> None:
-        if self._cache is None:
-            self._early_notifications += 1
-        else:
-            self._cache.serving.on_notification(payload)
-
-    def _require_open(self) -> None:
-        """New work is possible."""
-        self._require_running()
-        if self._state is RuntimeState.DRAINING:
-            raise RuntimeDraining(f"the runtime {self._config.engine_id!r} drains: it takes no new work")
-
-    def _require_running(self) -> None:
-        """The services are there."""
-        match self._state:
-            case RuntimeState.OPEN | RuntimeState.DRAINING:
-                return
-            case RuntimeState.NEW:
-                raise UsageError("the runtime is not open yet: use it as `async with Runtime(config) as rt`")
-            case RuntimeState.BROKEN:
-                raise RuntimeBroken(f"the runtime broke: {self._cause}") from self._cause
-            case RuntimeState.CLOSING | RuntimeState.CLOSED:
-                raise RuntimeClosed(f"the runtime is {self._state}")
-
-    def _require_cache(self) -> RegisteredCache:
-        self._require_open()
-        if self._cache is None:
             raise UsageError("no KV cache is registered yet: await register_kv_caches first")
-        return self._cache
+        return cache
+
+    def _require_loader(self, request: LoadRequest) -> Loader:
+        """Whoever takes loads now; observers are told of those that come while the runtime goes."""
+        try:
+            return self._require_cache("load_blocks").loader
+        except RuntimeUnavailable as error:
+            cache = self._supervisor.cache
+            if cache is not None and self.state is RuntimeState.DRAINING:
+                cache.loader.refuse(request, error)
+            raise
+
+
+def _dropped(supervisor: Supervisor) -> None:
+    """The handle of a runtime is gone. It may have been closed, else it is now, on its loop if that is still there."""
+    loop = supervisor.loop
+    if loop is None or supervisor.state in (RuntimeState.NEW, RuntimeState.CLOSED, RuntimeState.CLOSING):
+        return
+    warnings.warn(f"runtime {supervisor} was dropped without being closed", ResourceWarning, stacklevel=2)
+    if loop.is_closed():
+        supervisor.abandon()
+    else:
+        loop.call_soon_threadsafe(_close_soon, supervisor)
+
+
+def _close_soon(supervisor: Supervisor) -> None:
+    asyncio.ensure_future(supervisor.aclose()).add_done_callback(_note_closed)
+
+
+def _note_closed(closing: asyncio.Future[None]) -> None:
+    if not closing.cancelled():
+        closing.exception()  # seen: it is logged

@@ -60,5 +60,8 @@ class SideChannel(Protocol):
         question up.
         """
 
+    def abandon(self) -> None:
+        """Close everything at once, without the loop, which is gone."""
+
     def close(self) -> None:
         """Nothing will be asked any more; questions under way may still be answered. Closing twice is fine."""

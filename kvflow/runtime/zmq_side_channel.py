@@ -47,6 +47,8 @@ class ZmqSideChannel:
         self._context: zmq.asyncio.Context | None = None
         self._questions = itertools.count(1)
         self._asking = 0
+        self._sockets: dict[zmq.asyncio.Socket, zmq.asyncio.Socket] = {}
+        """Of questions under way, each with its monitor."""
         self._closed = False
 
     async def listen(self, answer: Answer) -> ZmqListener:
@@ -70,6 +72,19 @@ class ZmqSideChannel:
     def close(self) -> None:
         self._closed = True
         self._end_if_idle()
+
+    def abandon(self) -> None:
+        self._closed = True
+        context, self._context = self._context, None
+        if context is None:
+            return
+        for socket in self._sockets:
+            socket.disable_monitor()
+            socket.close(linger=0)
+        for monitor in self._sockets.values():
+            monitor.close(linger=0)
+        self._sockets.clear()
+        context.term()
 
     def _end_if_idle(self) -> None:
         """End ZeroMQ's thread once nobody asks any more."""
@@ -105,6 +120,7 @@ class ZmqSideChannel:
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.own.public)
                 socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.own.secret)
             socket.monitor(failures, _FAILURES)
+            self._sockets[socket] = monitor
             try:
                 monitor.connect(failures)
                 socket.connect(endpoint)
@@ -121,7 +137,9 @@ class ZmqSideChannel:
                         raise _failure(event, address, self._config.engine_id, None if keyring is None else engine_id)
                     await _probe(address)
             finally:
-                socket.disable_monitor()  # before the monitor's end closes: ZeroMQ would wait for it to take an event
+                if self._sockets.pop(socket, None) is not None:  # else it was abandoned
+                    # Before the monitor's end closes: ZeroMQ would wait for it to take an event.
+                    socket.disable_monitor()
 
 
 async def _server_key(keyring: Keyring, engine_id: str, address: str) -> bytes:

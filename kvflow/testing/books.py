@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvflow.runtime.lease import Lease
-from kvflow.runtime.runtime import Runtime, RuntimeStatistics
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.supervisor import RuntimeStatistics
 
 
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:

@@ -92,6 +92,9 @@ class InprocSideChannel:
     async def listen(self, answer: Answer) -> InprocListener:
         return self._exchange.listen(self._config, answer)
 
+    def abandon(self) -> None:
+        pass
+
     async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
         timeout_s = self._config.handshake_timeout_s
         answered: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()

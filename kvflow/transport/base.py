@@ -134,5 +134,8 @@ class Transport(Protocol):
         is raised and the transport keeps itself and the memory alive until they have, then shuts down.
         """
 
+    def abandon(self, wait_s: float) -> None:
+        """Shut down without the loop, which is gone, once reads have stopped; waits up to `wait_s`. Any thread."""
+
     @property
     def statistics(self) -> TransportStatistics: ...

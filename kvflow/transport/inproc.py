@@ -234,6 +234,12 @@ class InprocTransport:
         self._spans.clear()
         self._keepalive.clear()
 
+    def abandon(self, wait_s: float) -> None:
+        self._network.agents.pop(self.name, None)
+        self._open = False
+        for held in (self._reads, self._peers, self._spans, self._keepalive):
+            held.clear()
+
     @property
     def statistics(self) -> TransportStatistics:
         return TransportStatistics(

@@ -116,6 +116,15 @@ class NixlTransport:
         self._peers.clear()
         self._open_spans = 0
 
+    def abandon(self, wait_s: float) -> None:
+        self._closing = True
+        thread = self._thread
+        if thread is None:
+            return
+        thread.abandon(self._end, wait_s)
+        self._peers.clear()
+        self._open_spans = 0
+
     @property
     def statistics(self) -> TransportStatistics:
         agents = self._agents
@@ -142,6 +151,8 @@ class NixlTransport:
         agents = self._agents
         if agents is None:
             return None if self._ending else _OPENING_S
+        if self._thread is not None and self._thread.orphaned:
+            self._ending = True
         idle_s = agents.crank()
         if self._ending and not agents.busy:
             agents.send_notifications()

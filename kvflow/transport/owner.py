@@ -38,7 +38,12 @@ class OwnerThread:
 
     @property
     def alive(self) -> bool:
-        return not self._ended.is_set()
+        return not self._ended.is_set() and self._thread.is_alive()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether its loop is gone, so that nobody will ever give it a job, or wait for one."""
+        return self._loop.is_closed()
 
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
@@ -81,6 +86,12 @@ class OwnerThread:
         """Wait until the thread is gone."""
         await self._ended.wait()
         self._thread.join()
+
+    def abandon(self, last_job: Job, wait_s: float) -> None:
+        """Without the loop, from any thread: give it its last job, and wait up to `wait_s` for its end."""
+        self._jobs.put(last_job)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(wait_s)
 
     def _require_alive(self) -> None:
         if not self.alive:

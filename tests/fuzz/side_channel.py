@@ -127,7 +127,7 @@ class Engine:
 
     @property
     def cache(self) -> RegisteredCache:
-        cache = self.runtime._cache
+        cache = self.runtime._supervisor.cache
         assert cache is not None
         return cache
 

@@ -649,7 +649,7 @@ async def test_a_release_needs_a_ticket() -> None:
 
 def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **change: object) -> wire.Reply:
     """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
-    cache = timed.pair.consumer.runtime._cache
+    cache = timed.pair.consumer.runtime._supervisor.cache
     assert cache is not None
     question = wire.ReleaseRequest(
         reader="reader",
@@ -661,7 +661,7 @@ def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **chang
         holding=msgspec.structs.replace(cache.local.holding, **change),
     )
     header = wire.our_header(cache.local.compatibility.fingerprint())
-    return timed.pair.producer.runtime._answer(header, question)
+    return timed.pair.producer.runtime._supervisor._answer(header, question)
 
 
 @pytest.mark.parametrize("change", [{"tp_size": 0}, {"block_size": 3}, {"layers": ()}, {"kv_heads": 5}])
@@ -699,19 +699,19 @@ async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only() -> Non
 # --- what a cancelled load leaves
 
 
-async def test_the_quarantine_of_a_cancelled_load_is_found_by_its_request() -> None:
+async def test_a_cancelled_load_is_among_the_quarantines_until_its_bytes_have_stopped() -> None:
     async with timed_pair() as timed:
         runtime = timed.pair.consumer.runtime
         leases = [timed.pair.offer([block], f"req-{block}") for block in (3, 4)]
         tasks = [await timed.start_held_load(lease, [index]) for index, lease in enumerate(leases)]
-        assert runtime.quarantines_of("req-3") == ()
+        assert runtime.quarantines == ()
         tasks[0].cancel()
         with pytest.raises(asyncio.CancelledError):
             await tasks[0]
-        (quarantine,) = runtime.quarantines_of("req-3")
-        assert (quarantine.block_ids, quarantine.safe) == ((0,), False)
-        assert runtime.quarantines_of("req-4") == runtime.quarantines_of("nobody") == ()
+        (quarantine,) = runtime.quarantines
+        assert (quarantine.request_id, quarantine.block_ids, quarantine.safe) == ("req-3", (0,), False)
         await timed.let_go(tasks[1])
         await quarantine.settled()
-        assert runtime.quarantines_of("req-3") == ()
+        assert quarantine.safe
+        assert runtime.quarantines == ()
         leases[0].revoke()

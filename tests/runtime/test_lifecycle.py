@@ -39,7 +39,7 @@ async def test_use_before_opening_before_registering_and_after_closing() -> None
             runtime.serve_blocks(request)
         with pytest.raises(UsageError, match="opened once"):
             await runtime.__aenter__()
-    with pytest.raises(RuntimeClosed, match="the runtime is closed"):
+    with pytest.raises(RuntimeClosed, match="the runtime .* is closed"):
         runtime.serve_blocks(request)
     with pytest.raises(UsageError):
         await runtime.__aenter__()
@@ -156,7 +156,7 @@ async def test_closing_while_a_load_is_past_its_deadline_and_waits_for_its_bytes
         wanted = pair.wanted(lease, [0], deadline_s=0.3)
         load = asyncio.create_task(pair.consumer.runtime.load_blocks(wanted))
         await until_held(pair)
-        cache = pair.consumer.runtime._cache
+        cache = pair.consumer.runtime._supervisor.cache
         assert cache is not None
         (under_way,) = cache.loader._loads
         while not under_way.timeout.expired():

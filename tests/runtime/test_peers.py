@@ -231,7 +231,7 @@ async def test_many_reads_that_fail_at_once_are_one_failure(reader: Reader) -> N
 async def test_a_rank_that_does_not_say_its_lease_has_failed_too(reader: Reader) -> None:
     lease = reader.pair.offer([3])
     await reader.load(lease.ticket)
-    cache = reader.runtime._cache
+    cache = reader.runtime._supervisor.cache
     assert cache is not None
     peer = cache.peers.get("producer", Rank(0, 0, 0), lease.ticket.address)
     reader.answer(PeerUnreachable("nobody", peer="p"))

@@ -306,6 +306,6 @@ async def test_cancelling_at_any_step_leaves_nothing_behind(pair: InprocPair, st
 
 def revoke_all(pair: InprocPair) -> None:
     """End every lease of the producer, as `lease.revoke` does."""
-    cache = pair.producer.runtime._cache
+    cache = pair.producer.runtime._supervisor.cache
     assert cache is not None
     cache.serving.close()

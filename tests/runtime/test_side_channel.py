@@ -22,6 +22,7 @@ from kvflow.errors import (
     DeadlineExceeded,
     LeaseExpired,
     PeerIncompatible,
+    PeerNotReady,
     PeerRefused,
     PeerUnreachable,
     ProtocolError,
@@ -70,10 +71,10 @@ def reply_frames(body: wire.Reply, version: int = wire.PROTOCOL_VERSION) -> list
 def metadata_of(pair: InprocPair) -> wire.Metadata:
     """What the producer's listener really answers."""
     runtime = pair.producer.runtime
-    cache = pair.consumer.runtime._cache
+    cache = pair.consumer.runtime._supervisor.cache
     assert cache is not None
     request = wire.MetadataRequest(reader="test", target=wire.Target("producer", 0, 0, 0))
-    reply = runtime._answer(wire.our_header(cache.local.compatibility.fingerprint()), request)
+    reply = runtime._supervisor._answer(wire.our_header(cache.local.compatibility.fingerprint()), request)
     assert isinstance(reply, wire.Metadata)
     return reply
 
@@ -199,7 +200,7 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
     pair: InprocPair, changes: dict[str, object]
 ) -> None:
     honest = metadata_of(pair)
-    cache = pair.consumer.runtime._cache
+    cache = pair.consumer.runtime._supervisor.cache
     assert cache is not None
     refusal = wire.Refusal(
         reason="no",
@@ -259,7 +260,7 @@ async def test_a_peer_without_a_cache_refuses(pair: InprocPair) -> None:
     config = Config(engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
     async with Runtime(config) as runtime:
         port = int(runtime.address.rpartition(":")[2])
-        with pytest.raises(PeerRefused, match="engine 'producer' has no KV cache registered yet"):
+        with pytest.raises(PeerNotReady, match="engine 'producer' has no KV cache registered yet"):
             await load_from(pair, ticket_for(pair, port))
 
 

@@ -99,7 +99,7 @@ async def test_a_lease_that_nobody_knows_of_is_found(kvflow_pair: InprocPair) ->
 
 
 async def test_a_block_that_nobody_answers_for_is_found(kvflow_pair: InprocPair) -> None:
-    cache = kvflow_pair.consumer.runtime._cache
+    cache = kvflow_pair.consumer.runtime._supervisor.cache
     assert cache is not None
     ids = np.array([5])
     cache.ledger.begin_load(ids)

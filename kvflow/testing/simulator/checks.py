@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvflow.runtime.runtime import Runtime, RuntimeStatistics
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.supervisor import RuntimeStatistics
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 
 if TYPE_CHECKING:

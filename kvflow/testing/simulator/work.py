@@ -77,7 +77,7 @@ class Rank:
     """One rank in one life: its memory, its runtime, and what came of both."""
 
     def __init__(self, index: int, cache: RankCache, runtime: Runtime) -> None:
-        books = runtime._cache
+        books = runtime._supervisor.cache
         assert books is not None, "registered before"
         self.index = index
         self.cache = cache

@@ -1,0 +1,392 @@
+"""The supervisor: opens, runs and closes everything that a runtime consists of, in order, and ends it if a part dies.
+
+`Runtime` is the handle that users hold; nothing here refers to it, so that a handle which is dropped is noticed. One
+task holds a task group with the poller, the listener and the handshakes. If one of the first two ends before it is
+told to, by an error or because somebody has cancelled it, the runtime is *broken*: leases are revoked, loads fail, and
+later calls raise RuntimeBroken with the cause.
+
+Closing is carried out to its end by a task of its own. Hosts cancel all tasks when they end, that one included, so it
+holds cancellation back: each of its steps is bounded and can be begun anew, and after a cancel it waits for nobody who
+could still finish in peace. A runtime whose loop has gone is *abandoned*: what must not stay is given back without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import enum
+import importlib.metadata
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+
+from kvflow.config import Config
+from kvflow.core import wire
+from kvflow.core.ledger import BlockCounts
+from kvflow.core.topology import Rank
+from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
+from kvflow.runtime.answers import answer, refusal
+from kvflow.runtime.cache import RegisteredCache, Services
+from kvflow.runtime.drain import DrainReport, busy, drain, end
+from kvflow.runtime.lease import ServingStatistics
+from kvflow.runtime.load import LoadingStatistics
+from kvflow.runtime.peers import PeerStatistics
+from kvflow.runtime.poller import Poller
+from kvflow.runtime.records import Observers
+from kvflow.runtime.side_channel import ListenerStatistics
+from kvflow.runtime.world import World
+from kvflow.transport.base import TransportError, TransportStatistics
+
+logger = logging.getLogger(__name__)
+
+
+class RuntimeState(enum.StrEnum):
+    NEW = "new"
+    OPEN = "open"
+    DRAINING = "draining"
+    BROKEN = "broken"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeStatistics:
+    """A snapshot. Before a cache is registered, and in a runtime that was abandoned, its parts are None."""
+
+    state: RuntimeState
+    tasks: int
+    blocks: BlockCounts | None
+    buffers_used: int
+    """Host blocks and scratch buffers that are in use now."""
+    serving: ServingStatistics | None
+    loading: LoadingStatistics | None
+    peers: tuple[PeerStatistics, ...]
+    readers: int
+    """Ranks that have connected to this one and will be told when it goes."""
+    listener: ListenerStatistics | None
+    transport: TransportStatistics
+    early_notifications: int
+    """Notifications that came before a cache was registered, when no lease could exist."""
+
+
+class Supervisor:
+    """Everything of one runtime but its handle."""
+
+    def __init__(self, config: Config, observers: Observers, world: World) -> None:
+        self.config = config
+        self.rank = Rank.of(config)
+        self.state = RuntimeState.NEW
+        self.cache: RegisteredCache | None = None
+        self._observers = observers
+        self._world = world
+        self._incarnation = world.token_hex(8)
+        self._host = config.advertise_host or config.listen_host
+        self._agent_name = wire.agent_name(config.engine_id, self.rank, self._incarnation)
+        self._transport = world.transport(config, self._agent_name)
+        self._side_channel = world.side_channel(config)
+        self._clock = world.clock()
+        self._cause: BaseException | None = None
+        self._early_notifications = 0
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
+        self._supervision: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        self._hurried = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def __str__(self) -> str:
+        """As log lines name it."""
+        return f"{self.config.engine_id!r} ({self.rank})"
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that has opened it; None before."""
+        return self._loop
+
+    @property
+    def address(self) -> str:
+        return f"tcp://{self._host}:{self._listener.port}"
+
+    async def open(self) -> None:
+        """Start the transport, the listener and the poller. Raises ConfigError; cancelling leaves it closed."""
+        if self.state is not RuntimeState.NEW:
+            raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
+        self.state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
+        self._loop = asyncio.get_running_loop()
+        await self._transport.open()
+        try:
+            self._listener = await self._side_channel.listen(self._answer)
+        except BaseException:
+            await self._transport.aclose(self.config.transport_close_timeout_s)
+            raise
+        self._poller = Poller(self._transport, self._on_notification)
+        self._copier = self._world.copier(f"kvflow-copy {self._agent_name}")
+        self._stop = asyncio.Event()
+        self.state = RuntimeState.OPEN
+        atexit.register(self.abandon, self.config.transport_close_timeout_s)
+        started = asyncio.Event()
+        self._supervision = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
+        self._supervision.add_done_callback(lambda _: started.set())  # cancelled before its first step: say so below
+        try:
+            await started.wait()
+        except BaseException:
+            await self.aclose()
+            raise
+        logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
+
+    async def aclose(self) -> None:
+        """See `Runtime.aclose`."""
+        if self.state is RuntimeState.NEW:
+            self.state = RuntimeState.CLOSED
+        task = asyncio.current_task()
+        cancels = task.cancelling() if task is not None else 0
+        while self.state is not RuntimeState.CLOSED:
+            self.state = RuntimeState.CLOSING
+            if self._closing is None or self._closing.cancelled():  # before its first step: later it would go on
+                self._closing = asyncio.create_task(self._close(), name="kvflow-close")
+                self._closing.add_done_callback(_seen)
+            try:
+                await asyncio.shield(self._closing)
+            except asyncio.CancelledError:
+                if not self._closing.cancelled() or (task is not None and task.cancelling() > cancels):
+                    raise
+
+    def abandon(self, wait_s: float = 0.0) -> None:
+        """Give back what must not stay, without the loop, which is gone: sockets now, threads when reads have ended.
+
+        Waits up to `wait_s` for the threads. Whoever waited on the loop was settled by the loop's own end.
+        """
+        if self.state in (RuntimeState.NEW, RuntimeState.CLOSED):
+            return
+        logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
+        self.state = RuntimeState.CLOSED
+        self.cache = None
+        atexit.unregister(self.abandon)
+        self._listener.close()
+        self._side_channel.abandon()
+        self._transport.abandon(wait_s)
+        self._copier.abandon(wait_s)
+
+    async def drain(self, deadline_s: float) -> DrainReport:
+        """See `Runtime.drain`."""
+        self.state = RuntimeState.DRAINING
+        return await self._drain(deadline_s)
+
+    def statistics(self) -> RuntimeStatistics:
+        cache = self.cache
+        supervising = self._supervision is not None and not self._supervision.done()
+        return RuntimeStatistics(
+            state=self.state,
+            tasks=len(self._tasks) + supervising,
+            blocks=cache.ledger.counts() if cache else None,
+            buffers_used=cache.buffers_used if cache else 0,
+            serving=cache.serving.statistics if cache else None,
+            loading=cache.loader.statistics if cache else None,
+            peers=cache.peers.statistics if cache else (),
+            readers=cache.readers.count if cache else 0,
+            listener=self._listener.statistics if self._supervision is not None else None,
+            transport=self._transport.statistics,
+            early_notifications=self._early_notifications,
+        )
+
+    def require_running(self) -> None:
+        """The services are there."""
+        match self.state:
+            case RuntimeState.OPEN | RuntimeState.DRAINING:
+                return
+            case RuntimeState.NEW:
+                raise UsageError(f"the runtime {self} is not open yet: use it as `async with Runtime(config) as rt`")
+            case RuntimeState.BROKEN:
+                raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
+            case RuntimeState.CLOSING | RuntimeState.CLOSED:
+                raise RuntimeClosed(f"the runtime {self} is {self.state}")
+
+    def require_open(self) -> None:
+        """New work is possible."""
+        self.require_running()
+        if self.state is RuntimeState.DRAINING:
+            raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
+
+    def services(self) -> Services:
+        return Services(
+            config=self.config,
+            world=self._world,
+            observers=self._observers,
+            clock=self._clock,
+            transport=self._transport,
+            side_channel=self._side_channel,
+            poller=self._poller,
+            copier=self._copier,
+            spawn=self.spawn,
+            agent_name=self._agent_name,
+            incarnation=self._incarnation,
+            rank=self.rank,
+            host=self._host,
+            port=self._listener.port,
+        )
+
+    def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        """See `connection.Spawn`."""
+        if self._stop.is_set() or self._cause is not None:
+            body.close()
+            raise RuntimeClosed(f"the runtime {self} is closing")
+        try:
+            task = self._group.create_task(body, name=name)
+        except RuntimeError as error:  # a service has died, and the others are just ending
+            body.close()
+            raise RuntimeClosed(f"the runtime {self} is breaking") from error
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        return task
+
+    async def _supervise(self, started: asyncio.Event) -> None:
+        """The supervisor task: runs the services until told to stop, or until one ends before that."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self.spawn(self._serve(self._poller.run, "poller"), name="kvflow-poller")
+                self.spawn(self._serve(self._listener.serve, "listener"), name="kvflow-listener")
+                started.set()
+                await self._stop.wait()
+                for task in list(self._tasks):
+                    task.cancel()
+        except ExceptionGroup as problems:
+            self._break(problems.exceptions[0])
+        except BaseException as problem:
+            if not self._stop.is_set():
+                self._break(_cancelled_from_outside("supervisor", problem))
+            raise
+
+    async def _serve(self, service: Callable[[], Awaitable[None]], name: str) -> None:
+        """A service's task. It has to last: cancelled by somebody else than its supervisor, it has died."""
+        try:
+            await service()
+        except asyncio.CancelledError as cancelled:
+            if self._stop.is_set():
+                raise
+            raise _cancelled_from_outside(name, cancelled) from None
+
+    def _break(self, cause: BaseException) -> None:
+        """A service died: settle everybody."""
+        logger.error("runtime %s broke: %s: %s", self, type(cause).__name__, cause, exc_info=cause)
+        self._cause = cause
+        if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
+            self.state = RuntimeState.BROKEN
+        if self.cache:
+            self.cache.serving.close()
+            self.cache.loader.close()
+
+    async def _close(self) -> None:
+        """The close task."""
+        try:
+            await self._carry_out(self._end_work)
+            await self._carry_out(self._end_services)
+            problem = await self._carry_out(self._end_transport)
+            problem = await self._carry_out(self._end_copies) or problem
+        finally:
+            self._listener.close()
+            self._side_channel.close()
+            self.state = RuntimeState.CLOSED
+            atexit.unregister(self.abandon)
+        logger.info("runtime %s closed%s", self, f": {problem}" if problem else " in good order")
+        if problem:
+            raise RuntimeBroken(f"closing {self}: {problem}")
+
+    async def _carry_out(self, step: Callable[[], Awaitable[str]]) -> str:
+        """One step of closing, to its end: cancelled, it is begun anew in a hurry. Returns what went wrong, or ""."""
+        while True:
+            try:
+                return await step()
+            except asyncio.CancelledError:
+                self._hurried = True
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+
+    async def _end_work(self) -> str:
+        """Drain, unless a service has died or there is no time, and let readers know that this rank goes."""
+        cache = self.cache
+        if cache is None:
+            return ""
+        if self._cause is not None:
+            await end(cache.serving, cache.loader, self.config, broken=True)
+        elif not self._hurried and busy(cache.serving, cache.loader):
+            await self._drain(self.config.drain_timeout_s)
+        else:
+            await end(cache.serving, cache.loader, self.config)
+        await cache.readers.tell(closing=True)
+        return ""
+
+    async def _end_services(self) -> str:
+        self._stop.set()
+        if self._supervision is not None:
+            await asyncio.wait([self._supervision])
+        if self.cache:
+            await self.cache.peers.aclose()
+        return ""
+
+    async def _end_transport(self) -> str:
+        try:
+            await self._transport.aclose(self.config.transport_close_timeout_s)
+        except TransportError as error:
+            return str(error)
+        if self.cache and not isinstance(self._cause, TransportBroken):  # it has waited for the last read
+            self.cache.loader.all_stopped()
+        return ""
+
+    async def _end_copies(self) -> str:
+        bound_s = self.config.transport_close_timeout_s
+        return "" if await self._copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
+
+    async def _drain(self, deadline_s: float) -> DrainReport:
+        cache = self.cache
+        if cache is None:
+            return DrainReport(finished=True)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(cache.readers.tell(closing=False), name="kvflow-goodbye")
+            return await drain(cache.serving, cache.loader, self.config, deadline_s)
+
+    def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
+        """Answer a peer on the side channel; never waits."""
+        cache, engine_id = self.cache, self.config.engine_id
+        if cache is None:
+            return refusal(f"engine {engine_id!r} has no KV cache registered yet", passing=True)
+        if self.state is RuntimeState.BROKEN:
+            return refusal(f"engine {engine_id!r} is {self.state}")
+        return answer(cache, header, request, draining=self.state is not RuntimeState.OPEN)
+
+    def _on_notification(self, payload: bytes) -> None:
+        if self.cache is None:
+            self._early_notifications += 1
+        else:
+            self.cache.serving.on_notification(payload)
+
+    def _describe(self) -> str:
+        config = self.config
+        backend = f" ({config.nixl_backend}, NIXL {_NIXL_VERSION})" if config.transport == "nixl" else ""
+        curve = "off" if config.curve_secret_key_file is None else "on"
+        return (
+            f"kvflow {_VERSION}, transport {config.transport}{backend}, CURVE {curve}, incarnation {self._incarnation}"
+        )
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+_VERSION, _NIXL_VERSION = _version_of("kvflow"), _version_of("nixl")
+
+
+def _cancelled_from_outside(name: str, problem: BaseException) -> BaseException:
+    """The cause of a runtime's death: who cancels all tasks of a loop cancels the runtime's as well."""
+    if not isinstance(problem, asyncio.CancelledError):
+        return problem
+    return RuntimeBroken(f"the {name}'s task was cancelled from outside")
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """The closing's error belongs to who waits for it; nobody may."""
+    if not task.cancelled():
+        task.exception()
