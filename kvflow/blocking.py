@@ -1,9 +1,9 @@
 """kvflow for engines that are not asyncio programs: the same verbs, called from any thread.
 
-`Runtime` owns a thread with an event loop of its own, and on it a `kvflow.Runtime`. Every verb comes in two forms: one
-that blocks and has a bound, and one that starts the work and returns at once (`start_load`, `start`). Progress depends
-on no thread of the engine. What it refuses: leaving anything behind. Closing, or the death of the loop, settles whoever
-waits, and the thread ends.
+`Runtime` is the handle of a thread with an event loop of its own, and on it a `kvflow.Runtime`. Every verb comes in two
+forms: one that blocks and has a bound, and one that starts the work and returns at once (`start_load`, `start`).
+Progress depends on no thread of the engine. What it refuses: leaving anything behind. Closing, dropping the handle, or
+the death of the loop settles whoever waits, and the thread ends.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
-from kvflow.config import Config
+from kvflow.config import SECONDS_MAX, Config
 from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.states import LeaseState
 from kvflow.core.ticket import Ticket
-from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease as AsyncLease
 from kvflow.runtime.lease import LeaseOutcome, ServeRequest
-from kvflow.runtime.load import LoadReport, LoadRequest
+from kvflow.runtime.load import Load as AsyncLoad
+from kvflow.runtime.load import LoadReport, LoadRequest, refused_load
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.records import Observer
 from kvflow.runtime.staging import BlockCopier
@@ -58,10 +62,10 @@ class Pending(Generic[ResultT]):
 
         TimeoutError after `timeout_s`; the work goes on then.
         """
-        return self._future.result(timeout_s)
+        return self._future.result(_bound(timeout_s))
 
     def cancel(self) -> None:
-        """Ask the work to end. It has ended when `done` says so: until then a load may still write its blocks."""
+        """Ask the work to end. It has ended when `done` says so."""
         _tell(self._loop, self._cancel)
 
     def add_done_callback(self, callback: Callable[[Pending[ResultT]], object]) -> None:
@@ -80,9 +84,15 @@ class Pending(Generic[ResultT]):
         if not self._future.done():
             self._future.set_exception(error)
 
-    def wait_done(self, timeout_s: float) -> None:
-        """Wait until it is done, but at most `timeout_s`."""
-        concurrent.futures.wait([self._future], timeout_s)
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done; whether it is, after `timeout_s`."""
+        done, _ = concurrent.futures.wait([self._future], _bound(timeout_s))
+        return bool(done)
+
+    async def over(self) -> None:
+        """Only for `Load`, on the loop: wait until the task has ended."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
     def _cancel(self) -> None:
         self._cancelled = True
@@ -99,6 +109,92 @@ class Pending(Generic[ResultT]):
             raise
         except BaseException as error:  # noqa: BLE001 - it belongs to who waits
             self.fail(error)
+
+
+class Load:
+    """A load on the loop: see `kvflow.Load`. Also the `quarantine` of the error that it ended with.
+
+    `done` says that its outcome is known. Its blocks may be reused when `safe` says so, or `settled` has returned.
+    """
+
+    def __init__(self, host: _Host, request: LoadRequest) -> None:
+        self._host = host
+        self._request = request
+        self._load: AsyncLoad | None = None
+        try:
+            self._pending = host.start(self._run)
+        except KVFlowError as error:  # it is raised by `result`
+            self._load = refused_load(request, error)
+            self._pending = Pending(host.loop)
+            self._pending.fail(error)
+
+    def __repr__(self) -> str:
+        return f"<blocking {self._load!r}>" if self._load else f"<blocking Load {self.request_id} not begun>"
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The local blocks that it fills; none before it has begun."""
+        return self._load.block_ids if self._load else ()
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
+        return self._pending.done
+
+    @property
+    def safe(self) -> bool:
+        """Whether it has ended and no byte can land in its blocks any more."""
+        return self.done and (self._load is None or self._load.safe)
+
+    def result(self, timeout_s: float | None = None) -> LoadReport:
+        """Wait for the report, or for what `kvflow.Runtime.load_blocks` raises; TimeoutError after `timeout_s`.
+
+        Raises CancelledError (concurrent.futures) if it was cancelled. The load goes on after a TimeoutError.
+        """
+        return self._pending.result(timeout_s)
+
+    def cancel(self) -> None:
+        """Ask it to end. It has within Config.cancel_grace_s, but its blocks may not be `safe` then."""
+        self._pending.cancel()
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done; whether it is, after `timeout_s`."""
+        return self._pending.wait_done(timeout_s)
+
+    def settled(self, timeout_s: float | None = None) -> None:
+        """Wait until it has ended and no byte can land in its blocks any more, however it ended.
+
+        TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
+        """
+        if self.safe:
+            return
+        try:
+            self._host.call(self._settle, timeout_s=timeout_s)
+        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
+            if not self.safe:
+                raise RuntimeBroken(f"request {self.request_id!r}: its reads were not seen to stop") from None
+
+    def add_done_callback(self, callback: Callable[[Load], object]) -> None:
+        """Call `callback` with this once it is done: on the loop's thread, or here and now if it is done already."""
+        self._pending.add_done_callback(lambda _: callback(self))
+
+    async def _run(self, runtime: asynchronous.Runtime) -> LoadReport:
+        self._load = runtime.start_load(self._request)
+        try:
+            return await self._load
+        except KVFlowError as error:
+            if error.quarantine is not None:
+                error.quarantine = self
+            raise
+
+    async def _settle(self, _: asynchronous.Runtime) -> None:
+        await self._pending.over()
+        if self._load is not None:
+            await self._load.settled()
 
 
 class Lease:
@@ -125,20 +221,32 @@ class Lease:
     def block_ids(self) -> tuple[int, ...]:
         return self._lease.block_ids
 
+    @property
+    def state(self) -> LeaseState:
+        """Whether it is still offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        return self._lease.state
+
+    @property
+    def done(self) -> bool:
+        """Whether the blocks may be reused."""
+        return self.outcome.done
+
     def wait(self, timeout_s: float | None = None) -> LeaseOutcome:
         """Wait until the blocks may be reused. TimeoutError after `timeout_s`; the lease stays as it is then."""
         return self.outcome.result(timeout_s)
 
-    def revoke(self) -> None:
-        """Withdraw the offer; `wait` tells when the blocks may be reused."""
+    def revoke(self) -> Lease:
+        """Withdraw the offer; `wait` tells when the blocks may be reused, as in `lease.revoke().wait()`."""
         _tell(self._loop, self._lease.revoke)
+        return self
 
 
 class Runtime:
     """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.
 
     All methods may be called from any thread but the loop's own. `call_timeout_s` is how long a call waits for the
-    loop's thread beyond the time that what it asks for may take; it passes only if that thread is stuck.
+    loop's thread beyond the time that what it asks for may take; it passes only if that thread is stuck. A runtime that
+    is dropped without being closed is closed in the background, with a ResourceWarning.
     """
 
     def __init__(
@@ -149,20 +257,13 @@ class Runtime:
         world: World = World(),  # noqa: B008 - frozen
         call_timeout_s: float = 10.0,
     ) -> None:
-        self._runtime = asynchronous.Runtime(config, observers=observers, world=world)
-        self._call_timeout_s = call_timeout_s
-        self._loop = uvloop.new_event_loop()
-        self._stop = asyncio.Event()
-        self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._serve, name=f"kvflow-loop {config.engine_id}", daemon=True)
-        # Callers add to `_pending` in their threads, the end of the loop empties it for good: hence the lock.
-        self._lock = threading.Lock()
-        self._pending: set[Pending[Any]] = set()
-        self._ended = False
-        self._cause: BaseException | None = None
+        self._call_timeout_s = _bound(call_timeout_s) or 0.0
+        self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world))
+        self._drop = weakref.finalize(self, _dropped, self._host)
+        self._drop.atexit = False
 
     def __repr__(self) -> str:
-        return f"<blocking {self._runtime!r}>"
+        return f"<blocking {self._host.runtime!r}>"
 
     def __enter__(self) -> Self:
         self.open()
@@ -175,20 +276,11 @@ class Runtime:
 
     @property
     def config(self) -> Config:
-        return self._runtime.config
+        return self._host.runtime.config
 
     def open(self) -> None:
         """Start the thread and the runtime. Raises ConfigError if something that Config asks for cannot be had."""
-        if self._thread.ident is not None or self._ended:
-            raise UsageError(f"a Runtime is opened once; this one is {self._runtime.state}")
-        self._thread.start()
-        try:
-            self._opened.result()
-        except BaseException:
-            self._thread.join()
-            raise
-        # A NIXL agent must not be destroyed by the interpreter's end while it reads.
-        atexit.register(self.close)
+        self._host.open(self._closing_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Close the runtime (see `kvflow.Runtime.aclose`) and end the thread. Closing twice is fine.
@@ -196,19 +288,9 @@ class Runtime:
         Raises RuntimeBroken if reads could not be stopped or the loop had died; TimeoutError after `timeout_s`, by
         default what Config allows for closing plus `call_timeout_s`.
         """
-        if self._thread.ident is None:
-            self._end(None)
-            self._loop.close()
-            return
-        self._require_another_thread()
-        _tell(self._loop, self._stop.set)
-        self._thread.join(self._closing_s if timeout_s is None else timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"{self!r} has not closed in time")
-        atexit.unregister(self.close)
-        cause, self._cause = self._cause, None
-        if cause is not None:
-            raise RuntimeBroken(f"the loop of {self.config.engine_id!r} died: {cause}") from cause
+        bound_s = _bound(timeout_s)
+        self._drop.detach()
+        self._host.close(self._closing_s if bound_s is None else bound_s)
 
     def register_kv_caches(
         self,
@@ -230,26 +312,29 @@ class Runtime:
             return runtime.serve_blocks(request)
 
         lease = self._call(serve, timeout_s=self._call_timeout_s)
-        return Lease(lease, self.start(lambda _: _outcome(lease)), self._loop)
+        return Lease(lease, self.start(lambda _: _outcome(lease)), self._host.loop)
 
-    def start_load(self, request: LoadRequest) -> Pending[LoadReport]:
-        """Start to read the blocks that a ticket offers; returns at once. What is wrong is raised by `result`."""
-        return self.start(lambda runtime: runtime.load_blocks(request))
+    def start_load(self, request: LoadRequest) -> Load:
+        """Start to read the blocks that a ticket offers; returns at once and never raises: `result` does.
+
+        Its blocks may be reused when `settled()` returns, however it has ended.
+        """
+        return Load(self._host, request)
 
     def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers: see `kvflow.Runtime.load_blocks`. Bounded by the request's deadline.
 
-        An interrupt in the calling thread cancels the load, and is raised once it has ended.
+        An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
+        who may be interrupted uses `start_load`, whose handle tells.
         """
-        pending = self.start_load(request)
-        config = self.config
-        deadline_s = config.load_deadline_s if request.deadline_s is None else request.deadline_s
+        load = self.start_load(request)
+        after_s = self.config.cancel_grace_s + self._call_timeout_s
         try:
-            return pending.result(deadline_s + config.cancel_grace_s + self._call_timeout_s)
+            return load.result(self._deadline_s(request) + after_s)
         finally:
-            if not pending.done:
-                pending.cancel()
-                pending.wait_done(config.cancel_grace_s + self._call_timeout_s)
+            if not load.done:
+                load.cancel()
+                load.wait_done(after_s)
 
     @contextlib.contextmanager
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
@@ -263,7 +348,7 @@ class Runtime:
         try:
             yield
         finally:
-            _tell(self._loop, kept.close)
+            _tell(self._host.loop, kept.close)
 
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
@@ -286,12 +371,8 @@ class Runtime:
 
     def drain(self, deadline_s: float | None = None) -> DrainReport:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
-        waited_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        waited_s = self.config.drain_timeout_s if deadline_s is None else _finite(deadline_s)
         return self._call(lambda runtime: runtime.drain(deadline_s), timeout_s=waited_s + self._closing_s)
-
-    def wait_safe(self, quarantine: Quarantine, timeout_s: float | None = None) -> None:
-        """Wait until no byte can land in a failed load's blocks any more. TimeoutError after `timeout_s`."""
-        self._call(lambda _: quarantine.settled(), timeout_s=timeout_s)
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
@@ -299,23 +380,17 @@ class Runtime:
         async def take(runtime: asynchronous.Runtime) -> RuntimeStatistics:
             return runtime.statistics()
 
-        if self._thread.is_alive():
+        if self._host.alive:
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
                 return self._call(take, timeout_s=self._call_timeout_s)
-        return self._runtime.statistics()
+        return self._host.runtime.statistics()
 
     def start(self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]) -> Pending[ResultT]:
         """Run a coroutine of your own on the runtime's loop; returns at once. It must never block the loop.
 
         Raises RuntimeClosed, RuntimeBroken if the loop has died, UsageError if it has not been opened.
         """
-        pending: Pending[ResultT] = Pending(self._loop)
-        with self._lock:
-            self._require_open()
-            self._pending.add(pending)
-        pending.add_done_callback(self._forget)
-        _tell(self._loop, pending.begin, lambda: work(self._runtime))
-        return pending
+        return self._host.start(work)
 
     @property
     def _closing_s(self) -> float:
@@ -323,23 +398,103 @@ class Runtime:
         draining_s = 2 * config.drain_timeout_s + config.seal_hold_s + config.cancel_grace_s
         return draining_s + 2 * config.transport_close_timeout_s + self._call_timeout_s
 
+    def _deadline_s(self, request: LoadRequest) -> float:
+        """How long a load may take; one with a deadline that cannot be right is refused at once."""
+        asked_s = getattr(request, "deadline_s", None)
+        return self.config.load_deadline_s if asked_s is None else _finite(asked_s)
+
     def _call(
-        self,
-        work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]],
-        *,
-        timeout_s: float | None,
+        self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None
     ) -> ResultT:
+        return self._host.call(work, timeout_s=timeout_s)
+
+
+class _Host:
+    """The thread, its loop and the runtime on it. It does not refer to its handle, whose loss it has to notice."""
+
+    def __init__(self, runtime: asynchronous.Runtime) -> None:
+        self.runtime = runtime
+        self.loop = uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._serve, name=f"kvflow-loop {runtime.config.engine_id}", daemon=True)
+        # Callers add to `_pending` in their threads, the end of the loop empties it for good: hence the lock.
+        self._lock = threading.Lock()
+        self._pending: set[Pending[Any]] = set()
+        self._ended = False
+        self._cause: BaseException | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def begun(self) -> bool:
+        return self._thread.ident is not None
+
+    def open(self, closing_s: float) -> None:
+        """See `Runtime.open`; `closing_s` bounds closing at the interpreter's end."""
+        if self.begun or self._ended:
+            raise UsageError(f"a Runtime is opened once; this one is {self.runtime.state}")
+        self._thread.start()
+        try:
+            self._opened.result()
+        except BaseException:
+            self._thread.join()
+            raise
+        # A NIXL agent must not be destroyed by the interpreter's end while it reads.
+        atexit.register(self.close, closing_s)
+
+    def stop(self) -> None:
+        """Have the runtime closed and the thread end, some time soon."""
+        atexit.unregister(self.close)
+        if self.begun:
+            _tell(self.loop, self._stop.set)
+        else:
+            self._end(None)
+            self.loop.close()
+
+    def close(self, timeout_s: float) -> None:
+        """See `Runtime.close`."""
+        if not self.begun:
+            self.stop()
+            return
         self._require_another_thread()
+        _tell(self.loop, self._stop.set)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.runtime!r} has not closed within {timeout_s} s")
+        atexit.unregister(self.close)
+        cause, self._cause = self._cause, None
+        if cause is not None:
+            raise RuntimeBroken(f"the loop of {self.runtime.config.engine_id!r} died: {cause}") from cause
+
+    def start(self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]) -> Pending[ResultT]:
+        """See `Runtime.start`."""
+        pending: Pending[ResultT] = Pending(self.loop)
+        with self._lock:
+            self._require_open()
+            self._pending.add(pending)
+        pending.add_done_callback(self._forget)
+        _tell(self.loop, pending.begin, lambda: work(self.runtime))
+        return pending
+
+    def call(
+        self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None
+    ) -> ResultT:
+        """Run a coroutine on the loop and wait for it, up to `timeout_s`; then it is cancelled."""
+        self._require_another_thread()
+        bound_s = _bound(timeout_s)
         pending = self.start(work)
         try:
-            return pending.result(timeout_s)
+            return pending.result(bound_s)
         finally:
             pending.cancel()  # no effect on what is done
 
     def _serve(self) -> None:
         """The thread: runs the loop until the runtime is closed, or until the loop dies."""
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self._main())
         except BaseException as cause:  # noqa: BLE001 - whatever killed the loop, everybody gets to know
             self._end(cause if self._opened.done() else None)
@@ -349,7 +504,7 @@ class Runtime:
             self._end(None)
 
     async def _main(self) -> None:
-        async with self._runtime:
+        async with self.runtime:
             self._opened.set_result(None)
             await self._stop.wait()
 
@@ -360,7 +515,7 @@ class Runtime:
             self._cause = cause
             left, self._pending = self._pending, set()
         if cause is not None:
-            logger.error("the loop of %s died", self.config.engine_id, exc_info=cause)
+            logger.error("the loop of %s died", self.runtime.config.engine_id, exc_info=cause)
         for pending in left:
             pending.fail(self._closed_error())
 
@@ -370,15 +525,15 @@ class Runtime:
 
     def _closed_error(self) -> KVFlowError:
         if self._cause is None:
-            return RuntimeClosed(f"{self!r} is closed")
-        error = RuntimeBroken(f"the loop of {self.config.engine_id!r} died: {self._cause}")
+            return RuntimeClosed(f"{self.runtime!r} is closed")
+        error = RuntimeBroken(f"the loop of {self.runtime.config.engine_id!r} died: {self._cause}")
         error.__cause__ = self._cause
         return error
 
     def _require_open(self) -> None:
         if self._ended:
             raise self._closed_error()
-        if self._thread.ident is None:
+        if not self.begun:
             raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
 
     def _require_another_thread(self) -> None:
@@ -386,8 +541,27 @@ class Runtime:
             raise UsageError("called on the loop's own thread, which would wait for itself")
 
 
+def _dropped(host: _Host) -> None:
+    """The handle of a runtime is gone, and nobody has closed it."""
+    if host.alive:
+        warnings.warn(f"{host.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
+    host.stop()
+
+
 async def _outcome(lease: AsyncLease) -> LeaseOutcome:
     return await lease
+
+
+def _bound(timeout_s: float | None) -> float | None:
+    """A timeout that threads can wait for; UsageError for anything else."""
+    if timeout_s is None or (isinstance(timeout_s, int | float) and 0 <= timeout_s <= SECONDS_MAX):
+        return timeout_s
+    raise UsageError(f"timeout_s: expected None or 0 to {SECONDS_MAX:.0e} seconds, got {timeout_s!r}")
+
+
+def _finite(asked_s: float) -> float:
+    """What a request asks for, or nothing if that cannot be right: then it is refused before it has begun."""
+    return float(asked_s) if isinstance(asked_s, int | float) and 0 < asked_s <= SECONDS_MAX else 0.0
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:

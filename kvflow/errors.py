@@ -68,8 +68,8 @@ class Quarantine(Protocol):
     def safe(self) -> bool:
         """Whether no byte can land in the blocks any more."""
 
-    async def settled(self) -> None:
-        """Return once the blocks are safe. Cancelling it leaves the quarantine as it is.
+    def settled(self) -> Any:
+        """Wait until the blocks are safe: with `await` in asyncio, by the call itself in `kvflow.blocking`.
 
         Raises RuntimeBroken if that can never be known, because the transport died under the reads.
         """

@@ -17,7 +17,8 @@ import torch
 from tests_support import small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
-from kvflow.blocking import Runtime
+from kvflow.blocking import Load, Runtime
+from kvflow.core.states import LeaseState
 from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -197,6 +198,51 @@ def test_a_cancelled_load_is_done_when_its_bytes_have_stopped(inproc_pair: Pair)
     assert lease.wait(10.0) is LeaseOutcome.REVOKED
 
 
+def test_a_cancelled_load_says_when_its_blocks_are_safe() -> None:
+    """Done is not safe: its bytes may still land for longer than Config.cancel_grace_s."""
+    network = InprocNetwork()
+    config = replace(CONFIG, cancel_grace_s=0.01)
+    with (
+        engine("producer", network, fill=1.0) as producer,
+        engine("consumer", network, fill=-1.0, config=config) as consumer,
+    ):
+        transport = consumer.transport
+        assert transport is not None
+        lease = producer.runtime.serve_blocks(OFFER)
+        transport.faults.hold = True
+        load = consumer.runtime.start_load(LoadRequest("req", ticket=lease.ticket, block_ids=[5, 6]))
+        on_loop(consumer.runtime, lambda runtime: wait_for_reads(runtime, 1))
+        load.cancel()
+        with pytest.raises(concurrent.futures.CancelledError):
+            load.result(60.0)
+        assert (load.done, load.safe, load.block_ids) == (True, False, (5, 6))
+        with pytest.raises(TimeoutError):
+            load.settled(0.0)
+        on_loop(consumer.runtime, lambda _: perform(transport))
+        load.settled(60.0)
+        assert load.safe
+        assert (lease.state, lease.done) == (LeaseState.OFFERED, False)
+        assert lease.revoke().wait(60.0) is LeaseOutcome.REVOKED
+        assert (lease.state, lease.done) == (LeaseState.REVOKED, True)
+
+
+@pytest.mark.parametrize("deadline_s", [float("inf"), float("nan"), 0.0, -1.0, 1e300])
+def test_a_deadline_that_cannot_be_is_refused(inproc_pair: Pair, deadline_s: float) -> None:
+    lease = inproc_pair.producer.runtime.serve_blocks(OFFER)
+    request = replace(inproc_pair.request(lease.ticket.to_params()), deadline_s=deadline_s)
+    with pytest.raises(RequestError, match="deadline_s"):
+        inproc_pair.consumer.runtime.load_blocks(request)
+    lease.revoke()
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), float("nan"), -1.0])
+def test_a_timeout_that_cannot_be_is_a_usage_error(inproc_pair: Pair, timeout_s: float) -> None:
+    lease = inproc_pair.producer.runtime.serve_blocks(OFFER)
+    with pytest.raises(UsageError, match="timeout_s"):
+        lease.wait(timeout_s)
+    lease.revoke()
+
+
 def test_quarantined_blocks_can_be_waited_for() -> None:
     network = InprocNetwork()
     config = replace(CONFIG, cancel_grace_s=0.01)
@@ -216,11 +262,11 @@ def test_quarantined_blocks_can_be_waited_for() -> None:
                 LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[5, 6], deadline_s=0.5)
             )
         quarantine = caught.value.quarantine
-        assert quarantine is not None
+        assert isinstance(quarantine, Load)
         with pytest.raises(TimeoutError):
-            consumer.runtime.wait_safe(quarantine, 0.0)
+            quarantine.settled(0.0)
         on_loop(consumer.runtime, lambda _: perform(transport))
-        consumer.runtime.wait_safe(quarantine, 10.0)
+        quarantine.settled(10.0)
         assert quarantine.safe
         lease.revoke()
 
@@ -252,9 +298,13 @@ def test_closing_twice_is_fine_and_nothing_works_afterwards() -> None:
     closed.close()
     closed.close()
     assert closed.statistics().state is RuntimeState.CLOSED
-    for verb in (lambda: closed.serve_blocks(OFFER), lambda: closed.start_load(LoadRequest("r", {}, []))):
-        with pytest.raises(RuntimeClosed):
-            verb()
+    with pytest.raises(RuntimeClosed):
+        closed.serve_blocks(OFFER)
+    load = closed.start_load(LoadRequest("r", {}, []))
+    assert (load.done, load.safe) == (True, True)
+    load.settled(0.0)
+    with pytest.raises(RuntimeClosed):
+        load.result(0.0)
     with pytest.raises(UsageError, match="opened once"):
         closed.open()
 
@@ -358,12 +408,12 @@ def test_work_cancelled_before_it_began_never_begins() -> None:
 
 FORGETFUL = """
 from kvflow import Config
-from kvflow.blocking import Runtime
+from kvflow.blocking import Load, Runtime
 runtime = Runtime(Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc"))
 runtime.open()
 import atexit
 atexit._run_exitfuncs()
-print(runtime.statistics().state, runtime._thread.is_alive())
+print(runtime.statistics().state, runtime._host.alive)
 """
 
 

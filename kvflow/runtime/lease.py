@@ -13,6 +13,7 @@ from typing import Any
 from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
 from kvflow.core.ticket import Ticket
 from kvflow.errors import RequestError
+from kvflow.runtime.own_loop import require_loop
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,7 @@ class Lease:
         return f"<Lease {self.request_id} {self.state}, {len(self._readers)} readers done>"
 
     def __await__(self) -> Generator[Any, None, LeaseOutcome]:
+        self._require_here("awaiting it")
         return asyncio.shield(self._outcome).__await__()
 
     @property
@@ -107,8 +109,10 @@ class Lease:
         """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
 
         A reader in the middle of a read gets LeaseExpired, never a success. The blocks are free when awaiting the
-        lease returns: `await lease.revoke()` gives how it ended, which is READ if its readers were faster.
+        lease returns: `await lease.revoke()` gives how it ended, which is READ if its readers were faster. Raises
+        UsageError off the runtime's loop.
         """
+        self._require_here("revoke()")
         self._end(self, LeaseEvent.REVOKE)
         return self
 
@@ -131,6 +135,9 @@ class Lease:
         """Only for `Serving`: change the state."""
         before, self.state = self.state, fire(LEASE_TABLE, self.state, event)
         logger.info("lease %s: %s -> %s", self.request_id, before, self.state)
+
+    def _require_here(self, what: str) -> None:
+        require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")
 
     def settle(self) -> LeaseOutcome:
         """Only for `Serving`: the blocks are free; wake who awaits."""

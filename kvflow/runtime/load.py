@@ -11,6 +11,7 @@ from kvflow.core.plan import BlockIds
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError, UsageError
 from kvflow.runtime.budget import InFlight
+from kvflow.runtime.own_loop import require_loop
 
 _NAME_CHARS_MAX = 512
 
@@ -156,17 +157,6 @@ def request_name(request: LoadRequest) -> str:
     """The id of a request that may hold anything, as messages and records may show it."""
     named = getattr(request, "request_id", None)
     return named[:_NAME_CHARS_MAX] if isinstance(named, str) else repr(named)[:_NAME_CHARS_MAX]
-
-
-def require_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
-    """UsageError unless this is called on `loop`, by its thread."""
-    try:
-        running = asyncio.get_running_loop()
-    except RuntimeError:
-        running = None
-    if running is not loop:
-        where = "no event loop runs here" if running is None else "another loop runs here"
-        raise UsageError(f"{what}: belongs to the event loop that opened the runtime, and {where}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,9 @@ from kvflow.errors import KVFlowError, RuntimeUnavailable, UsageError
 from kvflow.runtime.cache import RegisteredCache, register
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease, ServeRequest
-from kvflow.runtime.load import Load, LoadReport, LoadRequest, refused_load, require_loop
+from kvflow.runtime.load import Load, LoadReport, LoadRequest, refused_load
 from kvflow.runtime.loading import Loader
+from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.staging import BlockCopier
@@ -46,8 +47,10 @@ class Runtime:
     ) -> None:
         self._supervisor = Supervisor(config, Observers(observers), world)
         self._registering = False
-        if world.warns_of_drops:
-            weakref.finalize(self, _dropped, self._supervisor).atexit = False
+        self._drop = weakref.finalize(self, _dropped, self._supervisor)
+        self._drop.atexit = False
+        if not world.warns_of_drops:
+            self._drop.detach()
 
     def __repr__(self) -> str:
         return f"<kvflow.Runtime {self.config.engine_id} {self.state}>"
@@ -81,7 +84,11 @@ class Runtime:
 
         Cancelling leaves it closed.
         """
-        await self._supervisor.open()
+        try:
+            await self._supervisor.open()
+        finally:
+            if self.state is RuntimeState.CLOSED:  # there is nothing to forget
+                self._drop.detach()
         return self
 
     async def __aexit__(
@@ -99,11 +106,13 @@ class Runtime:
         """
         loop = self._supervisor.loop
         if loop is not None and loop.is_closed():
+            self._drop.detach()
             self._supervisor.abandon(self.config.transport_close_timeout_s)
-            return
-        if loop is not None:
-            require_loop(loop, "aclose()")
-        await self._supervisor.aclose()
+        else:
+            if loop is not None:
+                require_loop(loop, "aclose()")
+            self._drop.detach()
+            await self._supervisor.aclose()
 
     async def register_kv_caches(
         self, kv_caches: KVCaches, layout: CacheLayout, *, copy_blocks: BlockCopier | None = None
@@ -250,7 +259,7 @@ class Runtime:
 def _dropped(supervisor: Supervisor) -> None:
     """The handle of a runtime is gone. It may have been closed, else it is now, on its loop if that is still there."""
     loop = supervisor.loop
-    if loop is None or supervisor.state in (RuntimeState.NEW, RuntimeState.CLOSED, RuntimeState.CLOSING):
+    if loop is None:
         return
     warnings.warn(f"runtime {supervisor} was dropped without being closed", ResourceWarning, stacklevel=2)
     if loop.is_closed():

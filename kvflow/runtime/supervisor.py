@@ -85,7 +85,7 @@ class Supervisor:
         self._transport = world.transport(config, self._agent_name)
         self._side_channel = world.side_channel(config)
         self._clock = world.clock()
-        self._cause: BaseException | None = None
+        self._cause: Exception | None = None
         self._early_notifications = 0
         self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
         self._supervision: asyncio.Task[None] | None = None
@@ -121,13 +121,15 @@ class Supervisor:
         self._poller = Poller(self._transport, self._on_notification)
         self._copier = self._world.copier(f"kvflow-copy {self._agent_name}")
         self._stop = asyncio.Event()
+        self._services_over = asyncio.Event()
         self.state = RuntimeState.OPEN
         atexit.register(self.abandon, self.config.transport_close_timeout_s)
         started = asyncio.Event()
         self._supervision = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
-        self._supervision.add_done_callback(lambda _: started.set())  # cancelled before its first step: say so below
+        self._supervision.add_done_callback(lambda _: self._never_ran(started))
         try:
             await started.wait()
+            self.require_running()
         except BaseException:
             await self.aclose()
             raise
@@ -149,6 +151,8 @@ class Supervisor:
             except asyncio.CancelledError:
                 if not self._closing.cancelled() or (task is not None and task.cancelling() > cancels):
                     raise
+        if self._supervision is not None and self._supervision is not task:
+            await asyncio.wait([self._supervision])
 
     def abandon(self, wait_s: float = 0.0) -> None:
         """Give back what must not stay, without the loop, which is gone: sockets now, threads when reads have ended.
@@ -198,6 +202,8 @@ class Supervisor:
             case RuntimeState.BROKEN:
                 raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
             case RuntimeState.CLOSING | RuntimeState.CLOSED:
+                if self._cause is not None:
+                    raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
                 raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
     def require_open(self) -> None:
@@ -229,46 +235,73 @@ class Supervisor:
         if self._stop.is_set() or self._cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self} is closing")
-        try:
-            task = self._group.create_task(body, name=name)
-        except RuntimeError as error:  # a service has died, and the others are just ending
-            body.close()
-            raise RuntimeClosed(f"the runtime {self} is breaking") from error
+        task = self._group.create_task(self._watched(body), name=name)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
         return task
 
     async def _supervise(self, started: asyncio.Event) -> None:
-        """The supervisor task: runs the services until told to stop, or until one ends before that."""
+        """The supervisor task: runs the services until told to stop, or until one ends before that.
+
+        Cancelled from outside, by a host that ends, it closes everything before it goes: nobody else may be left to.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
-                self.spawn(self._serve(self._poller.run, "poller"), name="kvflow-poller")
-                self.spawn(self._serve(self._listener.serve, "listener"), name="kvflow-listener")
+                self.spawn(self._lasting(self._poller.run, "poller"), name="kvflow-poller")
+                self.spawn(self._lasting(self._listener.serve, "listener"), name="kvflow-listener")
                 started.set()
                 await self._stop.wait()
                 for task in list(self._tasks):
                     task.cancel()
-        except ExceptionGroup as problems:
-            self._break(problems.exceptions[0])
-        except BaseException as problem:
-            if not self._stop.is_set():
-                self._break(_cancelled_from_outside("supervisor", problem))
+        except asyncio.CancelledError:
+            self._break(RuntimeBroken("the supervisor's task was cancelled from outside"))
+            self._services_over.set()
+            await self._close_whoever_cancels()
             raise
+        finally:
+            self._services_over.set()
 
-    async def _serve(self, service: Callable[[], Awaitable[None]], name: str) -> None:
-        """A service's task. It has to last: cancelled by somebody else than its supervisor, it has died."""
+    async def _close_whoever_cancels(self) -> None:
+        while self.state is not RuntimeState.CLOSED:
+            try:
+                await self.aclose()
+            except asyncio.CancelledError:
+                continue  # bounded: each cancel makes the closing hurry
+            except RuntimeBroken:
+                return  # it is logged
+
+    def _never_ran(self, started: asyncio.Event) -> None:
+        """The supervisor's task has ended, perhaps cancelled before its first step: nobody may wait for it."""
+        if not started.is_set():
+            self._cause = RuntimeBroken("the supervisor's task was cancelled before it began")
+            self.state = RuntimeState.BROKEN
+            self._services_over.set()
+            started.set()
+
+    async def _watched(self, body: Coroutine[None, None, None]) -> None:
+        """The body of every task: what it raises breaks the runtime."""
+        try:
+            await body
+        except Exception as problem:  # noqa: BLE001 - whatever it is, everybody gets to know
+            self._break(problem)
+
+    async def _lasting(self, service: Callable[[], Awaitable[None]], name: str) -> None:
+        """A service's task has to last: if somebody else than its supervisor cancels it, it has died."""
         try:
             await service()
-        except asyncio.CancelledError as cancelled:
-            if self._stop.is_set():
-                raise
-            raise _cancelled_from_outside(name, cancelled) from None
+        except asyncio.CancelledError:
+            if not self._stop.is_set():
+                self._break(RuntimeBroken(f"the {name}'s task was cancelled from outside"))
+            raise
 
-    def _break(self, cause: BaseException) -> None:
-        """A service died: settle everybody."""
-        logger.error("runtime %s broke: %s: %s", self, type(cause).__name__, cause, exc_info=cause)
+    def _break(self, cause: Exception) -> None:
+        """A task died: settle everybody, once, and end the others."""
+        if self._cause is not None or self._stop.is_set():
+            return
+        logger.error("runtime %s broke: %s: %s", self, type(cause).__name__, cause, exc_info=cause.__cause__)
         self._cause = cause
+        self._stop.set()
         if self.state in (RuntimeState.OPEN, RuntimeState.DRAINING):
             self.state = RuntimeState.BROKEN
         if self.cache:
@@ -318,8 +351,7 @@ class Supervisor:
 
     async def _end_services(self) -> str:
         self._stop.set()
-        if self._supervision is not None:
-            await asyncio.wait([self._supervision])
+        await self._services_over.wait()
         if self.cache:
             await self.cache.peers.aclose()
         return ""
@@ -377,13 +409,6 @@ def _version_of(package: str) -> str:
 
 
 _VERSION, _NIXL_VERSION = _version_of("kvflow"), _version_of("nixl")
-
-
-def _cancelled_from_outside(name: str, problem: BaseException) -> BaseException:
-    """The cause of a runtime's death: who cancels all tasks of a loop cancels the runtime's as well."""
-    if not isinstance(problem, asyncio.CancelledError):
-        return problem
-    return RuntimeBroken(f"the {name}'s task was cancelled from outside")
 
 
 def _seen(task: asyncio.Task[None]) -> None:

@@ -248,7 +248,7 @@ async def test_closing_ends_loads_that_wait() -> None:
     async with inproc_pair(config=replace(ONE_BY_ONE, drain_timeout_s=0.02)) as pair:
         held, waiting = await start_in_order(pair, ([0], 0), ([1], 0))
         closing = asyncio.create_task(pair.consumer.runtime.aclose())
-        with pytest.raises(RuntimeClosed, match="'blocks \\[1\\]': the runtime .* was closed"):
+        with pytest.raises(RuntimeClosed, match=r"'blocks \[1\]': the runtime .* was closed"):
             await waiting
         pair.consumer.transport.perform()
         with pytest.raises(RuntimeClosed):

@@ -305,7 +305,7 @@ async def test_closing_says_that_a_copy_still_writes() -> None:
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
         while not loaded.calls:
             await asyncio.sleep(0)
-        with pytest.raises(RuntimeBroken, match="'consumer' .*: a copy still runs"):
+        with pytest.raises(RuntimeBroken, match=r"'consumer' .*: a copy still runs"):
             await other.runtime.aclose()
         with pytest.raises(RuntimeClosed):
             await load

@@ -107,7 +107,7 @@ async def test_new_work_is_refused_and_old_work_goes_on(sides: Sides) -> None:
     """Also a reader that was never connected may come, with a ticket of a lease that is open."""
     lease, other = sides.pair.offer([3]), sides.pair.offer([4], "other")
     draining = await begin_to_drain(sides.producer)
-    with pytest.raises(RuntimeDraining, match="'producer' .* drains: it takes no new work"):
+    with pytest.raises(RuntimeDraining, match=r"'producer' .* drains: it takes no new work"):
         sides.producer.serve_blocks(ServeRequest("new", block_ids=[5], num_tokens=4))
     with pytest.raises(RuntimeDraining):
         await sides.producer.load_blocks(LoadRequest("new", ticket=lease.ticket, block_ids=[0]))

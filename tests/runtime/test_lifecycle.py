@@ -39,7 +39,7 @@ async def test_use_before_opening_before_registering_and_after_closing() -> None
             runtime.serve_blocks(request)
         with pytest.raises(UsageError, match="opened once"):
             await runtime.__aenter__()
-    with pytest.raises(RuntimeClosed, match="the runtime .* is closed"):
+    with pytest.raises(RuntimeClosed, match=r"the runtime .* is closed"):
         runtime.serve_blocks(request)
     with pytest.raises(UsageError):
         await runtime.__aenter__()
