@@ -5,6 +5,7 @@ Registering happens once; nothing here changes afterwards but the parts themselv
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from kvflow.config import Config
@@ -35,6 +36,8 @@ from kvflow.runtime.sources import Sources
 from kvflow.runtime.staging import BlockCopier, HostBuffers
 from kvflow.runtime.world import Clock, World
 from kvflow.transport.base import Transport, TransportError, choose_buffer_device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +94,20 @@ async def register(
     staged = config.always_stage or buffer_device != regions.device.kind
     try:
         staging = await _stage(services, kv_caches, layout, copy_blocks) if staged else None
-        return await _register(services, kv_caches, layout, regions, staging)
+        registered = await _register(services, kv_caches, layout, regions, staging)
     except TransportError as error:
         raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
+    logger.info(
+        "engine %r (%s): registered a KV cache of %s layers, %s blocks of %s bytes on %s%s",
+        config.engine_id,
+        services.rank,
+        len(layout.layer_names),
+        layout.num_blocks,
+        layout.block_size_bytes,
+        f"{regions.device.kind}:{regions.device.number}",
+        ", through host buffers" if staged else "",
+    )
+    return registered
 
 
 async def _stage(

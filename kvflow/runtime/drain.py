@@ -13,6 +13,8 @@ from kvflow.runtime.serving import Serving
 
 logger = logging.getLogger(__name__)
 
+_NAMED_MAX = 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
@@ -40,6 +42,9 @@ async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: fl
     """
     leases, loads = serving.statistics, loader.statistics
     finished = await _all_within([serving.drained(), loader.drained()], deadline_s)
+    if not finished:
+        what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
+        logger.warning("engine %r: still open after draining for %s s: %s", config.engine_id, deadline_s, what)
     await end(serving, loader, config)
     leases_now, loads_now = serving.statistics, loader.statistics
     return DrainReport(
@@ -57,7 +62,16 @@ async def end(serving: Serving, loader: Loader, config: Config, *, broken: bool 
     serving.close()
     loader.close()
     waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
-    await _all_within(waits, config.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s)
+    bound_s = config.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
+    if not await _all_within(waits, bound_s):
+        what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
+        logger.warning("engine %r: not over after another %s s: %s", config.engine_id, bound_s, what)
+
+
+def _some(requests: Sequence[str]) -> str:
+    """The first of some requests, for a log line."""
+    more = f" and {len(requests) - _NAMED_MAX} more" if len(requests) > _NAMED_MAX else ""
+    return f"{list(requests[:_NAMED_MAX])}{more}"
 
 
 async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: float) -> bool:
@@ -66,6 +80,5 @@ async def _all_within(waits: Sequence[Coroutine[None, None, None]], timeout_s: f
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*waits)
     except TimeoutError:
-        logger.warning("not done within %s s; going on", timeout_s)
         return False
     return True

@@ -154,6 +154,12 @@ class Loader:
         )
 
     @property
+    def open_requests(self) -> list[str]:
+        """The requests whose loads are under way, or whose bytes are."""
+        under_way = dict.fromkeys(load.handle for load in self._loads) | dict.fromkeys(self._unsafe.values())
+        return [handle.request_id for handle in under_way]
+
+    @property
     def quarantines(self) -> tuple[Load, ...]:
         """Loads that have ended and whose blocks are not safe yet."""
         return tuple(handle for handle in self._unsafe.values() if handle.done)

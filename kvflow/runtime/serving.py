@@ -136,6 +136,11 @@ class Serving:
             malformed_notifications=self._malformed,
         )
 
+    @property
+    def open_requests(self) -> list[str]:
+        """The requests whose leases are open, or hold their blocks still."""
+        return [entry.lease.request_id for entry in self._entries.values()]
+
     def serve(self, request: ServeRequest) -> Lease:
         """Open a lease. Raises RequestError, and changes nothing then."""
         ids, digest = self._check(request), _digest_of(request)

@@ -23,7 +23,7 @@ from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Descriptors, Piece
 from kvflow.core.queueing import Turn, TurnState
 from kvflow.core.seals import fetch_seal
-from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
+from kvflow.core.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.copier import Copier
@@ -160,7 +160,7 @@ class Transfer:
     @property
     def safe(self) -> bool:
         """Whether no byte can land in the blocks any more."""
-        return self._end.done() and self._end.exception() is None
+        return transfer_blocks_safe(self.state)
 
     async def settled(self) -> None:
         """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died."""

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from kvflow import ServeRequest
-from kvflow.errors import RequestError
+from kvflow import LoadRequest, ServeRequest
+from kvflow.errors import RequestError, RuntimeDraining
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import inproc_pair
 from tests.integrations.observed import TRACEPARENT, observed
@@ -53,6 +53,34 @@ async def test_each_load_and_lease_has_one_record() -> None:
     }
     assert leases["good"].seconds["held"] >= pair.producer.runtime.config.seal_hold_s
     assert (leases["good"].blocks, leases["good"].tokens, leases["good"].traceparent) == (2, 8, TRACEPARENT)
+
+
+async def test_refused_loads_have_records_too() -> None:
+    """Who counts failures must see those that were refused: by what they asked for, by their prompt, by draining."""
+    notebook = Notebook()
+    async with inproc_pair(observers=[notebook]) as pair:
+        consumer = pair.consumer.runtime
+        lease = pair.producer.runtime.serve_blocks(
+            ServeRequest("req", block_ids=[3], num_tokens=4, prompt=[1, 2, 3, 4])
+        )
+        for bad in (
+            LoadRequest("req", ticket={}, block_ids=[0]),
+            LoadRequest("req", ticket=lease.ticket, block_ids=[99]),
+            LoadRequest("req", ticket=lease.ticket, block_ids=[0], prompt=[1, 2, 3, 5]),
+        ):
+            with pytest.raises(RequestError):
+                await consumer.load_blocks(bad)
+        assert await consumer.drain(1.0)
+        with pytest.raises(RuntimeDraining):
+            await consumer.load_blocks(pair.wanted(lease, [0]))
+        lease.revoke()
+        loading = consumer.statistics().loading
+        assert loading is not None
+        assert (loading.refused, loading.failed) == (4, 0)
+    outcomes = [record.outcome for record in notebook.loads]
+    assert outcomes == ["RequestError", "RequestError", "PromptMismatch", "RuntimeDraining"]
+    assert {record.request_id for record in notebook.loads} == {"req"}
+    assert "99" in notebook.loads[1].error
 
 
 async def test_a_cancelled_load_has_a_record() -> None:

@@ -121,6 +121,32 @@ async def test_new_work_is_refused_and_old_work_goes_on(sides: Sides) -> None:
     sides.pair.assert_loaded([0, 1], [3, 4])
 
 
+async def test_a_consumer_that_drains_gives_back_what_it_will_not_read(sides: Sides) -> None:
+    """That is when a decode engine's queue is of no use any more."""
+    load_held = sides.pair.offer([4], "held")
+    sides.pair.consumer.transport.faults.hold = True
+    load = sides.consumer.start_load(sides.pair.wanted(load_held, [1]))
+    while not sides.pair.consumer.transport.held:
+        await asyncio.sleep(0)
+    lease = sides.pair.offer([3])
+    draining = await begin_to_drain(sides.consumer)
+    assert await sides.consumer.release_blocks(lease.ticket)
+    assert await lease is LeaseOutcome.READ
+    sides.pair.consumer.transport.faults.hold = False
+    sides.pair.consumer.transport.perform()
+    await load
+    await draining
+    await load_held
+
+
+async def test_what_is_left_at_the_deadline_is_named_in_the_log(sides: Sides, caplog: pytest.LogCaptureFixture) -> None:
+    lease = sides.pair.offer([3], "slow")
+    report = await sides.producer.drain(0.01)
+    assert report.leases_revoked == 1
+    assert await lease is LeaseOutcome.REVOKED
+    assert "engine 'producer': still open after draining for 0.01 s: leases of ['slow'], loads of []" in caplog.text
+
+
 async def test_readers_without_an_open_lease_are_sent_elsewhere(sides: Sides) -> None:
     lease = sides.pair.offer([3])
     draining = await begin_to_drain(sides.producer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 import pytest
@@ -27,6 +28,19 @@ async def test_a_runtime_that_did_nothing_leaves_nothing() -> None:
     assert_closed(runtime.statistics())
     assert asyncio.all_tasks() == before
     await runtime.aclose()
+
+
+async def test_opening_registering_and_closing_are_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvflow")
+    kv_caches, layout = small_cache()
+    async with Runtime(config()) as runtime:
+        address = runtime.address
+        await runtime.register_kv_caches(kv_caches, layout)
+    opened, registered, *_, closed = caplog.messages
+    assert opened.startswith(f"runtime 'engine' (dp 0 pp 0 tp 0) opened at {address}: kvflow ")
+    assert "transport inproc, CURVE off" in opened
+    assert "registered a KV cache of 2 layers, 8 blocks of 1024 bytes on cpu:0" in registered
+    assert closed == "runtime 'engine' (dp 0 pp 0 tp 0) closed in good order"
 
 
 async def test_use_before_opening_before_registering_and_after_closing() -> None:
