@@ -49,7 +49,7 @@ class Runtime:
         self._registering = False
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
-        if not world.warns_of_drops:
+        if not world.real:
             self._drop.detach()
 
     def __repr__(self) -> str:

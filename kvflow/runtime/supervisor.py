@@ -123,7 +123,8 @@ class Supervisor:
         self._stop = asyncio.Event()
         self._services_over = asyncio.Event()
         self.state = RuntimeState.OPEN
-        atexit.register(self.abandon, self.config.transport_close_timeout_s)
+        if self._world.real:
+            atexit.register(self.abandon, self.config.transport_close_timeout_s)
         started = asyncio.Event()
         self._supervision = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._never_ran(started))

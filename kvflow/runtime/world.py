@@ -64,5 +64,5 @@ class World:
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], Copier] = Copier
-    warns_of_drops: bool = True
-    """Whether a runtime that is dropped without being closed is noticed. A simulated process that crashes is silent."""
+    real: bool = True
+    """Whether a runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""

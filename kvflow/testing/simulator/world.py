@@ -79,5 +79,5 @@ def make_world(network: Network, host: Host, clock: LoopClock) -> World:
         clock=lambda: clock,
         token_hex=lambda count: rng.randbytes(count).hex(),
         copier=lambda name: InlineCopier(name, lambda: rng.expovariate(1 / network.weather.read_s)),
-        warns_of_drops=False,
+        real=False,
     )
