@@ -40,6 +40,28 @@ async def load_hangs(transport: str) -> Runtime:
     return runtime
 
 
+def reading(transport: str) -> None:
+    """The loop ends in the middle of a read, of which nothing can be taken back."""
+
+    async def main() -> None:
+        runtimes, caches = [], []
+        for name in ("producer", "consumer"):
+            kv_caches, layout = small_cache(num_blocks=1 << 14, layers=8, block_size=16)
+            runtimes.append(Runtime(Config(engine_id=name, listen="tcp://127.0.0.1:0", transport=transport)))
+            await runtimes[-1].__aenter__()
+            await runtimes[-1].register_kv_caches(kv_caches, layout)
+            caches.append(kv_caches)
+        producer, consumer = runtimes
+        blocks = range(1 << 14)
+        lease = producer.serve_blocks(ServeRequest("req", block_ids=blocks, num_tokens=16 << 14))
+        kept.append(consumer.start_load(LoadRequest("req", lease.ticket, blocks)))
+        while not consumer.statistics().transport.open_reads:
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    kept.clear()
+
+
 def in_run(transport: str) -> None:
     """`asyncio.run` cancels all tasks and closes the loop; the handle goes with its coroutine."""
 

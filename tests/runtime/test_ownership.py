@@ -233,7 +233,7 @@ async def test_every_plain_call_refuses_a_thread_without_a_loop(verb: str) -> No
 # --- nobody closes it
 
 
-WAYS = ["in_run", "kept_after_run", "asking", "loop_closed", "loop_left", "own_thread"]
+WAYS = ["reading", "in_run", "kept_after_run", "asking", "loop_closed", "loop_left", "own_thread"]
 
 
 @pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
