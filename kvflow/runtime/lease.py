@@ -7,10 +7,10 @@ import enum
 import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
-from kvflow.core.states import LEASE_TABLE, LeaseEvent, LeaseState, fire
+from kvflow.core.lease_book import LeaseEntry
+from kvflow.core.states import LeaseState
 from kvflow.core.ticket import Ticket
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
@@ -74,27 +74,31 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(self, request: ServeRequest, ticket: Ticket, end: Callable[[Lease, LeaseEvent], None]) -> None:
-        self.request_id = request.request_id
+    def __init__(self, ticket: Ticket, entry: LeaseEntry, revoke: Callable[[], None]) -> None:
         self.ticket = ticket
-        self.state = LeaseState.OFFERED
-        self.held = False
-        """Only for `Serving`: whether the hold after its end is over."""
-        self._end = end
-        self._reader_count = request.reader_count
-        self._readers: dict[str, Fraction] = {}
+        self._entry = entry
+        self._revoke = revoke
         self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
-        return f"<Lease {self.request_id} {self.state}, {len(self._readers)} readers done>"
+        return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
 
     def __await__(self) -> Generator[Any, None, LeaseOutcome]:
         self._require_here("awaiting it")
         return asyncio.shield(self._outcome).__await__()
 
     @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    @property
     def block_ids(self) -> tuple[int, ...]:
         return self.ticket.block_ids
+
+    @property
+    def state(self) -> LeaseState:
+        """Whether it is still offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        return self._entry.state
 
     @property
     def done(self) -> bool:
@@ -103,7 +107,11 @@ class Lease:
     @property
     def readers_done(self) -> int:
         """How many ranks of consumers have said that they need the blocks no more."""
-        return len(self._readers)
+        return len(self._entry.readers)
+
+    async def wait(self) -> LeaseOutcome:
+        """How it ended, once its blocks may be reused: the same as awaiting the lease."""
+        return await self
 
     def revoke(self) -> Lease:
         """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
@@ -113,31 +121,15 @@ class Lease:
         UsageError off the runtime's loop.
         """
         self._require_here("revoke()")
-        self._end(self, LeaseEvent.REVOKE)
+        self._revoke()
         return self
-
-    def add_reader(self, reader: str, share: Fraction) -> bool:
-        """Note that `reader` has read, and its share of an engine's reading; False if it said so before."""
-        if reader in self._readers:
-            return False
-        self._readers[reader] = share
-        return True
-
-    def has_reader(self, reader: str) -> bool:
-        """Whether `reader` has said that it has read."""
-        return reader in self._readers
-
-    @property
-    def all_read(self) -> bool:
-        return sum(self._readers.values()) >= self._reader_count
-
-    def fire(self, event: LeaseEvent) -> None:
-        """Only for `Serving`: change the state."""
-        before, self.state = self.state, fire(LEASE_TABLE, self.state, event)
-        logger.info("lease %s: %s -> %s", self.request_id, before, self.state)
 
     def _require_here(self, what: str) -> None:
         require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")
+
+    def end(self) -> None:
+        """Only for `Serving`: it is not offered any more."""
+        logger.info("lease %s: offered -> %s", self.request_id, self.state)
 
     def settle(self) -> LeaseOutcome:
         """Only for `Serving`: the blocks are free; wake who awaits."""

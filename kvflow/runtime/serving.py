@@ -1,44 +1,40 @@
-"""The producer's side: leases, their seals, their timers, and the notifications that end them.
+"""The producer's side: what the lease book decides, carried out: seals, blocks, host copies, timers, handles.
 
 An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
 readers that were given another rank's ticket find it by the request (`find`).
 
-A lease ends at a moment that its readers may move: each renewal gives it its whole ttl_s again, up to its lifetime
-(`Config.lease_lifetime_s`). Its timer looks when it fires whether it has been moved, so a renewal costs a few lookups.
-
 With host staging a lease is open before its blocks can be read: they are copied to host blocks group by group, and the
 seal says how many are still missing. A failed copy revokes the lease.
 
-A lease is registered, and its seal set, before `serve` returns, so a fast reader can never beat it. It ends exactly
-once (invariant I4): read by all its readers, expired, or revoked. Whatever ends it wipes the seal at once; the blocks
-are given back after a short hold (invariant I3). Late, duplicate and malformed notifications are counted and change
-nothing.
+A lease is in the book, and its seal set, before `serve` returns, so a fast reader can never beat it. Whatever ends it
+wipes the seal at once; the blocks are given back after the hold, and after a copy that still runs (invariant I3). Late,
+duplicate and malformed notifications are counted and change nothing.
 
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
 read, and the whole read took less than half of the hold: the wipe came after t, so the blocks came back a hold after t
-at the earliest, when the read had ended (`core.seals`). That needs a hold that is never shorter than promised, so its
-timer, which a loop may round, is checked against the clock. Reads that lose this race may go on for as long as
-they like: their memory stays registered, what they see is thrown away, and their load is LeaseExpired.
+at the earliest, when the read had ended (`core.seals`). That needs a hold that is never shorter than promised, so the
+one timer for all leases, which a loop may round, only has the book look at the clock. Reads that lose this race may
+take as long as they like: their memory stays registered, what they see is thrown away, and their load is LeaseExpired.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import partial
 
 from kvflow.config import Config
 from kvflow.core import topology, wire
+from kvflow.core.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.prompts import prompt_digest
 from kvflow.core.seals import SealTable
-from kvflow.core.states import LeaseEvent, lease_open
+from kvflow.core.states import LeaseEvent
 from kvflow.core.ticket import RankLease, Ticket, check_traceparent
 from kvflow.core.topology import Holding, Rank
 from kvflow.errors import RequestError
@@ -50,24 +46,17 @@ from kvflow.runtime.world import Clock, Timer
 
 logger = logging.getLogger(__name__)
 
-_WHOLE_MAX = 1 << 32
-_RECENT_MAX = 1 << 12
-
 
 @dataclass(slots=True, kw_only=True)
-class _Entry:
-    """A lease, when it ends, and what is given back then."""
+class _Offer:
+    """A lease in the book, its handle, and what is given back after it."""
 
+    entry: LeaseEntry
     lease: Lease
     ids: BlockIds
-    offered_s: float
-    expires_s: float
-    lifetime_ends_s: float
-    """Renewals do not move `expires_s` beyond this."""
-    timer: Timer
     staged: _Staged | None
-    ended_s: float = 0.0
-    """Set when the lease ends: its blocks are held from then on."""
+    held: bool = True
+    """Until the book says that the hold is over."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,14 +100,13 @@ class Serving:
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
-        self._entries: dict[str, _Entry] = {}
-        self._open_requests: dict[str, Lease] = {}
-        self._recent: OrderedDict[str, None] = OrderedDict()
-        self._ended = dict.fromkeys(LeaseOutcome, 0)
+        self._book = LeaseBook(hold_s=config.seal_hold_s, lifetime_s=config.lease_lifetime_s)
+        self._offers: dict[LeaseEntry, _Offer] = {}
+        self._timer: Timer | None = None
+        self._timer_due_s = math.inf
+        self._outcomes = dict.fromkeys(LeaseOutcome, 0)
         self._renewals = 0
-        self._late = 0
-        self._duplicate = 0
-        self._malformed = 0
+        self._counted = dict.fromkeys(Counted, 0)
         self._group_blocks = max(config.slice_bytes_max // block_size_bytes, 1)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -126,20 +114,20 @@ class Serving:
     @property
     def statistics(self) -> ServingStatistics:
         return ServingStatistics(
-            open_leases=len(self._entries),
-            read=self._ended[LeaseOutcome.READ],
-            expired=self._ended[LeaseOutcome.EXPIRED],
-            revoked=self._ended[LeaseOutcome.REVOKED],
+            open_leases=len(self._offers),
+            read=self._outcomes[LeaseOutcome.READ],
+            expired=self._outcomes[LeaseOutcome.EXPIRED],
+            revoked=self._outcomes[LeaseOutcome.REVOKED],
             renewals=self._renewals,
-            late_notifications=self._late,
-            duplicate_notifications=self._duplicate,
-            malformed_notifications=self._malformed,
+            late_notifications=self._counted[Counted.LATE],
+            duplicate_notifications=self._counted[Counted.DUPLICATE],
+            malformed_notifications=self._counted[Counted.MALFORMED],
         )
 
     @property
     def open_requests(self) -> list[str]:
         """The requests whose leases are open, or hold their blocks still."""
-        return [entry.lease.request_id for entry in self._entries.values()]
+        return [entry.terms.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest) -> Lease:
         """Open a lease. Raises RequestError, and changes nothing then."""
@@ -160,13 +148,13 @@ class Serving:
             self._seals.give_back(seal_index)
             raise
         ticket = self._make_ticket(request, ids, staged, seal_index, ttl_s, digest)
-        lease = Lease(request, ticket, self._end)
-        entry = self._open(lease, ids, staged)
+        offer = self._open(request, ticket, ids, staged)
         if staged is not None:
-            self._copy_next(entry, staged)
+            self._copy_next(offer, staged)
         if len(ids) == 0:
-            self._end(lease, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
-        return lease
+            self._end(offer, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
+        self._set_timer()
+        return offer.lease
 
     def on_notification(self, payload: bytes) -> None:
         """Take a reader's message: the one way in for what peers say about leases."""
@@ -175,7 +163,7 @@ class Serving:
                 raise wire.WireError(f"{len(payload)} bytes")
             message = wire.decode_notification(payload)
         except wire.WireError as error:
-            self._malformed += 1
+            self._counted[Counted.MALFORMED] += 1
             logger.info("dropped a notification: %s", error)
             return
         match message:
@@ -187,17 +175,17 @@ class Serving:
 
     def find(self, question: wire.LeaseRequest | wire.ReleaseRequest) -> wire.LeaseFound | wire.NoLease:
         """The open lease for a request, if it is of the same blocks and tokens."""
-        lease = self._open_requests.get(question.request_id)
-        if lease is None:
-            return wire.NoLease(ended=question.request_id in self._recent)
-        ticket = lease.ticket
+        entry = self._book.serving(question.request_id)
+        if entry is None:
+            return wire.NoLease(ended=self._book.served(question.request_id))
+        ticket = self._offers[entry].lease.ticket
         if (ticket.num_tokens, wire.digest_of(ticket.block_ids)) != (question.num_tokens, question.blocks_digest):
             return wire.NoLease(ended=True)
         own = ticket.first
         return wire.LeaseFound(
             incarnation=own.incarnation,
             clock_s=self._clock.now_s(),
-            expires_s=self._entries[own.lease_id].expires_s,
+            expires_s=entry.expires_s,
             lease_id=own.lease_id,
             seal_index=own.seal_index,
             block_ids=own.block_ids,
@@ -205,7 +193,7 @@ class Serving:
 
     def serves(self, request_id: str | None) -> bool:
         """Whether there is an open lease for the request."""
-        return request_id in self._open_requests
+        return self._book.serving(request_id) is not None
 
     def release(self, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
         """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
@@ -230,33 +218,28 @@ class Serving:
 
     def close(self) -> None:
         """Revoke what is still open."""
-        for entry in list(self._entries.values()):
-            self._end(entry.lease, LeaseEvent.REVOKE)
+        for offer in list(self._offers.values()):
+            self._end(offer, LeaseEvent.REVOKE)
+        self._set_timer()
 
     def _note_read(self, message: wire.ReadDone) -> None:
-        entry = self._entries.get(message.lease_id)
-        if entry is None or not lease_open(entry.lease.state):
-            self._late += 1
-        elif not 0 < message.share <= message.whole <= _WHOLE_MAX:
-            self._malformed += 1
-        elif not entry.lease.add_reader(message.reader, Fraction(message.share, message.whole)):
-            self._duplicate += 1
-        elif entry.lease.all_read:
-            self._end(entry.lease, LeaseEvent.ALL_READ)
+        entry = self._book.find(message.lease_id)
+        share = (message.share, message.whole)
+        counted = self._book.read(message.lease_id, message.reader, share, self._clock.now_s())
+        self._counted[counted] += 1
+        if counted is Counted.NOTED and entry is not None and not entry.is_open:
+            self._ended(self._offers[entry])
+            self._set_timer()
 
     def _renew(self, lease_id: str, reader: str) -> None:
-        """Give a lease its ttl_s again. One who has said that it has read does not need that: its message is late."""
-        entry = self._entries.get(lease_id)
-        if entry is None or not lease_open(entry.lease.state) or entry.lease.has_reader(reader):
-            self._late += 1
-            return
-        self._renewals += 1
-        entry.expires_s = min(self._clock.now_s() + entry.lease.ticket.ttl_s, entry.lifetime_ends_s)
+        counted = self._book.renew(lease_id, reader, self._clock.now_s())
+        self._counted[counted] += 1
+        self._renewals += counted is Counted.NOTED
 
     def _check(self, request: ServeRequest) -> BlockIds:
         what = f"request {request.request_id!r}"
         check_request_id(request.request_id, self._config.request_id_chars_max)
-        if request.request_id in self._open_requests:
+        if self._book.serving(request.request_id) is not None:
             raise RequestError(f"{what}: it is being served already")
         if len(request.block_ids) > self._config.block_ids_max:
             raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
@@ -286,31 +269,32 @@ class Serving:
             raise RequestError(f"request {request.request_id!r}: {count} host blocks are needed, {room}")
         return _Staged(host_ids=host_ids)
 
-    def _copy_next(self, entry: _Entry, staged: _Staged) -> None:
+    def _copy_next(self, offer: _Offer, staged: _Staged) -> None:
         """Copy the next group of blocks to the host, until all are there or the lease has ended."""
         assert self._staging is not None
-        ids = entry.ids[staged.copied : staged.copied + self._group_blocks]
-        if not lease_open(entry.lease.state) or len(ids) == 0:
+        ids = offer.ids[staged.copied : staged.copied + self._group_blocks]
+        if not offer.entry.is_open or len(ids) == 0:
             return
         host_ids = staged.host_ids[staged.copied : staged.copied + len(ids)]
         staged.copying = True
         self._copier.submit(
-            partial(self._staging.to_host, ids, host_ids), partial(self._copied, entry, staged, len(ids))
+            partial(self._staging.to_host, ids, host_ids), partial(self._copied, offer, staged, len(ids))
         )
 
-    def _copied(self, entry: _Entry, staged: _Staged, count: int, error: BaseException | None) -> None:
+    def _copied(self, offer: _Offer, staged: _Staged, count: int, error: BaseException | None) -> None:
         """One group has been copied: readers may have it. A lease that has ended waited for this with its blocks."""
         staged.copying = False
         if error is not None:
-            logger.error("request %s: its blocks cannot be copied", entry.lease.request_id, exc_info=error)
-            self._end(entry.lease, LeaseEvent.REVOKE)
-        elif lease_open(entry.lease.state):
+            logger.error("request %s: its blocks cannot be copied", offer.lease.request_id, exc_info=error)
+            self._end(offer, LeaseEvent.REVOKE)
+            self._set_timer()
+        elif offer.entry.is_open:
             staged.copied += count
-            own = entry.lease.ticket.first
-            self._seals.seal(own.seal_index, own.lease_id, len(entry.ids) - staged.copied)
-            self._copy_next(entry, staged)
-        if entry.lease.held:
-            self._give_back(entry)
+            own = offer.lease.ticket.first
+            self._seals.seal(own.seal_index, own.lease_id, len(offer.ids) - staged.copied)
+            self._copy_next(offer, staged)
+        if not offer.held:
+            self._give_back(offer)
 
     def _make_ticket(
         self, request: ServeRequest, ids: BlockIds, staged: _Staged | None, seal_index: int, ttl_s: float, digest: str
@@ -345,81 +329,86 @@ class Serving:
             prompt_digest=digest,
         )
 
-    def _open(self, lease: Lease, ids: BlockIds, staged: _Staged | None) -> _Entry:
-        own, ttl_s = lease.ticket.first, lease.ticket.ttl_s
-        self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
-        entry = self._entries[own.lease_id] = _Entry(
-            lease=lease,
-            ids=ids,
-            offered_s=own.expires_s - ttl_s,
-            expires_s=own.expires_s,
-            lifetime_ends_s=own.expires_s - ttl_s + max(ttl_s, self._config.lease_lifetime_s),
-            timer=self._clock.call_later(ttl_s, partial(self._expire, own.lease_id)),
-            staged=staged,
+    def _open(self, request: ServeRequest, ticket: Ticket, ids: BlockIds, staged: _Staged | None) -> _Offer:
+        own = ticket.first
+        terms = LeaseTerms(
+            lease_id=own.lease_id,
+            request_id=request.request_id,
+            ttl_s=ticket.ttl_s,
+            reader_count=request.reader_count,
+            holds_blocks=len(ids) > 0,
         )
-        self._open_requests[lease.request_id] = lease
-        self._recent.pop(lease.request_id, None)
+        entry = self._book.open(terms, own.expires_s - ticket.ttl_s)
+        lease = Lease(ticket, entry, partial(self._revoke, entry))
+        offer = self._offers[entry] = _Offer(entry=entry, lease=lease, ids=ids, staged=staged)
+        self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
         self._all_ended.clear()
-        return entry
+        return offer
 
-    def _expire(self, lease_id: str) -> None:
-        """The timer of an open lease: end it, unless it was renewed meanwhile or the timer was early."""
-        entry = self._entries[lease_id]
-        left_s = entry.expires_s - self._clock.now_s()
-        if left_s > 0:
-            entry.timer = self._clock.call_later(left_s, partial(self._expire, lease_id))
-        else:
-            self._end(entry.lease, LeaseEvent.EXPIRE)
+    def _revoke(self, entry: LeaseEntry) -> None:
+        """See `Lease.revoke`."""
+        offer = self._offers.get(entry)
+        if offer is not None:
+            self._end(offer, LeaseEvent.REVOKE)
+            self._set_timer()
 
-    def _end(self, lease: Lease, event: LeaseEvent) -> None:
-        """The one way for a lease to end: its seal is wiped now, its blocks are given back after the hold."""
-        if not lease_open(lease.state):
+    def _end(self, offer: _Offer, event: LeaseEvent) -> None:
+        """End a lease, unless it has ended."""
+        if self._book.end(offer.entry, event, self._clock.now_s()):
+            self._ended(offer)
+
+    def _ended(self, offer: _Offer) -> None:
+        """The book has ended a lease: its seal is wiped now, its blocks are given back after the hold."""
+        self._seals.give_back(offer.lease.ticket.first.seal_index)
+        offer.lease.end()
+        if not offer.entry.terms.holds_blocks:
+            self._hold_over(offer)
+
+    def _set_timer(self) -> None:
+        """Have the book looked at when it next has something to do."""
+        next_s = self._book.next_s
+        if next_s is not None and next_s >= self._timer_due_s:
             return
-        entry = self._entries[lease.ticket.lease_id]
-        entry.timer.cancel()
-        self._seals.give_back(lease.ticket.first.seal_index)
-        del self._open_requests[lease.request_id]
-        self._remember(lease.request_id)
-        lease.fire(event)
-        entry.ended_s = self._clock.now_s()
-        if len(entry.ids) == 0:
-            self._give_back(entry)
-        else:
-            self._clock.call_later(self._config.seal_hold_s, partial(self._held, entry))
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer, self._timer_due_s = None, math.inf
+        if next_s is not None:
+            self._timer_due_s = next_s
+            self._timer = self._clock.call_later(max(next_s - self._clock.now_s(), 0.0), self._look)
 
-    def _held(self, entry: _Entry) -> None:
-        """The hold is over, unless the timer was early; a copy that still runs is waited for."""
-        left_s = entry.ended_s + self._config.seal_hold_s - self._clock.now_s()
-        if left_s > 0:
-            self._clock.call_later(left_s, partial(self._held, entry))
-            return
-        entry.lease.held = True
-        if entry.staged is None or not entry.staged.copying:
-            self._give_back(entry)
+    def _look(self) -> None:
+        """The timer: whatever is due by the clock. It may be early, or late."""
+        self._timer, self._timer_due_s = None, math.inf
+        now_s = self._clock.now_s()
+        for entry in self._book.expire(now_s):
+            self._ended(self._offers[entry])
+        for entry in self._book.release(now_s):
+            self._hold_over(self._offers[entry])
+        self._set_timer()
 
-    def _remember(self, request_id: str) -> None:
-        """Keep in mind that there was a lease: a reader that comes late need not wait for one to be opened."""
-        self._recent[request_id] = None
-        if len(self._recent) > _RECENT_MAX:
-            self._recent.popitem(last=False)
+    def _hold_over(self, offer: _Offer) -> None:
+        """No read can take the blocks for good any more; a copy that still runs is waited for."""
+        offer.held = False
+        if offer.staged is None or not offer.staged.copying:
+            self._give_back(offer)
 
-    def _give_back(self, entry: _Entry) -> None:
-        """Nobody can take the blocks for good any more: the producer may reuse them (invariant I3)."""
-        del self._entries[entry.lease.ticket.lease_id]
-        self._ledger.release(entry.ids)
-        if entry.staged is not None and self._staging is not None:
-            self._staging.pool.give_back(entry.staged.host_ids)
-        outcome = entry.lease.settle()
-        self._ended[outcome] += 1
-        self._record(entry, outcome)
-        if not self._entries:
+    def _give_back(self, offer: _Offer) -> None:
+        """The producer may reuse the blocks (invariant I3)."""
+        del self._offers[offer.entry]
+        self._ledger.release(offer.ids)
+        if offer.staged is not None and self._staging is not None:
+            self._staging.pool.give_back(offer.staged.host_ids)
+        outcome = offer.lease.settle()
+        self._outcomes[outcome] += 1
+        self._record(offer, outcome)
+        if not self._offers:
             self._all_ended.set()
 
-    def _record(self, entry: _Entry, outcome: LeaseOutcome) -> None:
+    def _record(self, offer: _Offer, outcome: LeaseOutcome) -> None:
         """Tell the observers how a lease has ended."""
         if not self._observers.any:
             return
-        lease = entry.lease
+        lease, entry = offer.lease, offer.entry
         seconds = {"offered": entry.ended_s - entry.offered_s, "held": self._clock.now_s() - entry.ended_s}
         self._observers.lease_ended(
             LeaseRecord(
@@ -427,7 +416,7 @@ class Serving:
                 rank=str(Rank.of(self._config)),
                 request_id=lease.request_id,
                 outcome=outcome,
-                blocks=len(entry.ids),
+                blocks=len(offer.ids),
                 tokens=lease.ticket.num_tokens,
                 readers=lease.readers_done,
                 seconds=seconds,

@@ -239,6 +239,7 @@ class Supervisor:
         task = self._group.create_task(self._watched(body), name=name)
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it has never begun
         return task
 
     async def _supervise(self, started: asyncio.Event) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvflow.core.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.seals import SealTable
-from kvflow.core.states import LeaseEvent, TransferEvent, TransferState, lease_open
+from kvflow.core.states import TransferEvent, TransferState
 from kvflow.runtime import connection
-from kvflow.runtime.lease import Lease
 from kvflow.runtime.peers import Peer
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.releases import Releases
-from kvflow.runtime.serving import Serving
 from kvflow.runtime.transfer import Transfer
 from kvflow.testing.simulator import simulate
 
@@ -29,17 +28,7 @@ def do_nothing(*_: object, **__: object) -> None:
 
 def give_back_without_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Free early: blocks come back in the moment in which the lease ends."""
-    real = Serving._end
-
-    def end(self: Serving, lease: Lease, event: LeaseEvent) -> None:
-        entry = self._entries.get(lease.ticket.lease_id)
-        is_open = lease_open(lease.state)
-        real(self, lease, event)
-        if is_open and entry is not None and len(entry.ids):
-            self._give_back(entry)
-
-    monkeypatch.setattr(Serving, "_end", end)
-    monkeypatch.setattr(Serving, "_held", do_nothing)
+    monkeypatch.setattr(LeaseBook, "_free_s", lambda self, entry: entry.ended_s)
 
 
 def leave_seals(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +87,11 @@ def lose_ends_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def never_expire(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Serving, "_expire", do_nothing)
+    def expire(self: LeaseBook, now_s: float) -> Iterator[LeaseEntry]:
+        self._expiring = [reminder for reminder in self._expiring if reminder[0] > now_s]
+        return iter(())
+
+    monkeypatch.setattr(LeaseBook, "expire", expire)
 
 
 def keep_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
