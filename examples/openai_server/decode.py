@@ -130,14 +130,11 @@ def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:
 
 async def run_decode(settings: WorkerSettings) -> None:
     """The whole life of a decode worker."""
-    async with (
-        open_engine(settings.name, settings.checkpoint) as engine,
-        open_runtime(settings, engine) as runtime,
-        background_tasks() as start_task,
-    ):
+    async with open_engine(settings.name, settings.checkpoint) as engine:
         metrics = DecodeMetrics(
             blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
         )
-        worker = DecodeWorker(engine, runtime, start_task, metrics)
-        app = decode_app(worker_app(settings, engine, runtime, metrics), worker)
-        await serve_http(app, settings.host, settings.port)
+        async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
+            worker = DecodeWorker(engine, runtime, start_task, metrics)
+            app = decode_app(worker_app(settings, engine, runtime, metrics), worker)
+            await serve_http(app, settings.host, settings.port)

@@ -104,14 +104,11 @@ def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
 
 async def run_prefill(settings: WorkerSettings) -> None:
     """The whole life of a prefill worker."""
-    async with (
-        open_engine(settings.name, settings.checkpoint) as engine,
-        open_runtime(settings, engine) as runtime,
-        background_tasks() as start_task,
-    ):
+    async with open_engine(settings.name, settings.checkpoint) as engine:
         metrics = PrefillMetrics(
             blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
         )
-        worker = PrefillWorker(engine, runtime, start_task, metrics)
-        app = prefill_app(worker_app(settings, engine, runtime, metrics), worker)
-        await serve_http(app, settings.host, settings.port)
+        async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
+            worker = PrefillWorker(engine, runtime, start_task, metrics)
+            app = prefill_app(worker_app(settings, engine, runtime, metrics), worker)
+            await serve_http(app, settings.host, settings.port)

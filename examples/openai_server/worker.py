@@ -22,6 +22,7 @@ from paged_engine import Engine, blocks_for
 from paged_engine.weights import MODEL_NAME, load_model
 
 import kvflow
+from kvflow.integrations.prometheus import PrometheusMetrics
 from openai_server.failures import EXPECTED_ERRORS, STATUS, failure_of
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S
 from openai_server.messages import WorkerHealth
@@ -62,14 +63,20 @@ def open_engine(name: str, checkpoint: Path) -> Engine:
 
 
 @asynccontextmanager
-async def open_runtime(settings: WorkerSettings, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
-    """A runtime that knows the engine's cache. It is closed before the engine: it uses the engine's memory."""
+async def open_runtime(
+    settings: WorkerSettings, engine: Engine, metrics: PrometheusMetrics
+) -> AsyncIterator[kvflow.Runtime]:
+    """A runtime that knows the engine's cache, and whose loads and leases the metrics show.
+
+    It is closed before the engine: it uses the engine's memory.
+    """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     config = kvflow.Config(
         engine_id=settings.name, listen=f"tcp://{settings.host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
     )
-    async with kvflow.Runtime(config) as runtime:
+    async with kvflow.Runtime(config, observers=[metrics]) as runtime:
+        metrics.watch(runtime)
         layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
         await runtime.register_kv_caches(engine.kv_caches, layout)
         yield runtime

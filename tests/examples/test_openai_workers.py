@@ -19,6 +19,8 @@ from openai_server.prefill import PrefillWorker
 from openai_server.worker import background_tasks
 from paged_engine import Engine
 from paged_engine.weights import load_model
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvflow
 from kvflow.runtime.world import World
@@ -89,18 +91,20 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
             engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1, cancel_grace_s=0.05
         )
 
+    prefill_metrics = PrefillMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
+    decode_metrics = DecodeMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
     async with (
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=1) as prefill_engine,
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=2) as decode_engine,
-        kvflow.Runtime(config("prefill-0"), world=world) as prefill_runtime,
-        kvflow.Runtime(config("decode-0"), world=world) as decode_runtime,
+        kvflow.Runtime(config("prefill-0"), world=world, observers=[prefill_metrics.kvflow]) as prefill_runtime,
+        kvflow.Runtime(config("decode-0"), world=world, observers=[decode_metrics.kvflow]) as decode_runtime,
         background_tasks() as start_task,
     ):
         for engine, runtime in ((prefill_engine, prefill_runtime), (decode_engine, decode_runtime)):
             layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=4)
             await runtime.register_kv_caches(engine.kv_caches, layout)
-        prefill_metrics = PrefillMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
-        decode_metrics = DecodeMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
+        prefill_metrics.kvflow.watch(prefill_runtime)
+        decode_metrics.kvflow.watch(decode_runtime)
         workers = Pair(
             prefill=PrefillWorker(prefill_engine, prefill_runtime, start_task, prefill_metrics),
             decode=DecodeWorker(decode_engine, decode_runtime, start_task, decode_metrics),
@@ -117,6 +121,18 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
 
 def sample(metrics: PrefillMetrics | DecodeMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
+
+
+def kvflow_samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """kvflow's samples by name and what tells them apart in one worker."""
+    return {
+        (sample.name, next((sample.labels[key] for key in ("outcome", "use", "state") if key in sample.labels), "")): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+        if sample.name.startswith("kvflow_")
+    }
 
 
 async def steps_of(lines: AsyncIterator[str]) -> list[Step]:
@@ -160,6 +176,25 @@ class TestHandOver:
                     await workers.prefilled(max_tokens=55)
 
         run(scenario())
+
+
+class TestMetrics:
+    def test_kvflows_own_are_shown_while_the_runtime_is_open_and_break_nothing_after_that(
+        self, tiny: tuple[Path, Greedy], run: Run
+    ) -> None:
+        async def scenario() -> CollectorRegistry:
+            async with pair(tiny[0]) as workers:
+                reply = await workers.prefilled()
+                assert kvflow_samples(workers.prefill_metrics.registry)["kvflow_open_leases", ""] == 1
+                await steps_of((await workers.decode.decode(decode_request(reply))).lines())
+                await workers.idle()
+                produced = kvflow_samples(workers.prefill_metrics.registry)
+                consumed = kvflow_samples(workers.decode_metrics.registry)
+                assert (produced["kvflow_leases_total", "read"], produced["kvflow_open_leases", ""]) == (1, 0)
+                assert (consumed["kvflow_loads_total", "loaded"], consumed["kvflow_blocks", "free"]) == (1, 16)
+                return workers.decode_metrics.registry
+
+        assert kvflow_samples(run(scenario()))["kvflow_loads_total", "loaded"] == 1
 
 
 class TestBlocks:
