@@ -8,6 +8,7 @@ a background task (`AsyncExitStack.pop_all`), which ends it when the blocks are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -25,9 +26,11 @@ import kvflow
 from kvflow.integrations.prometheus import PrometheusMetrics
 from openai_server.failures import EXPECTED_ERRORS, STATUS, failure_of
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S
-from openai_server.messages import WorkerHealth
+from openai_server.messages import FailureKind, WorkerHealth
 from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.responses import ClientGoneError
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 # Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
@@ -122,6 +125,8 @@ def worker_app(settings: WorkerSettings, engine: Engine, runtime: kvflow.Runtime
     async def expected(_: Request, error: Exception) -> JSONResponse:
         failure = failure_of(error)
         metrics.failed(failure.kind)
+        if failure.kind is FailureKind.WORKER_FAILED:
+            logger.error("a request has failed, and should not have: %s", failure.message, exc_info=error)
         return JSONResponse(failure.model_dump(), status_code=STATUS[failure.kind].http)
 
     async def client_gone(_: Request, __: Exception) -> Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,18 @@ from typing import Any
 import pytest
 from openai_server.decode import DecodeWorker
 from openai_server.failures import RequestTooLongError
-from openai_server.messages import DecodeRequest, Instant, PrefillReply, PrefillRequest, Step
+from openai_server.messages import (
+    DecodeRequest,
+    Failure,
+    FailureKind,
+    Instant,
+    PrefillReply,
+    PrefillRequest,
+    Step,
+)
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
-from openai_server.prefill import PrefillWorker
-from openai_server.worker import background_tasks
+from openai_server.prefill import PrefillWorker, prefill_app
+from openai_server.worker import WorkerSettings, background_tasks, worker_app
 from paged_engine import Engine
 from paged_engine.weights import load_model
 from prometheus_client import CollectorRegistry, generate_latest
@@ -31,6 +39,8 @@ Greedy = Callable[[Sequence[int], int], list[int]]
 
 PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
 
+REQUEST = PrefillRequest(request_id="r", prompt=PROMPT, max_tokens=6, deadline_s=30)
+
 
 def no_blocks() -> int:
     return 0
@@ -44,6 +54,7 @@ class Pair:
     decode: DecodeWorker
     prefill_engine: Engine
     decode_engine: Engine
+    prefill_runtime: kvflow.Runtime
     decode_runtime: kvflow.Runtime
     decode_transport: InprocTransport
     prefill_metrics: PrefillMetrics
@@ -110,6 +121,7 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
             decode=DecodeWorker(decode_engine, decode_runtime, start_task, decode_metrics),
             prefill_engine=prefill_engine,
             decode_engine=decode_engine,
+            prefill_runtime=prefill_runtime,
             decode_runtime=decode_runtime,
             decode_transport=transports[-1],
             prefill_metrics=prefill_metrics,
@@ -176,6 +188,51 @@ class TestHandOver:
                     await workers.prefilled(max_tokens=55)
 
         run(scenario())
+
+
+async def posted(workers: Pair, checkpoint: Path, request: PrefillRequest) -> tuple[int, bytes]:
+    """Status and body of the prefill worker's answer, as the router gets it."""
+    settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=checkpoint)
+    app = worker_app(settings, workers.prefill_engine, workers.prefill_runtime, workers.prefill_metrics)
+    sent: list[MutableMapping[str, Any]] = []
+    coming = [{"type": "http.request", "body": request.model_dump_json().encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if not coming:
+            await asyncio.Event().wait()  # the client stays
+        return coming.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/prefill", "query_string": b"", "headers": []}
+    await prefill_app(app, workers.prefill)(scope, receive, send)
+    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+
+
+class TestAnswers:
+    async def test_what_is_our_own_fault_leaves_a_traceback(
+        self, tiny: tuple[Path, Greedy], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with pair(tiny[0]) as workers:
+            assert (await posted(workers, tiny[0], REQUEST))[0] == 200
+            status, body = await posted(workers, tiny[0], REQUEST)  # the same id again, while its lease is open
+            workers.prefill.release("r")
+        failure = Failure.model_validate_json(body)
+        assert (status, failure.kind) == (502, FailureKind.WORKER_FAILED)
+        (record,) = [record for record in caplog.records if record.name == "openai_server.worker"]
+        assert failure.message in record.getMessage()
+        assert record.exc_info is not None
+
+    async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
+        self, tiny: tuple[Path, Greedy], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with pair(tiny[0]) as workers:
+            await workers.prefill_runtime.drain(deadline_s=0.1)
+            status, body = await posted(workers, tiny[0], REQUEST)
+        failure = Failure.model_validate_json(body)
+        assert (status, failure.kind) == (503, FailureKind.BUSY)
+        assert [record for record in caplog.records if record.name == "openai_server.worker"] == []
 
 
 class TestMetrics:
