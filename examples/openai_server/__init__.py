@@ -16,6 +16,7 @@ were read, `decode` loads them. The rest is what any such service has in some fo
     responses    HTTP answers that end when their client goes
     metrics      everything that /metrics shows
     http_server  uvicorn, as router and workers run it
+    starts       processes that do not start: what they say, how often they are tried
     launcher     all processes of the service, started again when they die
     load_test    fifty clients, and a worker that is killed in the middle; `workload` is what they ask
     command      the command line

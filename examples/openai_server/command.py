@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paged_engine.weights import REQUIRED_MODULES, MissingPackageError, require_modules
+from paged_engine.weights import CONFIG_NAME, REQUIRED_MODULES, MissingPackageError, require_modules
+
+from openai_server.starts import CANNOT_START, StartError
 
 if TYPE_CHECKING:
     from openai_server.launcher import ServiceSettings
 
+PORT_MAX = 65535
 SERVER_MODULES = ("fastapi", "uvicorn", "aiohttp", "prometheus_client", *REQUIRED_MODULES)
 
 
@@ -30,6 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except StartError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_START
     except (KeyboardInterrupt, asyncio.CancelledError):
         return 130
 
@@ -40,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="start the whole service")
     _add_service_options(serve, prefill=1, decode=1)
-    serve.add_argument("--port", type=int, default=8000, help="the router's port; 0 takes a free one (default: 8000)")
+    serve.add_argument("--port", type=_port, default=8000, help="the router's port; 0 takes a free one (default: 8000)")
     serve.set_defaults(run=_serve)
 
     load = commands.add_parser("load-test", help="many clients against a service of its own; a worker is killed")
@@ -78,15 +84,31 @@ def _parser() -> argparse.ArgumentParser:
 def _add_service_options(parser: argparse.ArgumentParser, *, prefill: int, decode: int) -> None:
     parser.add_argument("--prefill", type=int, default=prefill, help=f"prefill workers (default: {prefill})")
     parser.add_argument("--decode", type=int, default=decode, help=f"decode workers (default: {decode})")
-    parser.add_argument("--host", default="127.0.0.1", help="where all of them listen (default: 127.0.0.1)")
-    parser.add_argument("--checkpoint", type=Path, help="the model as `unpack` writes it (default: unpack it now)")
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="where the router listens, and the workers unless it is 0.0.0.0 (default: 127.0.0.1)",
+    )
+    parser.add_argument("--checkpoint", type=_unpacked, help="the model as `unpack` writes it (default: unpack it now)")
     parser.add_argument("--deadline-s", type=float, default=60.0, help="bound of every answer (default: 60)")
 
 
 def _add_process_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the model as `unpack` writes it")
+    parser.add_argument("--port", type=_port, required=True)
+    parser.add_argument("--checkpoint", type=_unpacked, required=True, help="the model as `unpack` writes it")
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= PORT_MAX):
+        raise argparse.ArgumentTypeError(f"expected 0 to {PORT_MAX}, got {text!r}")
+    return int(text)
+
+
+def _unpacked(text: str) -> Path:
+    if not Path(text, CONFIG_NAME).is_file():
+        raise argparse.ArgumentTypeError(f"there is no unpacked model in {text!r}; the command `unpack` makes one")
+    return Path(text)
 
 
 def _named_url(text: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from openai_server.http_server import serve_http
 from openai_server.messages import DecodeRequest, Step
 from openai_server.metrics import DecodeMetrics
 from openai_server.responses import LiveStream, read_message, unless_gone
+from openai_server.starts import listen_at
 from openai_server.worker import (
     StartTask,
     WorkerSettings,
@@ -130,14 +131,12 @@ def decode_app(app: FastAPI, worker: DecodeWorker) -> FastAPI:
 
 async def run_decode(settings: WorkerSettings) -> None:
     """The whole life of a decode worker."""
-    async with (
-        open_engine(settings.name, settings.checkpoint) as engine,
-        open_runtime(settings, engine) as runtime,
-        background_tasks() as start_task,
-    ):
+    listening = listen_at(settings.host, settings.port)
+    async with open_engine(settings.name, settings.checkpoint) as engine:
         metrics = DecodeMetrics(
             blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
         )
-        worker = DecodeWorker(engine, runtime, start_task, metrics)
-        app = decode_app(worker_app(settings, engine, runtime, metrics), worker)
-        await serve_http(app, settings.host, settings.port)
+        async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
+            worker = DecodeWorker(engine, runtime, start_task, metrics)
+            app = decode_app(worker_app(settings, engine, runtime, metrics), worker)
+            await serve_http(app, listening)

@@ -3,6 +3,9 @@
 Workers translate exceptions into failures (`failure_of`), the router decides by their kind, and clients get an error
 in OpenAI's shape (`STATUS`). An exception that is not named here is a bug: its worker answers 500 with a traceback in
 its log, and the router takes that as WORKER_FAILED.
+
+Of kvflow's errors only `blame` and `retryable` are looked at, so classes that do not exist yet have their place too.
+`memory_safe` concerns nobody here: whoever has loaded keeps blocks that are not safe (`decode`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 
 from paged_engine import OutOfBlocksError
 
-from kvflow import errors
+from kvflow.errors import Blame, KVFlowError
 from openai_server.messages import Failure, FailureKind
 
 
@@ -19,7 +22,7 @@ class RequestTooLongError(ValueError):
     """More tokens than a worker's cache or the model can ever hold."""
 
 
-EXPECTED_ERRORS = (errors.KVFlowError, OutOfBlocksError, RequestTooLongError)
+EXPECTED_ERRORS = (KVFlowError, OutOfBlocksError, RequestTooLongError)
 
 
 def failure_of(error: Exception) -> Failure:
@@ -33,11 +36,24 @@ def _kind_of(error: Exception) -> FailureKind:
             return FailureKind.INVALID
         case OutOfBlocksError():
             return FailureKind.BUSY
-        case errors.DeadlineExceeded():
-            return FailureKind.DEADLINE
-        case errors.LeaseExpired() | errors.TransferFailed() | errors.PeerError():
-            return FailureKind.PREFILL_AGAIN
+        case KVFlowError():
+            return _kind_of_kvflows(error)
         case _:
+            return FailureKind.WORKER_FAILED
+
+
+def _kind_of_kvflows(error: KVFlowError) -> FailureKind:
+    """Whose fault it was says what may help. `retryable` is about the same call with the same ticket, which is not made
+    again: the next attempt has a ticket of its own.
+    """
+    match error.blame, error.retryable:
+        case (Blame.PEER, _) | (Blame.NOBODY, False):
+            return FailureKind.PREFILL_AGAIN  # these blocks cannot be had, others can
+        case (Blame.NOBODY, True):
+            return FailureKind.DEADLINE  # it only needs more time, and that is what the request has not
+        case (Blame.ENGINE, True):
+            return FailureKind.BUSY
+        case _:  # kvflow is broken here; or its caller is, which is us, unless something has changed the ticket
             return FailureKind.WORKER_FAILED
 
 

@@ -8,6 +8,7 @@ later is an `error` event, which the openai client raises as an APIError.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import MODEL_NAME
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from openai_server.dialects import Chat, Completions, Dialect
@@ -41,6 +42,7 @@ from openai_server.shapes import (
     ModelList,
     Usage,
 )
+from openai_server.starts import listen_at
 
 
 class RefusedError(Exception):
@@ -142,6 +144,7 @@ class RouterHealth(BaseModel):
     """ "ok": all workers are up; "degraded": some; "down": not one of each kind, so requests fail."""
 
     status: Literal["ok", "degraded", "down"]
+    pid: int = Field(default_factory=os.getpid)
     workers: list[WorkerView]
 
 
@@ -241,6 +244,7 @@ async def run_router(
     *, host: str, port: int, checkpoint: Path, deadline_s: float, prefill: Mapping[str, str], decode: Mapping[str, str]
 ) -> None:
     """The whole life of the router's process. `prefill` and `decode` are URLs by name."""
+    listening = listen_at(host, port)
     metrics = RouterMetrics()
     rotations = {role: _rotation(role, workers) for role, workers in (("prefill", prefill), ("decode", decode))}
     for role, rotation in rotations.items():
@@ -251,7 +255,7 @@ async def run_router(
         )
         watching = router.watch()
         front = Front(router=router, tokenizer=ChatTokenizer(checkpoint), metrics=metrics, deadline_s=deadline_s)
-        await serve_http(front_app(front), host, port)
+        await serve_http(front_app(front), listening)
         for task in watching:
             task.cancel()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import uvicorn
 from fastapi import FastAPI
@@ -13,12 +14,10 @@ SERVER_KEEP_ALIVE_S = 75
 SHUTDOWN_TIMEOUT_S = 3
 
 
-async def serve_http(app: FastAPI, host: str, port: int) -> None:
-    """Listen until the process is told to end (SIGTERM, Ctrl-C); streams get a moment to finish."""
+async def serve_http(app: FastAPI, listening: socket.socket) -> None:
+    """Answer until the process is told to end (SIGTERM, Ctrl-C); streams get a moment to finish."""
     config = uvicorn.Config(
         app,
-        host=host,
-        port=port,
         access_log=False,
         log_level="warning",
         timeout_keep_alive=SERVER_KEEP_ALIVE_S,
@@ -27,4 +26,4 @@ async def serve_http(app: FastAPI, host: str, port: int) -> None:
     # uvicorn takes these while it serves, and raises them once more when it is done: by then we are leaving anyway.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    await uvicorn.Server(config).serve()
+    await uvicorn.Server(config).serve([listening])

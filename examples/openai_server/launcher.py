@@ -1,36 +1,38 @@
 """All processes of the service: workers and router, each a command of its own, started again when they die.
 
-This stands for what a process manager does in a real deployment. The processes end with the launcher, even if that is
-killed.
+This stands for what a process manager does in a real deployment. One that does not start, though tried several times,
+ends the service (`starts`). The processes end with the launcher, even if that is killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ctypes
+import json
 import signal
 import socket
 import sys
 import tempfile
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 
+from openai_server.starts import CANNOT_START, StartError, Starts, listen_at
+
 COMMAND = Path(__file__).with_name("__main__.py")
 START_TIMEOUT_S = 180.0
 START_POLL_S = 0.1
-RESTART_PAUSE_S = 1.0
+HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 EXIT_TIMEOUT_S = 15.0
+WILDCARD = "0.0.0.0"
+LOOPBACK = "127.0.0.1"
 PR_SET_PDEATHSIG = 1
-
-
-class StartError(RuntimeError):
-    """The service, or a part of it, did not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +60,39 @@ class Service:
 
 @asynccontextmanager
 async def start_service(settings: ServiceSettings) -> AsyncIterator[Service]:
-    """The service for as long as the `with`; when it is entered the service takes requests."""
+    """The service for as long as the `with`; when it is entered the service takes requests.
+
+    Raises StartError if a part of it does not start, also later, when it has died and does not come back.
+    """
+    # Known at once, and not only when the model has been unpacked.
+    listen_at(settings.host, settings.port).close()
     with ExitStack() as stack:
         checkpoint = settings.checkpoint or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvflow-")))
         if settings.checkpoint is None:
             await unpack_model(checkpoint)
         service = _laid_out(settings)
-        async with asyncio.TaskGroup() as group:
-            keepers = [
-                group.create_task(_keep_running(name, arguments), name=name)
-                for name, arguments in _commands(service, settings, checkpoint).items()
-            ]
-            try:
-                await _ready(service)
-                yield service
-            finally:
-                for keeper in keepers:
-                    keeper.cancel()
+        keepers = _keepers(service, settings, checkpoint)
+        try:
+            async with aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as client, asyncio.TaskGroup() as group:
+                keeping = [group.create_task(keeper.keep(client), name=keeper.name) for keeper in keepers]
+                try:
+                    await _ready(client, service, keepers)
+                    yield service
+                finally:
+                    await _end_all(keeping)
+        except ExceptionGroup as problems:
+            starts, others = problems.split(StartError)
+            if starts is None or others is not None:
+                raise
+            raise starts.exceptions[0] from None
+
+
+async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel each once, and wait: the group cancels again who still runs, which would end the wait for its process."""
+    for task in tasks:
+        if not task.cancelling():
+            task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def unpack_model(checkpoint: Path) -> None:
@@ -102,8 +120,13 @@ async def run_service(settings: ServiceSettings) -> None:
 
 
 def _laid_out(settings: ServiceSettings) -> Service:
-    router_port, *ports = _free_ports(settings.host, settings.port, settings.prefill + settings.decode)
-    urls = iter(f"http://{settings.host}:{port}" for port in ports)
+    # Where everybody may reach the router, the workers are still for the router only.
+    workers_host = LOOPBACK if settings.host == WILDCARD else settings.host
+    with ExitStack() as stack:
+        # All at once, so that they are different ports.
+        router_port = _port(stack.enter_context(listen_at(settings.host, settings.port)))
+        workers = [stack.enter_context(listen_at(workers_host, 0)) for _ in range(settings.prefill + settings.decode)]
+        urls = iter([f"http://{workers_host}:{_port(worker)}" for worker in workers])
     return Service(
         url=f"http://{settings.host}:{router_port}",
         prefill={f"prefill-{index}": next(urls) for index in range(settings.prefill)},
@@ -111,44 +134,72 @@ def _laid_out(settings: ServiceSettings) -> Service:
     )
 
 
-def _free_ports(host: str, first: int, count: int) -> list[int]:
-    """`first`, or a free port if it is 0, and that many other free ones."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count + 1)]
-        for sock in sockets:
-            sock.bind((host, 0))
-        free = [int(sock.getsockname()[1]) for sock in sockets]
-    return [first or free[0], *free[1:]]
+def _port(listening: socket.socket) -> int:
+    return int(listening.getsockname()[1])
 
 
-def _commands(service: Service, settings: ServiceSettings, checkpoint: Path) -> dict[str, list[str]]:
-    """What each process is told, by its name."""
+def _keepers(service: Service, settings: ServiceSettings, checkpoint: Path) -> list[Keeper]:
+    """One for each process, with what it is told."""
     model = ["--checkpoint", str(checkpoint)]
-    commands = {}
-    for role, workers in (("prefill", service.prefill), ("decode", service.decode)):
-        for name, url in workers.items():
-            parts = urlsplit(url)
-            commands[name] = [role, "--name", name, "--host", str(parts.hostname), "--port", str(parts.port), *model]
-    router = urlsplit(service.url)
-    commands["router"] = [
-        *("router", "--host", str(router.hostname), "--port", str(router.port), *model),
-        *("--deadline-s", str(settings.deadline_s)),
+    workers = [
+        Keeper(name=name, url=url, arguments=[role, "--name", name, *_place(url), *model])
+        for role, urls in (("prefill", service.prefill), ("decode", service.decode))
+        for name, url in urls.items()
+    ]
+    told = [
+        *("router", *_place(service.url), *model, "--deadline-s", str(settings.deadline_s)),
         *("--prefill", *(f"{name}={url}" for name, url in service.prefill.items())),
         *("--decode", *(f"{name}={url}" for name, url in service.decode.items())),
     ]
-    return commands
+    return [*workers, Keeper(name="router", url=service.url, arguments=told)]
 
 
-async def _keep_running(name: str, arguments: Sequence[str]) -> None:
-    """Start it again whenever it dies, until this is cancelled."""
-    while True:
-        process = await _start(arguments)
+def _place(url: str) -> tuple[str, ...]:
+    parts = urlsplit(url)
+    return ("--host", str(parts.hostname), "--port", str(parts.port))
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Keeper:
+    """Keeps one process running."""
+
+    name: str
+    url: str
+    arguments: Sequence[str]
+    starts: Starts = field(default_factory=Starts)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has answered at least once."""
+
+    async def keep(self, client: aiohttp.ClientSession) -> None:
+        """Start it again whenever it dies, until this is cancelled. Raises StartError when that is given up."""
+        while True:
+            self.ready.clear()
+            status = await self._run(client)
+            pause_s = self.starts.ended(status, was_ready=self.ready.is_set())
+            if pause_s is None:
+                raise StartError(f"{self.name} {self._why_given_up(status)}; what it says itself is above")
+            died = f"{self.name} died ({_exit_text(status)})"
+            print(f"{died}; starting it again in {pause_s:g} s", file=sys.stderr, flush=True)
+            await asyncio.sleep(pause_s)
+
+    async def _run(self, client: aiohttp.ClientSession) -> int:
+        """One life of it; its exit status."""
+        process = await _start(self.arguments)
         try:
-            status = await process.wait()
+            while process.returncode is None and not self.ready.is_set():
+                if (await _health(client, self.url)).get("pid") == process.pid:
+                    self.starts.worked()
+                    self.ready.set()
+                else:
+                    await asyncio.sleep(START_POLL_S)
+            return await process.wait()
         finally:
             await _end(process)
-        print(f"{name} died ({_exit_text(status)}); starting it again", file=sys.stderr, flush=True)
-        await asyncio.sleep(RESTART_PAUSE_S)
+
+    def _why_given_up(self, status: int) -> str:
+        if status == CANNOT_START:
+            return "cannot start"
+        return f"died {self.starts.failures} times before it was ready ({_exit_text(status)})"
 
 
 async def _start(arguments: Sequence[str]) -> Process:
@@ -176,22 +227,26 @@ async def _end(process: Process) -> None:
         await process.wait()
 
 
-async def _ready(service: Service) -> None:
-    """Wait until the router has found all workers."""
+async def _ready(client: aiohttp.ClientSession, service: Service, keepers: Sequence[Keeper]) -> None:
+    """Wait until all processes answer, and the router has found all workers."""
     try:
-        async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as client:
-            while not await _healthy(client, service.url):  # noqa: ASYNC110 - another process is waited for
+        async with asyncio.timeout(START_TIMEOUT_S):
+            for keeper in keepers:
+                await keeper.ready.wait()
+            while (await _health(client, service.url)).get("status") != "ok":  # noqa: ASYNC110 - another process is waited for
                 await asyncio.sleep(START_POLL_S)
     except TimeoutError:
         raise StartError(f"{service.url}: not all workers were up within {START_TIMEOUT_S} s") from None
 
 
-async def _healthy(client: aiohttp.ClientSession, url: str) -> bool:
+async def _health(client: aiohttp.ClientSession, url: str) -> Mapping[str, Any]:
+    """What answers there says of itself; nothing if nobody answers, or somebody else."""
     try:
         async with client.get(f"{url}/health") as response:
-            return bool((await response.json())["status"] == "ok")
-    except aiohttp.ClientError:
-        return False
+            said = json.loads(await response.read())
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _exit_text(status: int) -> str:

@@ -1,4 +1,4 @@
-"""Everything that /metrics shows, one registry per process."""
+"""Everything that /metrics shows, one registry per process: it ends with the process, as the runtime it shows does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvflow.integrations.prometheus import PrometheusMetrics
 
 REQUEST_BUCKETS_S = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 51.2)
 PHASE_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
@@ -51,10 +53,11 @@ class RouterMetrics:
 
 
 class WorkerMetrics:
-    """What both kinds of workers have."""
+    """What both kinds of workers have. `kvflow` observes the worker's runtime: all metrics of kvflow's own."""
 
     def __init__(self, *, blocks_used: Callable[[], int], blocks_free: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
+        self.kvflow = PrometheusMetrics(self.registry)
         blocks = Gauge("openai_server_blocks", "Blocks of the KV cache", ["state"], registry=self.registry)
         blocks.labels("used").set_function(blocks_used)
         blocks.labels("free").set_function(blocks_free)

@@ -16,6 +16,7 @@ from openai_server.http_server import serve_http
 from openai_server.messages import Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import PrefillMetrics
 from openai_server.responses import read_message, unless_gone
+from openai_server.starts import listen_at
 from openai_server.worker import (
     StartTask,
     WorkerSettings,
@@ -104,14 +105,12 @@ def prefill_app(app: FastAPI, worker: PrefillWorker) -> FastAPI:
 
 async def run_prefill(settings: WorkerSettings) -> None:
     """The whole life of a prefill worker."""
-    async with (
-        open_engine(settings.name, settings.checkpoint) as engine,
-        open_runtime(settings, engine) as runtime,
-        background_tasks() as start_task,
-    ):
+    listening = listen_at(settings.host, settings.port)
+    async with open_engine(settings.name, settings.checkpoint) as engine:
         metrics = PrefillMetrics(
             blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
         )
-        worker = PrefillWorker(engine, runtime, start_task, metrics)
-        app = prefill_app(worker_app(settings, engine, runtime, metrics), worker)
-        await serve_http(app, settings.host, settings.port)
+        async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
+            worker = PrefillWorker(engine, runtime, start_task, metrics)
+            app = prefill_app(worker_app(settings, engine, runtime, metrics), worker)
+            await serve_http(app, listening)

@@ -8,6 +8,7 @@ a background task (`AsyncExitStack.pop_all`), which ends it when the blocks are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -22,11 +23,14 @@ from paged_engine import Engine, blocks_for
 from paged_engine.weights import MODEL_NAME, load_model
 
 import kvflow
+from kvflow.integrations.prometheus import PrometheusMetrics
 from openai_server.failures import EXPECTED_ERRORS, STATUS, failure_of
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S
-from openai_server.messages import WorkerHealth
+from openai_server.messages import FailureKind, WorkerHealth
 from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.responses import ClientGoneError
+
+logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 # Some 180 MiB: 30 layers, K and V, 3 heads of 64 float32 values for each token.
@@ -62,14 +66,20 @@ def open_engine(name: str, checkpoint: Path) -> Engine:
 
 
 @asynccontextmanager
-async def open_runtime(settings: WorkerSettings, engine: Engine) -> AsyncIterator[kvflow.Runtime]:
-    """A runtime that knows the engine's cache. It is closed before the engine: it uses the engine's memory."""
+async def open_runtime(
+    settings: WorkerSettings, engine: Engine, metrics: PrometheusMetrics
+) -> AsyncIterator[kvflow.Runtime]:
+    """A runtime that knows the engine's cache, and whose loads and leases the metrics show.
+
+    It is closed before the engine: it uses the engine's memory.
+    """
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     config = kvflow.Config(
         engine_id=settings.name, listen=f"tcp://{settings.host}:0", model=MODEL_NAME, drain_timeout_s=SHUTDOWN_TIMEOUT_S
     )
-    async with kvflow.Runtime(config) as runtime:
+    async with kvflow.Runtime(config, observers=[metrics]) as runtime:
+        metrics.watch(runtime)
         layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
         await runtime.register_kv_caches(engine.kv_caches, layout)
         yield runtime
@@ -115,6 +125,8 @@ def worker_app(settings: WorkerSettings, engine: Engine, runtime: kvflow.Runtime
     async def expected(_: Request, error: Exception) -> JSONResponse:
         failure = failure_of(error)
         metrics.failed(failure.kind)
+        if failure.kind is FailureKind.WORKER_FAILED:
+            logger.error("a request has failed, and should not have: %s", failure.message, exc_info=error)
         return JSONResponse(failure.model_dump(), status_code=STATUS[failure.kind].http)
 
     async def client_gone(_: Request, __: Exception) -> Response:

@@ -25,16 +25,33 @@ from kvflow.cli.fairness_bench.run import READER, run_fairness
 from kvflow.cli.topology_bench import report as topology_report
 from kvflow.cli.topology_bench import settings as topology_settings
 from kvflow.cli.topology_bench.run import run_topology
+from kvflow.cli.version import version_lines
 from kvflow.config import Config
 from kvflow.errors import ConfigError
 from kvflow.integrations.timeline import BadRecords, read_records, timeline
 from kvflow.runtime.keyring import make_key_files
 
-app = typer.Typer(name="kvflow", help="Move paged KV cache between LLM engines.", no_args_is_help=True)
+app = typer.Typer(name="kvflow", no_args_is_help=True)
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 keys = typer.Typer(help="Keys for an encrypted and authenticated side channel.", no_args_is_help=True)
 app.add_typer(keys, name="keys")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(version_lines())
+        raise typer.Exit
+
+
+@app.callback()
+def kvflow_command(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print what is installed here, and exit."),
+    ] = False,
+) -> None:
+    """Move paged KV cache between LLM engines."""
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from kvflow.cli.version import version_lines
+
 _EXTRA_MODULES = ("typer", "rich")
 
 
@@ -18,6 +20,9 @@ def missing_modules() -> tuple[str, ...]:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--version"]:  # needs no extra
+        print(version_lines())
+        return
     missing = missing_modules()
     if missing:
         sys.exit(

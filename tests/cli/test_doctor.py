@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
+import resource
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from tests_support import small_cache
 
+import kvflow
 from kvflow import Config, Runtime
 from kvflow.cli.bench.children import BenchError
 from kvflow.cli.doctor import host as host_checks
+from kvflow.cli.doctor.files import QUESTION_FILES, check_open_files, files_needed
 from kvflow.cli.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.cli.doctor.host import Host, check_host, read_host
 from kvflow.cli.doctor.peer import examine_peer, judge_answer
@@ -23,10 +28,14 @@ from kvflow.cli.doctor.report import as_json, print_findings
 from kvflow.cli.doctor.transfer import judge_plugins, last_line
 from kvflow.cli.doctor.ucx import ReadPath, check_path, read_path
 from kvflow.core import wire
+from kvflow.runtime.world import SystemClock
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 
 GOOD = Host(
     python=(3, 12, 1),
     locked_bytes_max=None,
+    open_files_max=1 << 20,
+    open_files_hard_max=1 << 20,
     capabilities=0,
     shared_memory_free_bytes=8 << 30,
     ptrace_scope=0,
@@ -36,11 +45,13 @@ GOOD = Host(
     gpus=(),
     environment={},
 )
+CONFIG = Config(engine_id="doctor", handshake_timeout_s=2.0)
+NEEDED = files_needed(CONFIG)
 CAP_IPC_LOCK, CAP_SYS_PTRACE = 1 << 14, 1 << 19
 
 
 def test_a_good_machine_has_nothing_to_fix() -> None:
-    findings = list(check_host(GOOD))
+    findings = list(check_host(GOOD, CONFIG))
     assert {finding.status for finding in findings} == {Status.OK}
     assert not any(finding.fix for finding in findings)
 
@@ -50,6 +61,15 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
     [
         ({"python": (3, 10, 9)}, "Python", Status.FAIL, "3.10.9", "install Python 3.11"),
         ({"locked_bytes_max": 8 << 20}, "memory locking", Status.FAIL, "at most 8192 KiB", "ulimit -l"),
+        ({"open_files_max": 1024}, "open files", Status.WARN, "some 106 other ranks", f"ulimit -n {NEEDED}"),
+        ({"open_files_max": 50}, "open files", Status.FAIL, "too few for a runtime", f"LimitNOFILE={NEEDED}"),
+        (
+            {"open_files_max": 1024, "open_files_hard_max": 4096},
+            "open files",
+            Status.WARN,
+            "at most 1024 (hard limit 4096)",
+            "only root can raise the hard limit of 4096",
+        ),
         ({"shared_memory_free_bytes": 64 << 20}, "/dev/shm", Status.WARN, "64 MiB free", "--shm-size"),
         ({"shared_memory_free_bytes": None}, "/dev/shm", Status.WARN, "does not exist", "tmpfs"),
         ({"ptrace_scope": 1}, "reading other processes", Status.WARN, "ptrace_scope 1", "yama.ptrace_scope=0"),
@@ -60,7 +80,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
 def test_each_trouble_is_found_and_has_its_fix(
     changes: dict[str, object], name: str, status: Status, found: str, fix: str
 ) -> None:
-    findings = list(check_host(replace(GOOD, **changes)))  # type: ignore[arg-type]
+    findings = list(check_host(replace(GOOD, **changes), CONFIG))  # type: ignore[arg-type]
     (trouble,) = [finding for finding in findings if finding.status is not Status.OK]
     assert (trouble.name, trouble.status) == (name, status)
     assert found in trouble.found
@@ -71,6 +91,8 @@ def test_each_trouble_is_found_and_has_its_fix(
     ("changes", "name", "found"),
     [
         ({"locked_bytes_max": 1 << 16, "capabilities": CAP_IPC_LOCK}, "memory locking", "CAP_IPC_LOCK"),
+        ({"open_files_max": None, "open_files_hard_max": None}, "open files", f"no limit, {NEEDED} needed at most"),
+        ({"open_files_max": NEEDED}, "open files", f"at most {NEEDED}, {NEEDED} needed"),
         ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, "memory locking", "only RDMA would need"),
         ({"ptrace_scope": 3, "capabilities": CAP_SYS_PTRACE}, "reading other processes", "CAP_SYS_PTRACE"),
         ({"ptrace_scope": None}, "reading other processes", "no Yama"),
@@ -79,13 +101,61 @@ def test_each_trouble_is_found_and_has_its_fix(
     ],
 )
 def test_what_makes_a_limit_harmless_is_seen(changes: dict[str, object], name: str, found: str) -> None:
-    (finding,) = [one for one in check_host(replace(GOOD, **changes)) if one.name == name]  # type: ignore[arg-type]
+    (finding,) = [one for one in check_host(replace(GOOD, **changes), CONFIG) if one.name == name]  # type: ignore[arg-type]
     assert finding.status is Status.OK
     assert found in finding.found
 
 
+def test_an_engine_with_few_peers_needs_few_files() -> None:
+    few = replace(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
+    assert files_needed(few) < 512
+    assert check_open_files(512, 512, few).status is Status.OK
+
+
+def test_the_docs_say_how_many_files_the_defaults_need() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    assert f"LimitNOFILE={NEEDED}" in text
+
+
+async def test_a_question_has_no_more_files_than_the_check_says() -> None:
+    count = 20
+    asked, left = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.release()
+        while await reader.read(1024):
+            pass
+        writer.close()
+        await writer.wait_closed()
+        left.release()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    question = wire.MetadataRequest(reader="r", target=wire.Target("silent", 0, 0, 0))
+    channel = ZmqSideChannel(CONFIG, SystemClock().now_s)
+
+    async def asking(count: int) -> int:
+        """How many files are open while so many questions wait for their answers."""
+        questions = [asyncio.create_task(channel.ask(address, question, fingerprint=b"")) for _ in range(count)]
+        for _ in range(count):
+            await asked.acquire()
+        files = len(os.listdir("/proc/self/fd"))
+        for one in questions:
+            one.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
+        for _ in range(count):
+            await left.acquire()
+        return files
+
+    async with server:
+        # The server's ends of the connections are in this process too.
+        assert await asking(count + 1) - await asking(1) <= count * (QUESTION_FILES + 1)
+    channel.close()
+
+
 def test_this_machine_can_be_read() -> None:
     host = read_host()
+    assert (host.open_files_max, host.open_files_hard_max) == resource.getrlimit(resource.RLIMIT_NOFILE)
     assert host.python == sys.version_info[:3]
     assert host_checks.check_python(host).status is Status.OK
     assert host.huge_pages in (None, "always", "madvise", "never")
@@ -152,9 +222,6 @@ def test_tcp_on_one_machine_is_fine_only_if_it_was_asked_for(
 # --- a peer
 
 
-CONFIG = Config(engine_id="doctor", handshake_timeout_s=2.0)
-
-
 async def steps(address: str, engine_id: str = "") -> list[tuple[str, Status]]:
     return [(finding.name, finding.status) for finding in await examine_peer(CONFIG, address, engine_id)]
 
@@ -214,6 +281,8 @@ def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stderr
     found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["kvflow"]["found"].startswith(f"kvflow {kvflow.__version__}, nixl ")
+    assert "needed at most" in found["open files"]["found"] or "ulimit -n" in found["open files"]["fix"]
     assert "UCX" in found["NIXL"]["found"]
     assert "every byte compared" in found["self-transfer"]["found"]
     assert found["way of the bytes"]["found"].partition(":")[0] in ("shared memory", "tcp, on one machine", "tcp")

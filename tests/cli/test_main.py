@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+import kvflow
 from kvflow.cli import main
+from kvflow.cli.version import installed, versions
 
 
 def test_a_bare_installation_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,3 +56,39 @@ def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...], mes
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [("--version",), ("--version", "doctor")], ids=["alone", "before a command"])
+def test_the_versions_are_told_without_importing_what_they_are_of(words: tuple[str, ...]) -> None:
+    lines = (
+        f"import contextlib, sys; sys.argv[1:] = {words!r}",
+        "from kvflow.cli.main import main",
+        "with contextlib.suppress(SystemExit): main()",
+        "print(*sorted({'torch', 'nixl'} & set(sys.modules)))",
+    )
+    code = "\n".join(lines)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    *told, imported = done.stdout.splitlines()
+    assert told[0] == f"kvflow {kvflow.__version__}"
+    assert f"torch {version('torch')}" in told
+    assert [line.split()[0] for line in told] == ["kvflow", "nixl", "torch", "python"]
+    assert imported == ""
+
+
+def test_a_bare_installation_can_say_its_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main, "missing_modules", lambda: ("typer", "rich"))
+    monkeypatch.setattr(sys, "argv", ["kvflow", "--version"])
+    main.main()
+    assert capsys.readouterr().out.startswith(f"kvflow {kvflow.__version__}\n")
+
+
+def test_what_is_not_installed_is_said() -> None:
+    assert installed("no-such-package-of-ours") == "not installed"
+    assert list(versions()) == ["kvflow", "nixl", "torch", "python"]
+
+
+def test_the_package_has_one_version() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == kvflow.__version__

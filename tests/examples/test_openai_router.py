@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,28 +88,105 @@ class TestRotation:
             assert max(counts) - min(counts) <= 1
 
 
-QUARANTINABLE = {"request_id": "r", "peer": "p"}
+def tree_of(kind: type[errors.KVFlowError]) -> Iterator[type[errors.KVFlowError]]:
+    """Every class of kvflow's own, groups included."""
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from tree_of(child)
+
+
+def made(kind: type[errors.KVFlowError]) -> errors.KVFlowError:
+    message = f"a {kind.__name__} of a test"
+    if issubclass(kind, errors.DeadlineExceeded):
+        return kind(message, request_id="r", peer="p", phase="wire")
+    if issubclass(kind, errors.LoadError):
+        return kind(message, request_id="r", peer="p")
+    return kind(message, peer="p") if issubclass(kind, errors.PeerError) else kind(message)
+
+
+WORKER_FAILED, BUSY, PREFILL_AGAIN, DEADLINE = (
+    (FailureKind.WORKER_FAILED, 502),
+    (FailureKind.BUSY, 503),
+    (FailureKind.PREFILL_AGAIN, 502),
+    (FailureKind.DEADLINE, 504),
+)
+OUTCOMES = {
+    "KVFlowError": WORKER_FAILED,
+    "InvalidInput": WORKER_FAILED,
+    "ConfigError": WORKER_FAILED,
+    "LayoutError": WORKER_FAILED,
+    "RequestError": WORKER_FAILED,
+    "BlocksBusy": WORKER_FAILED,
+    "PromptMismatch": WORKER_FAILED,
+    "UsageError": WORKER_FAILED,
+    "RuntimeUnavailable": BUSY,
+    "RuntimeDraining": BUSY,
+    "RuntimeClosed": BUSY,
+    "PeerError": PREFILL_AGAIN,
+    "PeerUnreachable": PREFILL_AGAIN,
+    "PeerNotReady": PREFILL_AGAIN,
+    "PeerRefused": PREFILL_AGAIN,
+    "PeerIncompatible": PREFILL_AGAIN,
+    "ProtocolError": PREFILL_AGAIN,
+    "LoadError": PREFILL_AGAIN,
+    "LeaseExpired": PREFILL_AGAIN,
+    "Overloaded": BUSY,
+    "TransferFailed": PREFILL_AGAIN,
+    "DeadlineExceeded": DEADLINE,
+    "RuntimeBroken": WORKER_FAILED,
+    "TransportBroken": WORKER_FAILED,
+}
+ALL_ERRORS = list(tree_of(errors.KVFlowError))
 
 
 class TestFailures:
+    @pytest.mark.parametrize("kind", ALL_ERRORS, ids=lambda kind: kind.__name__)
+    def test_each_of_kvflows_errors_says_what_to_do(self, kind: type[errors.KVFlowError]) -> None:
+        error = made(kind)
+        failure = failure_of(error)
+        assert (failure.kind, STATUS[failure.kind].http) == OUTCOMES[kind.__name__]
+        assert failure.message == f"{kind.__name__}: {error}"
+
+    def test_the_table_names_errors_that_exist(self) -> None:
+        assert set(OUTCOMES) == {kind.__name__ for kind in ALL_ERRORS}
+
+    @pytest.mark.parametrize("memory_safe", [True, False])
+    @pytest.mark.parametrize(
+        ("blame", "retryable", "outcome"),
+        [
+            (errors.Blame.CALLER, False, WORKER_FAILED),
+            (errors.Blame.CALLER, True, WORKER_FAILED),
+            (errors.Blame.ENGINE, True, BUSY),
+            (errors.Blame.ENGINE, False, WORKER_FAILED),
+            (errors.Blame.PEER, True, PREFILL_AGAIN),
+            (errors.Blame.PEER, False, PREFILL_AGAIN),
+            (errors.Blame.NOBODY, False, PREFILL_AGAIN),
+            (errors.Blame.NOBODY, True, DEADLINE),
+            (errors.Blame.KVFLOW, False, WORKER_FAILED),
+            (errors.Blame.KVFLOW, True, WORKER_FAILED),
+        ],
+    )
+    def test_an_error_that_does_not_exist_yet_has_its_place_by_its_attributes(
+        self, blame: errors.Blame, retryable: bool, memory_safe: bool, outcome: tuple[FailureKind, int]
+    ) -> None:
+        attributes = {"blame": blame, "retryable": retryable, "memory_safe": memory_safe, "__module__": __name__}
+        error = type("Unheard", (errors.KVFlowError,), attributes)("news")
+        failure = failure_of(error)
+        assert (failure.kind, STATUS[failure.kind].http) == outcome
+
     @pytest.mark.parametrize(
         ("error", "kind", "http"),
         [
             (RequestTooLongError("5000 tokens"), FailureKind.INVALID, 400),
             (OutOfBlocksError("no room"), FailureKind.BUSY, 503),
-            (errors.LeaseExpired("late", **QUARANTINABLE), FailureKind.PREFILL_AGAIN, 502),
-            (errors.TransferFailed("broken", **QUARANTINABLE), FailureKind.PREFILL_AGAIN, 502),
-            (errors.PeerUnreachable("gone", peer="p"), FailureKind.PREFILL_AGAIN, 502),
-            (errors.DeadlineExceeded("slow", phase="wire", **QUARANTINABLE), FailureKind.DEADLINE, 504),
-            (errors.RuntimeBroken("poller died"), FailureKind.WORKER_FAILED, 502),
         ],
         ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
     )
-    def test_each_error_says_what_to_do(self, error: Exception, kind: FailureKind, http: int) -> None:
+    def test_each_error_of_ours_says_what_to_do(self, error: Exception, kind: FailureKind, http: int) -> None:
         failure = failure_of(error)
         assert (failure.kind, STATUS[failure.kind].http) == (kind, http)
-        assert str(error) in failure.message
-        assert type(error).__name__ in failure.message
+        assert failure.message == f"{type(error).__name__}: {error}"
 
     def test_only_what_another_worker_may_do_better_is_tried_again(self) -> None:
         assert {kind for kind in FailureKind if not STATUS[kind].retry} == {

@@ -28,6 +28,8 @@ from openai_server.launcher import Service
 from openai_server.load_test import LoadSettings, put_load, quantile
 from openai_server.workload import ALL_QUESTIONS, Question, answers_alone, tokens_alone
 from paged_engine.tokenizer import ChatTokenizer, TextStream
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 import kvflow
 
@@ -77,6 +79,12 @@ class Running:
         with urllib.request.urlopen(f"{self.workers.get(name, self.url)}/metrics", timeout=30) as answer:
             match = re.search(rf"^{re.escape(sample)} (\S+)$", answer.read().decode(), re.MULTILINE)
         return float(match[1]) if match else 0.0
+
+    def samples(self, name: str) -> list[Sample]:
+        """Everything at /metrics of a worker, as Prometheus reads it."""
+        with urllib.request.urlopen(f"{self.workers[name]}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return [sample for family in families for sample in family.samples]
 
     def kill(self, name: str) -> None:
         os.kill(self.health(name)["pid"], signal.SIGKILL)
@@ -224,6 +232,27 @@ class TestAnswers:
         assert loads == overheads >= 1
         assert loaded > 0
         assert running.health("prefill-0").keys() >= {"pid", "runtime", "blocks_used", "blocks_free"}
+
+    def test_workers_show_kvflows_metrics_beside_their_own(self, running: Running, client: openai.OpenAI) -> None:
+        client.completions.create(model=MODEL, prompt="One two three four", max_tokens=3)
+        running.until_idle()
+        seen = {name: running.samples(name) for name in running.workers}
+        for samples in seen.values():
+            assert {"kvflow_blocks", "kvflow_open_loads", "kvflow_open_leases", "kvflow_reads_total"} <= {
+                sample.name for sample in samples
+            }
+        engines = {
+            (name, s.labels["engine"]) for name, samples in seen.items() for s in samples if "engine" in s.labels
+        }
+        assert engines == {(name, name) for name in running.workers}
+        totals = {
+            (s.name, s.labels.get("outcome")): s.value
+            for samples in seen.values()
+            for s in samples
+            if s.name in ("kvflow_loads_total", "kvflow_leases_total") and s.value
+        }
+        assert totals["kvflow_loads_total", "loaded"] >= 1
+        assert totals["kvflow_leases_total", "read"] >= 1
 
 
 class TestErrors:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,22 @@ from typing import Any
 import pytest
 from openai_server.decode import DecodeWorker
 from openai_server.failures import RequestTooLongError
-from openai_server.messages import DecodeRequest, Instant, PrefillReply, PrefillRequest, Step
+from openai_server.messages import (
+    DecodeRequest,
+    Failure,
+    FailureKind,
+    Instant,
+    PrefillReply,
+    PrefillRequest,
+    Step,
+)
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
-from openai_server.prefill import PrefillWorker
-from openai_server.worker import background_tasks
+from openai_server.prefill import PrefillWorker, prefill_app
+from openai_server.worker import WorkerSettings, background_tasks, worker_app
 from paged_engine import Engine
 from paged_engine.weights import load_model
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvflow
 from kvflow.runtime.world import World
@@ -28,6 +38,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Greedy = Callable[[Sequence[int], int], list[int]]
 
 PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
+
+REQUEST = PrefillRequest(request_id="r", prompt=PROMPT, max_tokens=6, deadline_s=30)
 
 
 def no_blocks() -> int:
@@ -42,6 +54,7 @@ class Pair:
     decode: DecodeWorker
     prefill_engine: Engine
     decode_engine: Engine
+    prefill_runtime: kvflow.Runtime
     decode_runtime: kvflow.Runtime
     decode_transport: InprocTransport
     prefill_metrics: PrefillMetrics
@@ -89,23 +102,26 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
             engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1, cancel_grace_s=0.05
         )
 
+    prefill_metrics = PrefillMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
+    decode_metrics = DecodeMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
     async with (
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=1) as prefill_engine,
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=2) as decode_engine,
-        kvflow.Runtime(config("prefill-0"), world=world) as prefill_runtime,
-        kvflow.Runtime(config("decode-0"), world=world) as decode_runtime,
+        kvflow.Runtime(config("prefill-0"), world=world, observers=[prefill_metrics.kvflow]) as prefill_runtime,
+        kvflow.Runtime(config("decode-0"), world=world, observers=[decode_metrics.kvflow]) as decode_runtime,
         background_tasks() as start_task,
     ):
         for engine, runtime in ((prefill_engine, prefill_runtime), (decode_engine, decode_runtime)):
             layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=4)
             await runtime.register_kv_caches(engine.kv_caches, layout)
-        prefill_metrics = PrefillMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
-        decode_metrics = DecodeMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
+        prefill_metrics.kvflow.watch(prefill_runtime)
+        decode_metrics.kvflow.watch(decode_runtime)
         workers = Pair(
             prefill=PrefillWorker(prefill_engine, prefill_runtime, start_task, prefill_metrics),
             decode=DecodeWorker(decode_engine, decode_runtime, start_task, decode_metrics),
             prefill_engine=prefill_engine,
             decode_engine=decode_engine,
+            prefill_runtime=prefill_runtime,
             decode_runtime=decode_runtime,
             decode_transport=transports[-1],
             prefill_metrics=prefill_metrics,
@@ -117,6 +133,18 @@ async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
 
 def sample(metrics: PrefillMetrics | DecodeMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(name, labels)
+
+
+def kvflow_samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
+    """kvflow's samples by name and what tells them apart in one worker."""
+    return {
+        (sample.name, next((sample.labels[key] for key in ("outcome", "use", "state") if key in sample.labels), "")): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+        if sample.name.startswith("kvflow_")
+    }
 
 
 async def steps_of(lines: AsyncIterator[str]) -> list[Step]:
@@ -160,6 +188,70 @@ class TestHandOver:
                     await workers.prefilled(max_tokens=55)
 
         run(scenario())
+
+
+async def posted(workers: Pair, checkpoint: Path, request: PrefillRequest) -> tuple[int, bytes]:
+    """Status and body of the prefill worker's answer, as the router gets it."""
+    settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=checkpoint)
+    app = worker_app(settings, workers.prefill_engine, workers.prefill_runtime, workers.prefill_metrics)
+    sent: list[MutableMapping[str, Any]] = []
+    coming = [{"type": "http.request", "body": request.model_dump_json().encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if not coming:
+            await asyncio.Event().wait()  # the client stays
+        return coming.pop()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/prefill", "query_string": b"", "headers": []}
+    await prefill_app(app, workers.prefill)(scope, receive, send)
+    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+
+
+class TestAnswers:
+    async def test_what_is_our_own_fault_leaves_a_traceback(
+        self, tiny: tuple[Path, Greedy], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with pair(tiny[0]) as workers:
+            assert (await posted(workers, tiny[0], REQUEST))[0] == 200
+            status, body = await posted(workers, tiny[0], REQUEST)  # the same id again, while its lease is open
+            workers.prefill.release("r")
+        failure = Failure.model_validate_json(body)
+        assert (status, failure.kind) == (502, FailureKind.WORKER_FAILED)
+        (record,) = [record for record in caplog.records if record.name == "openai_server.worker"]
+        assert failure.message in record.getMessage()
+        assert record.exc_info is not None
+
+    async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
+        self, tiny: tuple[Path, Greedy], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        async with pair(tiny[0]) as workers:
+            await workers.prefill_runtime.drain(deadline_s=0.1)
+            status, body = await posted(workers, tiny[0], REQUEST)
+        failure = Failure.model_validate_json(body)
+        assert (status, failure.kind) == (503, FailureKind.BUSY)
+        assert [record for record in caplog.records if record.name == "openai_server.worker"] == []
+
+
+class TestMetrics:
+    def test_kvflows_own_are_shown_while_the_runtime_is_open_and_break_nothing_after_that(
+        self, tiny: tuple[Path, Greedy], run: Run
+    ) -> None:
+        async def scenario() -> CollectorRegistry:
+            async with pair(tiny[0]) as workers:
+                reply = await workers.prefilled()
+                assert kvflow_samples(workers.prefill_metrics.registry)["kvflow_open_leases", ""] == 1
+                await steps_of((await workers.decode.decode(decode_request(reply))).lines())
+                await workers.idle()
+                produced = kvflow_samples(workers.prefill_metrics.registry)
+                consumed = kvflow_samples(workers.decode_metrics.registry)
+                assert (produced["kvflow_leases_total", "read"], produced["kvflow_open_leases", ""]) == (1, 0)
+                assert (consumed["kvflow_loads_total", "loaded"], consumed["kvflow_blocks", "free"]) == (1, 16)
+                return workers.decode_metrics.registry
+
+        assert kvflow_samples(run(scenario()))["kvflow_loads_total", "loaded"] == 1
 
 
 class TestBlocks:

@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvflow.cli.doctor.files import check_open_files
 from kvflow.cli.doctor.findings import Finding, ok, warn
 from kvflow.cli.doctor.findings import fail as failed
+from kvflow.config import Config
 
 PYTHON_MIN = (3, 11)
 SHARED_MEMORY_FREE_MIN_BYTES = 256 << 20
@@ -29,6 +31,9 @@ class Host:
     python: tuple[int, int, int]
     locked_bytes_max: int | None
     """How much memory a process may lock; None is no limit."""
+    open_files_max: int | None
+    open_files_hard_max: int | None
+    """How many files, sockets included, a process may have open, and how far it may raise that; None is no limit."""
     capabilities: int
     """The process's effective capabilities, a bit each."""
     shared_memory_free_bytes: int | None
@@ -48,13 +53,16 @@ class Host:
 
 
 def read_host() -> Host:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked_bytes_max, _ = _limits(resource.RLIMIT_MEMLOCK)
+    open_files_max, open_files_hard_max = _limits(resource.RLIMIT_NOFILE)
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     huge_pages = _read("/sys/kernel/mm/transparent_hugepage/enabled")
     names = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
     return Host(
         python=sys.version_info[:3],
-        locked_bytes_max=None if soft == resource.RLIM_INFINITY else soft,
+        locked_bytes_max=locked_bytes_max,
+        open_files_max=open_files_max,
+        open_files_hard_max=open_files_hard_max,
         capabilities=_capabilities(_read("/proc/self/status") or ""),
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
         ptrace_scope=None if scope is None else int(scope),
@@ -66,10 +74,11 @@ def read_host() -> Host:
     )
 
 
-def check_host(host: Host) -> Iterator[Finding]:
+def check_host(host: Host, config: Config) -> Iterator[Finding]:
     yield check_python(host)
     yield check_devices(host)
     yield check_memory_locking(host)
+    yield check_open_files(host.open_files_max, host.open_files_hard_max, config)
     yield check_shared_memory(host)
     yield check_process_reading(host)
     yield check_huge_pages(host)
@@ -136,6 +145,12 @@ def check_huge_pages(host: Host) -> Finding:
         return warn(name, "madvise, and torch does not ask for them", fix)
     fix = "for caches in host memory: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     return warn(name, setting or "the kernel has none", fix if setting else "")
+
+
+def _limits(which: int) -> tuple[int | None, int | None]:
+    """The soft and the hard one; None is no limit."""
+    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
+    return soft, hard
 
 
 def _read(path: str) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from kvflow.cli.doctor.findings import Finding, Status, warn
+from kvflow.cli.doctor.findings import Finding, Status, ok, warn
 from kvflow.cli.doctor.host import check_host, read_host
 from kvflow.cli.doctor.peer import examine_peer
 from kvflow.cli.doctor.transfer import check_nixl, check_self_transfer
+from kvflow.cli.version import versions
 from kvflow.config import Config
 
 Note = Callable[[str], None]
@@ -21,7 +22,8 @@ def examine(config: Config, *, peer: str | None, peer_engine: str, transfer: boo
 
 def _examine(config: Config, peer: str | None, peer_engine: str, transfer: bool, note: Note) -> Iterator[Finding]:
     host = read_host()
-    yield from check_host(host)
+    yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))
+    yield from check_host(host, config)
     note("starting NIXL")
     nixl = check_nixl()
     yield nixl

@@ -1,0 +1,31 @@
+"""Which versions are installed here: kvflow, and what it stands on. Nothing of that is imported to find out."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import kvflow
+
+_SHOWN = ("nixl", "torch")
+
+
+def installed(package: str) -> str:
+    """Its version, as pip knows it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def versions() -> dict[str, str]:
+    """By name, kvflow first."""
+    return {
+        "kvflow": kvflow.__version__,
+        **{package: installed(package) for package in _SHOWN},
+        "python": platform.python_version(),
+    }
+
+
+def version_lines() -> str:
+    return "\n".join(f"{name} {number}" for name, number in versions().items())
