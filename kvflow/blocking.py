@@ -20,15 +20,17 @@ from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
+from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
+from kvflow.core.tensors import KVCaches
 from kvflow.core.ticket import Ticket
-from kvflow.errors import KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease as AsyncLease
 from kvflow.runtime.lease import LeaseOutcome, ServeRequest
-from kvflow.runtime.load import LoadReport, LoadRequest
+from kvflow.runtime.load import LoadReport, LoadRequest, checked_load_request
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import RuntimeStatistics
@@ -58,7 +60,7 @@ class Pending(Generic[ResultT]):
 
         TimeoutError after `timeout_s`; the work goes on then.
         """
-        return self._future.result(timeout_s)
+        return self._future.result(checks.timeout(timeout_s, "timeout_s", error=UsageError))
 
     def cancel(self) -> None:
         """Ask the work to end. It has ended when `done` says so: until then a load may still write its blocks."""
@@ -150,7 +152,7 @@ class Runtime:
         call_timeout_s: float = 10.0,
     ) -> None:
         self._runtime = asynchronous.Runtime(config, observers=observers, world=world)
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
         self._opened: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -200,6 +202,7 @@ class Runtime:
             self._end(None)
             self._loop.close()
             return
+        timeout_s = checks.timeout(timeout_s, "timeout_s", error=UsageError)
         self._require_another_thread()
         _tell(self._loop, self._stop.set)
         self._thread.join(self._closing_s if timeout_s is None else timeout_s)
@@ -241,6 +244,7 @@ class Runtime:
 
         An interrupt in the calling thread cancels the load, and is raised once it has ended.
         """
+        request = checked_load_request(request, self.config)
         pending = self.start_load(request)
         config = self.config
         deadline_s = config.load_deadline_s if request.deadline_s is None else request.deadline_s
@@ -286,7 +290,8 @@ class Runtime:
 
     def drain(self, deadline_s: float | None = None) -> DrainReport:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
-        waited_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        waited_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError)
         return self._call(lambda runtime: runtime.drain(deadline_s), timeout_s=waited_s + self._closing_s)
 
     def wait_safe(self, quarantine: Quarantine, timeout_s: float | None = None) -> None:

@@ -36,8 +36,7 @@ from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
-from kvflow.runtime.lease import check_request_id
-from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest, PeerLoad
+from kvflow.runtime.load import LoadingStatistics, LoadReport, LoadRequest, PeerLoad, checked_load_request
 from kvflow.runtime.phases import Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
@@ -158,6 +157,7 @@ class Loader:
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
         watch = Stopwatch(self._clock)
+        request = checked_load_request(request, self._config)
         ticket, local_ids = self._check(request)
         deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
         load = _Load(request, ticket, local_ids, asyncio.timeout(deadline_s), watch)
@@ -206,14 +206,7 @@ class Loader:
     def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds]:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
-        check_request_id(request.request_id, self._config.request_id_chars_max)
         ticket = self._sources.read(request.ticket)
-        if len(request.block_ids) > self._config.block_ids_max:
-            raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
-        if request.deadline_s is not None and not request.deadline_s > 0:
-            raise RequestError(f"{what}: deadline_s {request.deadline_s} is not above 0")
-        if type(request.priority) is not int:
-            raise RequestError(f"{what}: priority {request.priority!r} is not an integer")
         if request.prompt is not None:
             check_prompt(ticket, request.prompt, what)
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")

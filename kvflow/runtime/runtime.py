@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-import math
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from kvflow import checks
 from kvflow.config import Config
 from kvflow.core import wire
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
 from kvflow.core.ledger import BlockCounts
+from kvflow.core.tensors import KVCaches
 from kvflow.core.ticket import Ticket
 from kvflow.core.topology import Rank
-from kvflow.errors import Quarantine, RuntimeBroken, RuntimeClosed, RuntimeDraining, UsageError
+from kvflow.errors import ConfigError, Quarantine, RuntimeBroken, RuntimeClosed, RuntimeDraining, UsageError
 from kvflow.runtime.answers import answer, refusal
 from kvflow.runtime.cache import RegisteredCache, Services, register
 from kvflow.runtime.drain import DrainReport, busy, drain, end
@@ -83,9 +84,9 @@ class Runtime:
         observers: Sequence[Observer] = (),
         world: World = World(),  # noqa: B008 - frozen
     ) -> None:
-        self._config = config
+        self._config = checks.instance(config, Config, "config", error=ConfigError)
         self._observers = Observers(observers)
-        self._world = world
+        self._world = checks.instance(world, World, "world", error=ConfigError)
         self._rank = Rank.of(config)
         self._incarnation = world.token_hex(8)
         self._host = config.advertise_host or config.listen_host
@@ -254,6 +255,9 @@ class Runtime:
         Cancelling stops the waiting.
         """
         self._require_running()
+        checks.text(engine_id, "engine_id")
+        if address is not None:
+            checks.text(address, "address")
         return self._cache is None or await self._cache.peers.forget(engine_id, address)
 
     async def drain(self, deadline_s: float | None = None) -> DrainReport:
@@ -265,8 +269,8 @@ class Runtime:
         Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
         """
         self._require_running()
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise UsageError(f"drain: deadline_s {deadline_s} is not above 0 and finite")
+        if deadline_s is not None:
+            deadline_s = checks.seconds(deadline_s, "drain: deadline_s", error=UsageError)
         self._state = RuntimeState.DRAINING
         return await self._drain(self._config.drain_timeout_s if deadline_s is None else deadline_s)
 
