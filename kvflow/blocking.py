@@ -22,17 +22,19 @@ from typing import Any, Generic, Self, TypeVar
 
 import uvloop
 
-from kvflow.config import SECONDS_MAX, Config
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow import checks
+from kvflow.config import Config
+from kvflow.core.layout import CacheLayout
 from kvflow.core.states import LeaseState
+from kvflow.core.tensors import KVCaches
 from kvflow.core.ticket import Ticket
-from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease as AsyncLease
 from kvflow.runtime.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.load import Load as AsyncLoad
-from kvflow.runtime.load import LoadReport, LoadRequest, refused_load
+from kvflow.runtime.load import LoadReport, LoadRequest, checked_load_request, refused_load
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.records import Observer
 from kvflow.runtime.staging import BlockCopier
@@ -257,7 +259,7 @@ class Runtime:
         world: World = World(),  # noqa: B008 - frozen
         call_timeout_s: float = 10.0,
     ) -> None:
-        self._call_timeout_s = _bound(call_timeout_s) or 0.0
+        self._call_timeout_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
         self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world))
         self._drop = weakref.finalize(self, _dropped, self._host)
         self._drop.atexit = False
@@ -327,10 +329,12 @@ class Runtime:
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
         who may be interrupted uses `start_load`, whose handle tells.
         """
+        deadline_s = checked_load_request(request, self.config).deadline_s
+        bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._call_timeout_s
         try:
-            return load.result(self._deadline_s(request) + after_s)
+            return load.result(bound_s + after_s)
         finally:
             if not load.done:
                 load.cancel()
@@ -371,7 +375,8 @@ class Runtime:
 
     def drain(self, deadline_s: float | None = None) -> DrainReport:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
-        waited_s = self.config.drain_timeout_s if deadline_s is None else _finite(deadline_s)
+        wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        waited_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError)
         return self._call(lambda runtime: runtime.drain(deadline_s), timeout_s=waited_s + self._closing_s)
 
     def statistics(self) -> RuntimeStatistics:
@@ -397,11 +402,6 @@ class Runtime:
         config = self.config
         draining_s = 2 * config.drain_timeout_s + config.seal_hold_s + config.cancel_grace_s
         return draining_s + 2 * config.transport_close_timeout_s + self._call_timeout_s
-
-    def _deadline_s(self, request: LoadRequest) -> float:
-        """How long a load may take; one with a deadline that cannot be right is refused at once."""
-        asked_s = getattr(request, "deadline_s", None)
-        return self.config.load_deadline_s if asked_s is None else _finite(asked_s)
 
     def _call(
         self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None
@@ -554,14 +554,7 @@ async def _outcome(lease: AsyncLease) -> LeaseOutcome:
 
 def _bound(timeout_s: float | None) -> float | None:
     """A timeout that threads can wait for; UsageError for anything else."""
-    if timeout_s is None or (isinstance(timeout_s, int | float) and 0 <= timeout_s <= SECONDS_MAX):
-        return timeout_s
-    raise UsageError(f"timeout_s: expected None or 0 to {SECONDS_MAX:.0e} seconds, got {timeout_s!r}")
-
-
-def _finite(asked_s: float) -> float:
-    """What a request asks for, or nothing if that cannot be right: then it is refused before it has begun."""
-    return float(asked_s) if isinstance(asked_s, int | float) and 0 < asked_s <= SECONDS_MAX else 0.0
+    return checks.timeout(timeout_s, "timeout_s", error=UsageError)
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *arguments: object) -> None:

@@ -5,20 +5,22 @@ Nothing here is read from the environment; what a process may set outside is wha
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import lru_cache
-from os import PathLike
+from functools import lru_cache, partial
+from os import PathLike, fspath
 
-from kvflow.errors import ConfigError
+from kvflow import checks
+from kvflow.checks import is_name, shown
+from kvflow.errors import ConfigError, InvalidInput
 
 _KIB = 1 << 10
 _MIB = 1 << 20
 
 PORT_MAX = 65535
 ENGINE_ID_CHARS_MAX = 256
+REQUEST_ID_CHARS_MAX = 1024
 SEALS_MAX = 1 << 24
 RANKS_MAX = 1 << 10
 SEAL_HOLD_S_MAX = 60.0
@@ -34,12 +36,6 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
-@lru_cache(maxsize=1024)
-def is_name(text: str, chars_max: int) -> bool:
-    """Whether `text` can name something in messages, logs and tickets: printable, without spaces."""
-    return 0 < len(text) <= chars_max and text.isprintable() and " " not in text
-
-
 def is_key_name(text: str) -> bool:
     """Whether `text` can be an engine id whose keys lie in files: it names them."""
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
@@ -51,14 +47,14 @@ def is_host(text: str) -> bool:
     return len(text) <= _HOST_CHARS_MAX and text not in _WILDCARDS and _HOST.fullmatch(text) is not None
 
 
-def split_address(address: str, *, what: str = "listen") -> tuple[str, int]:
-    """Split `tcp://host:port` into its parts; raises ConfigError for anything else. IPv6 hosts keep brackets."""
-    scheme, separator, rest = address.partition("://")
+def split_address(address: str, *, what: str = "listen", error: type[InvalidInput] = ConfigError) -> tuple[str, int]:
+    """Split `tcp://host:port` into its parts; raises `error` for anything else. IPv6 hosts keep brackets."""
+    scheme, separator, rest = checks.text(address, what, error=error).partition("://")
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not separator or not (is_host(host) or host in _WILDCARDS) or not _PORT.fullmatch(port):
-        raise ConfigError(f"{what}: expected 'tcp://host:port', got {address[:300]!r}")
+        raise error(f"{what}: expected 'tcp://host:port', got {address[:300]!r}")
     if int(port) > PORT_MAX:
-        raise ConfigError(f"{what}: port {port} is above {PORT_MAX}")
+        raise error(f"{what}: port {port} is above {PORT_MAX}")
     return host, int(port)
 
 
@@ -181,6 +177,9 @@ class Config:
     notification_bytes_max: int = 4 * _KIB
 
     def __post_init__(self) -> None:
+        for entry in fields(self):
+            plain = _PLAIN[str(entry.type)](getattr(self, entry.name), entry.name)
+            object.__setattr__(self, entry.name, plain)
         _check_names(self)
         _check_ranks(self)
         _check_curve(self)
@@ -246,12 +245,52 @@ def _check_limits(config: Config) -> None:
     if config.scratch not in ("auto", "always", "never"):
         raise ConfigError(f"scratch: expected 'auto', 'always' or 'never', got {config.scratch!r}")
     for entry in fields(config):
-        if entry.name.endswith(("_s", "_max")):
-            value = getattr(config, entry.name)
-            if entry.name.endswith("_s") and not 0 < value <= SECONDS_MAX:
-                raise ConfigError(f"{entry.name}: expected more than 0 and at most {SECONDS_MAX:.0e}, got {value!r}")
-            if not 0 < value < math.inf:
-                raise ConfigError(f"{entry.name}: expected more than 0 and a finite number, got {value!r}")
-    for name, most in (("leases_max", SEALS_MAX), ("seal_hold_s", SEAL_HOLD_S_MAX)):
+        if entry.name.endswith("_max") and getattr(config, entry.name) < 1:
+            raise ConfigError(f"{entry.name}: expected 1 or more, got {getattr(config, entry.name)}")
+    for name, most in _MOST.items():
         if getattr(config, name) > most:
             raise ConfigError(f"{name}: expected at most {most}, got {getattr(config, name)!r}")
+
+
+# What peers take, and what seals are made for at once.
+_MOST = {
+    "leases_max": SEALS_MAX,
+    "loads_max": SEALS_MAX,
+    "seal_hold_s": SEAL_HOLD_S_MAX,
+    "request_id_chars_max": REQUEST_ID_CHARS_MAX,
+}
+
+
+def _path(value: object, name: str) -> object:
+    """A path as it was given, if the system can be asked for it."""
+    path = checks.answer(lambda: fspath(value))  # type: ignore[call-overload]
+    plain = checks.text(path, name, error=ConfigError) if isinstance(path, str) else "\0"
+    if "\0" in plain:
+        raise ConfigError(f"{name}: expected a path, got {shown(value)}")
+    return plain if isinstance(value, str) else value
+
+
+def _texts(value: object, name: str) -> Mapping[str, str]:
+    given = checks.mapping(value, name, error=ConfigError)
+    return {key: checks.text(entry, f"{name}[{shown(key)}]", error=ConfigError) for key, entry in given.items()}
+
+
+def _optional(check: Callable[[object, str], object]) -> Callable[[object, str], object]:
+    return lambda value, name: None if value is None else check(value, name)
+
+
+_whole, _seconds, _flag, _text = (
+    partial(check, error=ConfigError) for check in (checks.whole, checks.seconds, checks.flag, checks.text)
+)
+
+# How a field's value is checked, by its type: all floats are seconds.
+_PLAIN: Mapping[str, Callable[[object, str], object]] = {
+    "int": _whole,
+    "int | None": _optional(_whole),
+    "float": _seconds,
+    "bool": _flag,
+    "str": _text,
+    "str | None": _optional(_text),
+    "str | PathLike[str] | None": _optional(_path),
+    "Mapping[str, str]": _texts,
+}

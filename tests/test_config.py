@@ -58,6 +58,29 @@ def test_the_smallest_limits_are_legal(name: str) -> None:
     assert getattr(config(**{name: value}), name) == value
 
 
+@pytest.mark.parametrize(
+    ("name", "most"), [("request_id_chars_max", 1024), ("loads_max", 1 << 24), ("leases_max", 1 << 24)]
+)
+def test_what_no_reader_takes_or_no_memory_holds_is_refused(name: str, most: int) -> None:
+    """A longer request id would make tickets that every reader refuses."""
+    assert getattr(config(**{name: most}), name) == most
+    with pytest.raises(ConfigError, match=f"^{name}: expected at most {most}, got {most + 1}"):
+        config(**{name: most + 1})
+
+
+@pytest.mark.parametrize("name", TIMES)
+def test_a_time_that_no_timer_can_be_set_to_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name}: .*2000000000"):
+        config(**{name: 2_000_000_000})
+
+
+def test_a_limit_counts_in_whole_numbers() -> None:
+    for name in LIMITS:
+        if name not in TIMES:
+            with pytest.raises(ConfigError, match=rf"^{name}: expected a whole number .*, got 1\.5"):
+                config(**{name: 1.5})
+
+
 def test_a_config_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().lease_ttl_s = 1.0  # type: ignore[misc]

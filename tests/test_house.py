@@ -21,7 +21,7 @@ TESTS = {
 }
 
 # Imports point down this list; parts of one line do not import each other.
-LEVELS = [["errors"], ["config"], ["core"], ["transport"], ["runtime"]]
+LEVELS = [["errors"], ["checks"], ["config"], ["core"], ["transport"], ["runtime"]]
 LEVELS += [["blocking"], ["integrations"], ["testing"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}

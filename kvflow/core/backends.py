@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from kvflow.core.layout import CacheLayout, KVCaches, KVStyle
+from kvflow import checks
+from kvflow.core.layout import CacheLayout, KVStyle
+from kvflow.core.tensors import KVCaches, checked_caches
 from kvflow.errors import LayoutError
 
 Version: TypeAlias = tuple[int, int]
@@ -33,7 +35,7 @@ _REPOSITORIES = {
 }
 # Engines keep quantized caches as bytes, so these dtypes do not tell what the values are.
 _BYTE_DTYPES = ("uint8", "int8")
-_VERSION = re.compile(r"v?(\d+)\.(\d+)(?!\d)")
+_VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,10 +357,11 @@ def known_backends() -> tuple[str, ...]:
 
 def rows_of(backend: str, engine_version: str | None = None) -> tuple[BackendLayout, ...]:
     """The rows of a backend, whatever the case of its name; of one version of the engine if it is given."""
+    backend = checks.text(backend, "backend", error=LayoutError)
     rows = tuple(row for row in BACKEND_LAYOUTS if row.backend.casefold() == backend.casefold())
     if not rows:
         raise LayoutError(
-            f"backend {backend!r} is not known; describe its layout with CacheLayout.infer(order=..., style=...). "
+            f"backend {backend[:80]!r} is not known; describe its layout with CacheLayout.infer(order=..., style=...). "
             f"Known: {', '.join(known_backends())}"
         )
     if engine_version is None:
@@ -389,6 +392,11 @@ def layout_for_backend(
     `engine_version` ("0.33.0") is needed only where the tensors fit two versions' shapes; `num_kv_heads` is checked
     if given; `kv_format` is needed where a backend has several for this dtype. Raises LayoutError.
     """
+    kv_caches = checked_caches(kv_caches)
+    if num_kv_heads is not None:
+        num_kv_heads = checks.whole(num_kv_heads, "num_kv_heads", least=1, error=LayoutError)
+    if kv_format is not None:
+        kv_format = checks.text(kv_format, "kv_format", error=LayoutError)
     rows = rows_of(backend, engine_version)
     fitting: list[tuple[BackendLayout, CacheLayout]] = []
     misfits: list[LayoutError] = []
@@ -409,9 +417,9 @@ def layout_for_backend(
 
 
 def _parse_version(text: str) -> Version:
-    found = _VERSION.match(text)
+    found = _VERSION.match(checks.text(text, "engine_version", error=LayoutError))
     if found is None:
-        raise LayoutError(f"engine_version: expected something like '0.33.0', got {text!r}")
+        raise LayoutError(f"engine_version: expected something like '0.33.0', got {text[:80]!r}")
     return int(found[1]), int(found[2])
 
 
@@ -452,7 +460,7 @@ def _choose_format(row: BackendLayout, dtype: str, given: str | None) -> str:
         return given
     if given is None and len(possible) == 1:
         return possible[0]
-    what = "is needed" if given is None else f"is {given!r}"
+    what = "is needed" if given is None else f"is {given[:80]!r}"
     raise LayoutError(
         f"backend {row.backend}: kv_format {what}, expected one of {list(possible)} for dtype {dtype} ({row.versions})"
     )

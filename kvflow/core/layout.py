@@ -9,21 +9,22 @@ The canonical form is a list of regions (`core.regions`): one for each layer and
 part), each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any block. A
 tensor that stacks K and V next to each other in a block is two regions too; `pairing` fuses neighbours again where
 both sides allow it.
-
-Tensors are read through `TensorLike`, so this module needs no torch.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol, TypeAlias
+from functools import partial
+from typing import NamedTuple
 
+from kvflow import checks
+from kvflow.checks import answer, shown
+from kvflow.core.tensors import LAYERS_MAX, KVCaches, LayerCache, TensorLike, checked_caches, tensors_of
 from kvflow.errors import LayoutError
 
-LAYERS_MAX = 1 << 15
 PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
 
 
@@ -36,30 +37,6 @@ class KVStyle(enum.StrEnum):
     FUSED = "fused"  # one tensor (B, N, H, D) whose last axis holds K and V of a head together
     MLA = "mla"  # one tensor (B, N, D): the latent of multi-head latent attention
 
-
-class DeviceLike(Protocol):
-    @property
-    def type(self) -> str: ...
-    @property
-    def index(self) -> int | None: ...
-
-
-class TensorLike(Protocol):
-    """The part of torch.Tensor that a layout reads."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> object: ...
-    @property
-    def device(self) -> DeviceLike: ...
-    def stride(self) -> Sequence[int]: ...
-    def element_size(self) -> int: ...
-    def data_ptr(self) -> int: ...
-
-
-LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, TensorLike]"
-KVCaches: TypeAlias = "Mapping[str, LayerCache]"
 
 # The axes in front of a block's own, per style; "kv" has two entries.
 _OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
@@ -108,6 +85,10 @@ class CacheLayout:
     block_size: int
     num_kv_heads: int
     head_size: int
+
+    def __post_init__(self) -> None:
+        for name, plain in _plain_fields(self).items():
+            object.__setattr__(self, name, plain)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -165,10 +146,9 @@ class CacheLayout:
         are both 2. `layer_indices` defaults to the numbers in the layers' names ("model.layers.12.self_attn"), or to
         their positions if some name has none or several. Raises LayoutError with the layer's name and both values.
         """
-        if not kv_caches:
-            raise LayoutError("kv_caches: expected at least one layer, got none")
-        if order not in _INNER_AXES:
-            raise LayoutError(f"order: expected one of {sorted(_INNER_AXES)}, got {order!r}")
+        kv_caches = checked_caches(kv_caches)
+        block_size = _size(block_size, "block_size")
+        order = _order(order, "order")
         name, first = next(iter(kv_caches.items()))
         chosen = _infer_style(name, first) if style is None else _style_of(style)
         layout = replace(
@@ -186,13 +166,14 @@ class CacheLayout:
 
     def check(self, kv_caches: KVCaches) -> None:
         """Raise LayoutError unless every tensor is as this layout says."""
+        kv_caches = checked_caches(kv_caches)
         if tuple(kv_caches) != self.layer_names:
             raise LayoutError(
                 f"layers differ: layout has {_some(self.layer_names)}, caches have {_some(tuple(kv_caches))}"
             )
         for name, layer in kv_caches.items():
             other = _layout_of_layer(name, layer, self.style, self.order, self.layer_names)
-            for field in ("dtype", "num_blocks", "block_size", "num_kv_heads", "head_size", "memory_order"):
+            for field in ("dtype", "itemsize", "num_blocks", "block_size", "num_kv_heads", "head_size", "memory_order"):
                 ours, theirs = getattr(self, field), getattr(other, field)
                 if ours != theirs:
                     raise LayoutError(f"layer {name!r}: {field} is {theirs}, the layout says {ours}")
@@ -213,14 +194,6 @@ class BlockShape(NamedTuple):
     @property
     def size_bytes(self) -> int:
         return self.tokens * self.heads * self.run
-
-
-def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
-    tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
-    if not tensors or not all(hasattr(tensor, "data_ptr") for tensor in tensors):
-        found = ", ".join(type(tensor).__name__ for tensor in tensors) or "nothing"
-        raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {found}")
-    return tensors
 
 
 def _infer_style(name: str, layer: LayerCache) -> KVStyle:
@@ -245,10 +218,40 @@ def _infer_style(name: str, layer: LayerCache) -> KVStyle:
 
 
 def _style_of(style: KVStyle | str) -> KVStyle:
-    try:
-        return KVStyle(style)
-    except ValueError:
-        raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {style!r}") from None
+    found = answer(partial(KVStyle, style))
+    if found is None:
+        raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {shown(style)}")
+    return found
+
+
+def _order(order: str, what: str) -> str:
+    if not isinstance(order, str) or order not in _INNER_AXES:
+        raise LayoutError(f"{what}: expected one of {sorted(_INNER_AXES)}, got {shown(order)}")
+    return str.__str__(order)
+
+
+def _size(value: object, what: str) -> int:
+    return checks.whole(value, what, least=1, error=LayoutError)
+
+
+def _plain_fields(layout: CacheLayout) -> dict[str, object]:
+    """The fields of a layout in Python's own types; LayoutError names one that no cache has."""
+    names = layout.layer_names
+    if not isinstance(names, tuple | list) or not 0 < len(names) <= LAYERS_MAX:
+        raise LayoutError(f"layer_names: expected 1 to {LAYERS_MAX} names, got {shown(names)}")
+    return {
+        "layer_names": tuple(checks.text(name, "layer_names", error=LayoutError) for name in names),
+        "layer_indices": _given_indices(layout.layer_indices, len(names)),
+        "kv_format": checks.text(layout.kv_format, "kv_format", error=LayoutError),
+        "style": _style_of(layout.style),
+        "order": _order(layout.order, "order"),
+        "memory_order": _order(layout.memory_order, "memory_order"),
+        "dtype": checks.text(layout.dtype, "dtype", error=LayoutError),
+        **{name: _size(getattr(layout, name), name) for name in _SIZES},
+    }
+
+
+_SIZES = ("itemsize", "num_blocks", "block_size", "num_kv_heads", "head_size")
 
 
 def axes_of(style: KVStyle, order: str) -> tuple[str, ...]:
@@ -282,8 +285,8 @@ def _layout_of_layer(
         raise LayoutError(f"layer {name!r}: axis 'dim' holds K and V of a head, so it is even; got {size['dim']}")
     return CacheLayout(
         layer_names=layer_names,
-        layer_indices=(),
-        kv_format="",
+        layer_indices=tuple(range(len(layer_names))),
+        kv_format=PLAIN,
         style=style,
         order=order,
         memory_order=_memory_order(name, style, order, first),
@@ -321,9 +324,14 @@ def _layer_indices(names: tuple[str, ...], given: Sequence[int] | None) -> tuple
         if len(set(indices)) == len(names) and max(indices) < LAYERS_MAX:
             return indices
         return tuple(range(len(names)))
-    if len(given) != len(names) or len(set(given)) != len(names) or not all(0 <= i < LAYERS_MAX for i in given):
-        raise LayoutError(f"layer_indices: expected {len(names)} different numbers from 0, got {list(given)[:8]}")
-    return tuple(given)
+    return _given_indices(given, len(names))
+
+
+def _given_indices(given: Sequence[int], layers: int) -> tuple[int, ...]:
+    indices = checks.whole_numbers(given, "layer_indices", error=LayoutError).tolist()
+    if len(indices) != layers or len(set(indices)) != layers or not all(0 <= index < LAYERS_MAX for index in indices):
+        raise LayoutError(f"layer_indices: expected {layers} different numbers from 0, got {shown(indices)}")
+    return tuple(indices)
 
 
 def _shape_text(name: str, layer: LayerCache) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from kvflow.checks import whole_numbers
 from kvflow.core.pairing import Int64Array, Pairing, RegionPairs
 from kvflow.core.regions import Device, UInt64Array
 from kvflow.errors import RequestError
@@ -104,13 +105,7 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
 
 
 def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
-    try:
-        raw = np.asarray(block_ids)
-        ids = raw.astype(np.int64, casting="safe") if raw.size else np.empty(raw.shape, dtype=np.int64)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RequestError(f"{what}: expected a list of integers, got {_preview(block_ids)}") from error
-    if ids.ndim != 1 or raw.dtype == np.bool_ or bool in map(type, block_ids):
-        raise RequestError(f"{what}: expected a flat list of integers, got {_preview(block_ids)}")
+    ids = whole_numbers(block_ids, what)
     outside = (ids < 0) | (ids >= num_blocks)
     if outside.any():
         raise RequestError(f"{what}: block id {ids[outside][0]} is not in 0..{num_blocks - 1}")
@@ -325,8 +320,3 @@ def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
     table[:, :, 0] += offsets
     table[:, :, 1] = np.minimum(table[:, :, 1] - offsets, limit)
     return replace(descriptors, table=table)
-
-
-def _preview(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

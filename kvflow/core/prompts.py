@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-import numpy as np
-
+from kvflow.checks import answer, count, shown, whole_numbers
 from kvflow.core.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
 
@@ -23,33 +22,47 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
 
     RequestError if they are no token ids.
     """
-    try:
-        tokens = np.asarray(token_ids)
-    except (TypeError, ValueError, OverflowError):
-        tokens = np.empty(0, dtype=object)
-    if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and len(token_ids)):
-        raise RequestError(f"request {request_id!r}: prompt: expected token ids, got {str(token_ids)[:80]!a}")
+    tokens = whole_numbers(token_ids, f"request {request_id!r}: prompt")
     state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
     state.update(b"\0" + tokens.astype("<i8").tobytes())
     return state.hexdigest()
 
 
+def offered_digest(request_id: str, token_ids: Sequence[int] | None, num_tokens: int) -> str:
+    """The digest of what is offered of a prompt, for its ticket; "" if the prompt is not told.
+
+    RequestError if it is shorter than that, or holds what are no token ids.
+    """
+    if token_ids is None:
+        return ""
+    what = f"request {request_id!r}: prompt"
+    if count(token_ids, what) < num_tokens:
+        raise RequestError(f"{what} has {len(token_ids)} tokens, fewer than num_tokens {num_tokens}")
+    return prompt_digest(request_id, _beginning(token_ids, num_tokens, what))
+
+
 def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
     """PromptMismatch unless what the ticket offers is the beginning of this prompt. A ticket may not say.
 
-    `what` names who asks.
+    `what` names who asks. RequestError if it is no prompt at all, as far as that is looked at.
     """
+    found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
     if not ticket.prompt_digest:
         return
-    count = ticket.num_tokens
-    if len(token_ids) < count:
+    if found < offered:
         raise PromptMismatch(
-            f"{what}: its prompt has {len(token_ids)} tokens, "
-            f"the ticket of request {ticket.request_id!r} offers {count}"
+            f"{what}: its prompt has {found} tokens, the ticket of request {ticket.request_id!r} offers {offered}"
         )
-    digest = prompt_digest(ticket.request_id, token_ids[:count])
+    digest = prompt_digest(ticket.request_id, _beginning(token_ids, offered, f"{what}: prompt"))
     if digest != ticket.prompt_digest:
         raise PromptMismatch(
-            f"{what}: the first {count} tokens of its prompt are not those that the ticket of request "
+            f"{what}: the first {offered} tokens of its prompt are not those that the ticket of request "
             f"{ticket.request_id!r} offers: digest {digest}, the ticket's is {ticket.prompt_digest}"
         )
+
+
+def _beginning(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:
+    found = answer(lambda: token_ids[:num_tokens])
+    if found is None:
+        raise RequestError(f"{what}: expected a list of token ids, got {shown(token_ids)}")
+    return found

@@ -12,7 +12,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.layout import BlockShape, CacheLayout, KVCaches, KVStyle, LayerCache, TensorLike, axes_of, tensors_of
+from kvflow.core.layout import BlockShape, CacheLayout, KVStyle, axes_of
+from kvflow.core.tensors import KVCaches, LayerCache, TensorLike, tensors_of
 from kvflow.errors import LayoutError
 
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
@@ -66,9 +67,7 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
         for tensor, offset_bytes in _part_tensors(name, layout.style, layer):
             bases.append(tensor.data_ptr() + offset_bytes)
             strides.append(_block_stride_bytes(name, layout, tensor))
-        if len(layout.parts) == 2:
-            _check_parts_apart(name, layout, bases[-2:], strides[-2:])
-    return Regions(
+    regions = Regions(
         bases=np.array(bases, dtype=np.uint64),
         strides=np.array(strides, dtype=np.uint64),
         block=layout.block_shape,
@@ -76,6 +75,8 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
         num_blocks=layout.num_blocks,
         device=device_of(kv_caches),
     )
+    _check_apart(regions, layout.layer_names)
+    return regions
 
 
 def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
@@ -139,17 +140,29 @@ def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> i
     return block_stride * tensor.element_size()
 
 
-def _check_parts_apart(name: str, layout: CacheLayout, bases: list[int], strides: list[int]) -> None:
-    """K and V must not share bytes: V's blocks lie behind all of K's, or between them, or the other way round."""
-    size = layout.region_block_size_bytes
-    reach = max((layout.num_blocks - 1) * stride + size for stride in strides)
-    offset = abs(bases[1] - bases[0])
-    between = strides[0] == strides[1] and size <= offset % strides[0] <= strides[0] - size
-    if offset < reach and not between:
-        raise LayoutError(
-            f"layer {name!r}: K and V overlap: they start {offset} bytes apart, block strides are {strides} bytes, "
-            f"a block has {size}"
-        )
+def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
+    """LayoutError if two regions share bytes: a load of one would write into the other.
+
+    Blocks of one region may lie between those of another. Layers that are the same tensor, as where a model uses one
+    layer's KV for several, are one memory that is read and written alike.
+    """
+    order = np.argsort(regions.bases, kind="stable")
+    bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)
+    size, parts = regions.block_size_bytes, len(regions.parts)
+    ends = np.searchsorted(bases, bases + (regions.num_blocks - 1) * strides + size)
+    for index in np.flatnonzero(ends > np.arange(1, len(bases) + 1)):
+        others = np.arange(index + 1, ends[index])
+        offsets, stride = bases[others] - bases[index], strides[index]
+        between = (offsets % stride >= size) & (offsets % stride <= stride - size)
+        same = (offsets == 0) & (order[others] % parts == order[index] % parts)
+        bad = others[(strides[others] != stride) | ~(between | same)]
+        if len(bad):
+            one, other = (divmod(int(order[found]), parts) for found in (index, bad[0]))
+            raise LayoutError(
+                f"layer {layer_names[other[0]]!r}: {regions.parts[other[1]]} overlaps {regions.parts[one[1]]} of layer "
+                f"{layer_names[one[0]]!r}: they start {bases[bad[0]] - bases[index]} bytes apart, block strides are "
+                f"{strides[bad[0]]} and {stride} bytes, a block has {size}"
+            )
 
 
 def _extent(tensor: TensorLike) -> tuple[int, int]:

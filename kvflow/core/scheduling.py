@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from kvflow import checks
 from kvflow.core.prompts import check_prompt, prompt_digest
 from kvflow.core.states import (
     CONSUMER_TABLE,
@@ -95,9 +96,11 @@ class SchedulingConfig:
     consumes: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "lease_ttl_s", "fetch_tokens_min"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)!r}")
+        for name in ("block_size", "fetch_tokens_min"):
+            object.__setattr__(self, name, checks.whole(getattr(self, name), name, least=1, error=ConfigError))
+        object.__setattr__(self, "lease_ttl_s", checks.seconds(self.lease_ttl_s, "lease_ttl_s", error=ConfigError))
+        for name in ("full_blocks_only", "produces", "consumes"):
+            checks.flag(getattr(self, name), name, error=ConfigError)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -189,9 +192,10 @@ class ConnectorScheduler:
         """
         if self.state_of(request.request_id) is not None:
             raise UsageError(f"request {request.request_id!r}: it is there already")
-        params = request.kv_transfer_params
-        if not params:
+        if request.kv_transfer_params is None:
             return
+        params = checks.mapping(request.kv_transfer_params, "kv_transfer_params")
+        checks.text(request.request_id, "request_id")
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
         if params.get("do_remote_prefill") and self._config.consumes:
             ticket = Ticket.from_params(params)

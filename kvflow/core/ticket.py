@@ -11,24 +11,31 @@ its readers ask every rank for its lease. The request id is what they ask for, s
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias
+from functools import partial
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 
-from kvflow.config import PORT_MAX, RANKS_MAX, is_host, is_name, rank_offset
+from kvflow import checks
+from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
+from kvflow.config import PORT_MAX, RANKS_MAX, REQUEST_ID_CHARS_MAX, is_host, rank_offset
 from kvflow.core.topology import Cut, Rank
 from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION
 from kvflow.errors import RequestError
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 _PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 # Python and JSON know larger integers, but no message of ours can carry them.
-Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=INT64_MIN, le=INT64_MAX)]
 
 
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -56,6 +63,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def check(self, block_count: int) -> None:
         """RequestError names what no producer would have given."""
+        _check_texts(self, ("host", "incarnation", "lease_id"))
         if not 0 < self.port <= PORT_MAX:
             raise RequestError(f"ticket: remote_port {self.port} is not in 1..{PORT_MAX}")
         if not is_host(self.host):
@@ -114,15 +122,15 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     request_id: str
-    block_ids: tuple[int, ...]
-    num_tokens: int
+    block_ids: tuple[Int64, ...]
+    num_tokens: Int64
     ttl_s: float
-    tp_size: int
-    pp_size: int
-    dp_rank: int
-    block_size: int
-    kv_heads: int
-    model_kv_heads: int
+    tp_size: Int64
+    pp_size: Int64
+    dp_rank: Int64
+    block_size: Int64
+    kv_heads: Int64
+    model_kv_heads: Int64
     fixed_ports: bool
     ranks: tuple[RankLease, ...]
     traceparent: str = ""
@@ -150,6 +158,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     def find(self, rank: Rank) -> RankLease | None:
         """The lease of that rank, if the ticket names it."""
+        checks.instance(rank, Rank, "rank")
         return next((lease for lease in self.ranks if (lease.pp_rank, lease.tp_rank) == (rank.pp, rank.tp)), None)
 
     def address_of(self, rank: Rank) -> str:
@@ -179,23 +188,30 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     def without_leases(
         self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float, prompt_digest: str = ""
     ) -> Ticket:
-        """A ticket of the same ranks for another request, whose readers ask each rank for its lease."""
+        """A ticket of the same ranks for another request, whose readers ask each rank for its lease.
+
+        Raises RequestError if no reader would take it.
+        """
         ranks = tuple(
             msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None)
-            for rank in self.ranks
+            for rank in self.typed().ranks
         )
-        return msgspec.structs.replace(
+        ticket = msgspec.structs.replace(
             self,
             request_id=request_id,
-            block_ids=tuple(block_ids),
-            num_tokens=num_tokens,
-            ttl_s=ttl_s,
+            block_ids=tuple(checks.whole_numbers(block_ids, "ticket: remote_block_ids").tolist()),
+            num_tokens=checks.whole(num_tokens, "ticket: num_tokens"),
+            ttl_s=checks.seconds(ttl_s, "ticket: ttl_s"),
             ranks=ranks,
             prompt_digest=prompt_digest,
         )
+        return read_ticket(ticket)
 
     def to_params(self) -> dict[str, Any]:
-        """A dict of JSON types that survives any HTTP router."""
+        """A dict of JSON types that survives any HTTP router. RequestError if a field is of another type."""
+        return self.typed()._params()
+
+    def _params(self) -> dict[str, Any]:
         first = msgspec.structs.replace(self.first, host="", port=0)
         params: dict[str, Any] = msgspec.to_builtins(
             _TicketParams(
@@ -231,10 +247,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
         """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
-        try:
-            raw = msgspec.convert(params, _TicketParams, strict=True)
-        except msgspec.ValidationError as error:
-            raise RequestError(f"ticket: {error}") from error
+        raw = _convert(params if type(params) is dict else checks.mapping(params, "ticket"), _TicketParams)
         extra = raw.kvflow
         if extra.version != PROTOCOL_VERSION:
             raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
@@ -260,17 +273,32 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             traceparent=extra.traceparent,
             prompt_digest=extra.prompt_digest,
         )
-        ticket.check()
+        ticket._check_values()
         return ticket
 
+    def typed(self) -> Ticket:
+        """The same ticket, each field of its type: constructors take anything. RequestError names one that is not."""
+        ranks = self.ranks if isinstance(self.ranks, tuple) else ()
+        if not ranks or not all(isinstance(rank, RankLease) for rank in ranks):
+            raise RequestError(f"ticket: ranks: expected a tuple of RankLeases, got {shown(self.ranks)}")
+        for ids in (self.block_ids, *(rank.block_ids for rank in ranks if rank.block_ids is not None)):
+            if not isinstance(ids, tuple | list):  # msgspec would take a set, whose order is nobody's
+                raise RequestError(f"ticket: block_ids: expected a tuple of whole numbers, got {shown(ids)}")
+        values = msgspec.structs.asdict(self)
+        return _convert({**values, "ranks": tuple(map(msgspec.structs.asdict, ranks))}, Ticket)
+
     def check(self) -> None:
-        """RequestError names the field whose value no producer would have given."""
+        """RequestError names the field whose type or value no producer would have given."""
+        self.typed()._check_values()
+
+    def _check_values(self) -> None:
+        _check_texts(self, ("engine_id", "request_id", "traceparent", "prompt_digest"))
         for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
             if not 0 < size <= RANKS_MAX:
                 raise RequestError(f"ticket: {name} {size} is not in 1..{RANKS_MAX}")
         if not is_name(self.engine_id, _NAME_CHARS_MAX):
             raise RequestError(f"ticket: remote_engine_id {self.engine_id[:80]!a} is no name")
-        if not 0 < len(self.request_id) <= _NAME_CHARS_MAX or not _encodes(self.request_id):
+        if not 0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX or not encodes(self.request_id):
             raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
         if self.num_tokens < 0 or not 0 < self.ttl_s < math.inf or self.dp_rank < 0:
             raise RequestError(f"ticket: num_tokens {self.num_tokens}, ttl_s {self.ttl_s}, dp_rank {self.dp_rank}")
@@ -293,10 +321,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_ticket(ticket: Ticket | Mapping[str, Any]) -> Ticket:
     """The ticket, checked; RequestError names what is wrong with it."""
-    if isinstance(ticket, Ticket):
-        ticket.check()
-        return ticket
-    return Ticket.from_params(ticket)
+    if not isinstance(ticket, Ticket):
+        return Ticket.from_params(ticket)
+    typed = ticket.typed()
+    typed._check_values()
+    return typed
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -304,8 +333,10 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
     Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
-    if not tickets:
-        raise RequestError("merge_tickets: expected at least one ticket, got none")
+    given = checks.answer(lambda: tuple(tickets))
+    if not given or not all(isinstance(ticket, Ticket) for ticket in given):
+        raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
+    tickets = [read_ticket(ticket) for ticket in given]
     first = tickets[0]
     ranks: dict[tuple[int, int], RankLease] = {}
     for lease in (lease for ticket in tickets for lease in ticket.ranks):
@@ -321,19 +352,38 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
             ours, theirs = getattr(first, name), getattr(ticket, name)
             if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
+    merged.check()
     return merged
 
 
-def check_traceparent(text: str, what: str) -> None:
-    """RequestError unless it is empty or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
-    if text and not _TRACEPARENT.fullmatch(text):
-        raise RequestError(f"{what}: traceparent {text[:80]!a} is no W3C trace context")
+def check_traceparent(value: object, what: str) -> str:
+    """RequestError unless it is "" or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
+    traceparent = checks.text(value, f"{what}: traceparent")
+    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
+        raise RequestError(f"{what}: traceparent {traceparent[:80]!a} is no W3C trace context")
+    return traceparent
 
 
-def _encodes(text: str) -> bool:
-    """Whether UTF-8, hence any message of ours, can carry the text: JSON may hold half a surrogate pair."""
+def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
+    """What somebody else has filled in, as a struct whose fields are of their types."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return msgspec.convert(given, kind, strict=True)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"ticket: {error}, got {shown(_value_at(str(error), given))}") from error
+    except Exception as error:
+        raise RequestError(f"ticket: {shown(error)}") from error
+
+
+def _value_at(message: str, given: Any) -> Any:
+    """The value that msgspec's message points at, as in "... - at `$.kvflow.ranks[0].port`"."""
+    for name, index in _STEP.findall(message.rpartition("`$")[2]):
+        given = checks.answer(partial(operator.getitem, given, name or int(index)))
+    return given
+
+
+def _check_texts(struct: Ticket | RankLease, names: Sequence[str]) -> None:
+    """RequestError unless they are Python's own: no message can carry a class of somebody else's."""
+    for name in names:
+        value = getattr(struct, name)
+        if type(value) is not str:
+            raise RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")

@@ -19,8 +19,9 @@ import msgspec
 import numpy as np
 
 from kvflow.config import RANKS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX
-from kvflow.core.layout import LAYERS_MAX, BlockShape, CacheLayout
+from kvflow.core.layout import BlockShape, CacheLayout
 from kvflow.core.regions import Device, Regions
+from kvflow.core.tensors import LAYERS_MAX
 from kvflow.core.topology import Holding, Rank
 
 PROTOCOL_VERSION = 3

@@ -8,14 +8,16 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from kvflow import checks
 from kvflow.config import Config
 from kvflow.core import wire
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.regions import Regions, map_regions, map_spans
 from kvflow.core.seals import HOST, SealTable
+from kvflow.core.tensors import KVCaches, checked_caches
 from kvflow.core.topology import Holding, Rank, holding_of
-from kvflow.errors import ConfigError
+from kvflow.errors import ConfigError, LayoutError, UsageError
 from kvflow.runtime.clocks import PeerClocks
 from kvflow.runtime.connection import Connections, LocalRank, Spawn
 from kvflow.runtime.copier import Copier
@@ -89,6 +91,10 @@ async def register(
 ) -> RegisteredCache:
     """See `Runtime.register_kv_caches`."""
     config = services.config
+    checks.instance(layout, CacheLayout, "layout", error=LayoutError)
+    if copy_blocks is not None and not callable(copy_blocks):
+        raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
+    kv_caches = checked_caches(kv_caches)
     regions = map_regions(layout, kv_caches)
     buffer_device = choose_buffer_device(regions.device.kind, config.kv_buffer_device)
     staged = config.always_stage or buffer_device != regions.device.kind

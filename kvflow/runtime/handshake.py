@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from kvflow.config import is_name
+from kvflow.checks import is_name
 from kvflow.core import topology, wire
 from kvflow.core.layout import PLAIN
 from kvflow.core.pairing import HeadSlice, Pairing

@@ -16,10 +16,11 @@ import numpy as np
 
 from kvflow.config import Config
 from kvflow.core.extents import Extents, prefer_scratch
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
 from kvflow.core.pairing import Pairing
 from kvflow.core.plan import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.regions import Regions
+from kvflow.core.tensors import KVCaches
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.permute import Permutation, Scratch, Slot
 from kvflow.runtime.staging import HostBuffers

@@ -9,9 +9,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvflow import checks
+from kvflow.config import Config
 from kvflow.core.lease_book import LeaseEntry
 from kvflow.core.states import LeaseState
-from kvflow.core.ticket import Ticket
+from kvflow.core.ticket import Ticket, check_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
 
@@ -36,6 +38,34 @@ class ServeRequest:
     """Trace context (W3C) of the request, for the ticket and the records of both sides."""
     prompt: Sequence[int] | None = None
     """Token ids of the prompt: with them a load that gives its own fails if it is of another prompt."""
+
+
+def checked_serve_request(request: object, config: Config) -> ServeRequest:
+    """The request with its numbers and texts as Python's own, so that its ticket is one that readers take.
+
+    RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
+    """
+    given = checks.instance(request, ServeRequest, "serve_blocks")
+    request_id = checked_request_id(given.request_id, config)
+    what = f"request {request_id!r}"
+    checks.count(given.block_ids, f"{what}: block_ids", most=config.block_ids_max)
+    return ServeRequest(
+        request_id,
+        given.block_ids,
+        checks.whole(given.num_tokens, f"{what}: num_tokens", least=0),
+        None if given.ttl_s is None else checks.seconds(given.ttl_s, f"{what}: ttl_s"),
+        checks.whole(given.reader_count, f"{what}: reader_count", least=1),
+        check_traceparent(given.traceparent, what),
+        given.prompt,
+    )
+
+
+def checked_request_id(request_id: object, config: Config) -> str:
+    """A request's id; RequestError unless it is a text of 1 to Config.request_id_chars_max characters."""
+    plain = checks.text(request_id, "request_id")
+    if not 0 < len(plain) <= config.request_id_chars_max:
+        raise RequestError(f"request_id: expected 1 to {config.request_id_chars_max} characters, got {plain[:40]!r}")
+    return plain
 
 
 class LeaseOutcome(enum.StrEnum):
@@ -136,10 +166,3 @@ class Lease:
         outcome = _OUTCOMES[self.state]
         self._outcome.set_result(outcome)
         return outcome
-
-
-def check_request_id(request_id: str, chars_max: int) -> None:
-    """RequestError unless it is a text of 1 to `chars_max` characters."""
-    if not isinstance(request_id, str) or not 0 < len(request_id) <= chars_max:
-        shown = request_id[:40] if isinstance(request_id, str) else request_id
-        raise RequestError(f"request_id: expected 1 to {chars_max} characters, got {shown!r}")

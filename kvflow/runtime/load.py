@@ -7,10 +7,13 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvflow import checks
+from kvflow.config import Config
 from kvflow.core.plan import BlockIds
 from kvflow.core.ticket import Ticket
 from kvflow.errors import KVFlowError, UsageError
 from kvflow.runtime.budget import InFlight
+from kvflow.runtime.lease import checked_request_id
 from kvflow.runtime.own_loop import require_loop
 
 _NAME_CHARS_MAX = 512
@@ -33,6 +36,25 @@ class LoadRequest:
     priority: int = 0
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
+
+
+def checked_load_request(request: object, config: Config) -> LoadRequest:
+    """The request with its numbers and texts as Python's own.
+
+    RequestError names what cannot be right whatever the ticket and the cache are.
+    """
+    given = checks.instance(request, LoadRequest, "load_blocks")
+    request_id = checked_request_id(given.request_id, config)
+    what = f"request {request_id!r}"
+    checks.count(given.block_ids, f"{what}: block_ids", most=config.block_ids_max)
+    return LoadRequest(
+        request_id,
+        given.ticket,
+        given.block_ids,
+        None if given.deadline_s is None else checks.seconds(given.deadline_s, f"{what}: deadline_s"),
+        checks.whole(given.priority, f"{what}: priority"),
+        given.prompt,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvflow.config import SECONDS_MAX, Config
+from kvflow.config import Config
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.prompts import check_prompt
@@ -35,8 +35,16 @@ from kvflow.runtime.budget import Budget, InFlight
 from kvflow.runtime.connection import LocalRank
 from kvflow.runtime.copier import Copier
 from kvflow.runtime.landing import Landing, Part
-from kvflow.runtime.lease import check_request_id
-from kvflow.runtime.load import Load, LoadingStatistics, LoadReport, LoadRequest, PeerLoad, refused_load, request_name
+from kvflow.runtime.load import (
+    Load,
+    LoadingStatistics,
+    LoadReport,
+    LoadRequest,
+    PeerLoad,
+    checked_load_request,
+    refused_load,
+    request_name,
+)
 from kvflow.runtime.phases import PHASES, Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
@@ -188,12 +196,14 @@ class Loader:
         """Check the request: from here on the load counts as open, and its time runs."""
         watch = Stopwatch(self._clock)
         try:
-            ticket, local_ids, deadline_s = self._check(request)
+            plain = checked_load_request(request, self._config)
+            ticket, local_ids = self._check(plain)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
+        deadline_s = self._config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
         timeout = asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s)
-        load = _Load(request, ticket, local_ids, timeout, watch, Load(request.request_id, local_ids))
+        load = _Load(plain, ticket, local_ids, timeout, watch, Load(plain.request_id, local_ids))
         self._loads[load] = None
         self._quiet.clear()
         return load
@@ -256,22 +266,14 @@ class Loader:
         """Wait until no load is under way and no block is quarantined."""
         await self._quiet.wait()
 
-    def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds, float]:
+    def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds]:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
-        check_request_id(request.request_id, self._config.request_id_chars_max)
         ticket = self._sources.read(request.ticket)
-        if len(request.block_ids) > self._config.block_ids_max:
-            raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
-        deadline_s = self._config.load_deadline_s if request.deadline_s is None else request.deadline_s
-        if not 0 < deadline_s <= SECONDS_MAX:
-            raise RequestError(f"{what}: deadline_s {deadline_s} is not above 0 and at most {SECONDS_MAX:.0e}")
-        if type(request.priority) is not int:
-            raise RequestError(f"{what}: priority {request.priority!r} is not an integer")
         if request.prompt is not None:
             check_prompt(ticket, request.prompt, what)
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
-        return ticket, local_ids, float(deadline_s)
+        return ticket, local_ids
 
     async def _run(self, load: _Load) -> LoadReport:
         request, ticket = load.request, load.ticket

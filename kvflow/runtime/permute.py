@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from kvflow.core.extents import Extents
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
 from kvflow.core.pairing import Pairing
 from kvflow.core.plan import BlockIds, Chunks, Descriptors
 from kvflow.core.regions import Device, Span
+from kvflow.core.tensors import KVCaches
 from kvflow.runtime.copies import CacheTensors, canonical_parts, chunk_sources, chunk_targets, scatter_tokens
 from kvflow.runtime.pool import Pool
 from kvflow.transport.base import Transport

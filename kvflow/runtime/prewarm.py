@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvflow.config import PORT_MAX, rank_offset, split_address
+from kvflow import checks
+from kvflow.checks import answer, shown
+from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, is_host, rank_offset, split_address
 from kvflow.core.ticket import Ticket
 from kvflow.core.topology import Rank
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
@@ -30,6 +32,17 @@ class PeerAddress:
     pp_rank: int = 0
     tp_rank: int = 0
 
+    def checked(self) -> PeerAddress:
+        """The same in Python's own types; RequestError names what cannot be."""
+        engine_id, address = checks.text(self.engine_id, "engine_id"), checks.text(self.address, "address")
+        if not checks.is_name(engine_id, ENGINE_ID_CHARS_MAX):
+            raise RequestError(f"engine_id: expected a name of at most {ENGINE_ID_CHARS_MAX}, got {shown(engine_id)}")
+        host, port = split_address(address, what="address", error=RequestError)
+        if not is_host(host) or not port:
+            raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
+        ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
+        return PeerAddress(engine_id=engine_id, address=address, **ranks)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prewarmed:
@@ -44,24 +57,28 @@ async def prewarm(
     sources: Sources, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
 ) -> tuple[Prewarmed, ...]:
     """See `Runtime.prewarm`."""
+    listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
+    if listed is None:
+        raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {shown(engines)}")
     room = asyncio.Semaphore(_AT_ONCE_MAX)
 
     async def one(engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
         async with room:
             return await _prewarm_one(sources, peers, engine)
 
-    return tuple(await asyncio.gather(*map(one, engines)))
+    return tuple(await asyncio.gather(*map(one, listed)))
 
 
 async def _prewarm_one(sources: Sources, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
-    engine_id = engine.engine_id if isinstance(engine, PeerAddress) else ""
+    engine_id = engine.engine_id if isinstance(engine, PeerAddress) and isinstance(engine.engine_id, str) else ""
     ranks: list[Rank] = []
     try:
         if isinstance(engine, PeerAddress):
+            engine = engine.checked()
+            engine_id = engine.engine_id
             wanted = await _ask(sources, peers, engine)
         else:
-            ticket = engine if isinstance(engine, Ticket) else Ticket.from_params(engine)
-            ticket.check()
+            ticket = sources.read(engine)
             engine_id = ticket.engine_id
             await sources.check(ticket)
             wanted = [(rank, ticket.address_of(rank)) for rank in sources.ranks_of(ticket.cut, ticket.dp_rank)]
@@ -77,7 +94,7 @@ async def _prewarm_one(sources: Sources, peers: Peers, engine: PeerAddress | Tic
 
 async def _ask(sources: Sources, peers: Peers, engine: PeerAddress) -> list[tuple[Rank, str]]:
     """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut."""
-    host, port = split_address(engine.address, what="prewarm")
+    host, port = split_address(engine.address, what="address")
     here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
     cut = (await peers.connect(peers.get(engine.engine_id, here, engine.address), None)).cut
     base = port - rank_offset(*here, tp_size=cut.tp_size, pp_size=cut.pp_size)

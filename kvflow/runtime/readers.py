@@ -11,7 +11,8 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-from kvflow.config import ENGINE_ID_CHARS_MAX, Config, is_host, is_name, split_address
+from kvflow.checks import is_name
+from kvflow.config import ENGINE_ID_CHARS_MAX, Config, is_host, split_address
 from kvflow.core import wire
 from kvflow.errors import ConfigError, PeerError
 from kvflow.runtime.connection import LocalRank

@@ -9,7 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
+
+from kvflow import checks
+from kvflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +79,12 @@ class Observers:
     """The observers of one runtime."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        self._observers = tuple(observers)
+        listed = checks.answer(lambda: tuple(observers))
+        if listed is None or not all(map(_listens, listed)):
+            raise ConfigError(
+                f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
+            )
+        self._observers = listed
 
     @property
     def any(self) -> bool:
@@ -89,6 +98,11 @@ class Observers:
     def lease_ended(self, record: LeaseRecord) -> None:
         for observer in self._observers:
             _tell(observer.lease_ended, record)
+
+
+def _listens(observer: object) -> bool:
+    methods = [checks.answer(partial(getattr, observer, name)) for name in ("load_ended", "lease_ended")]
+    return all(map(callable, methods))
 
 
 def _tell(listen: Callable[[RecordT], None], record: RecordT) -> None:

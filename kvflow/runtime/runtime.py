@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
 
-from kvflow.config import SECONDS_MAX, Config
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow import checks
+from kvflow.config import Config
+from kvflow.core.layout import CacheLayout
+from kvflow.core.tensors import KVCaches
 from kvflow.core.ticket import Ticket
 from kvflow.core.topology import Rank
-from kvflow.errors import KVFlowError, RuntimeUnavailable, UsageError
+from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
 from kvflow.runtime.cache import RegisteredCache, register
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease, ServeRequest
@@ -45,6 +47,8 @@ class Runtime:
         observers: Sequence[Observer] = (),
         world: World = World(),  # noqa: B008 - frozen
     ) -> None:
+        checks.instance(config, Config, "config", error=ConfigError)
+        checks.instance(world, World, "world", error=ConfigError)
         self._supervisor = Supervisor(config, Observers(observers), world)
         self._registering = False
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
@@ -203,6 +207,9 @@ class Runtime:
         Cancelling stops the waiting.
         """
         self._require_here("forget_peer")
+        checks.text(engine_id, "engine_id")
+        if address is not None:
+            checks.text(address, "address")
         cache = self._supervisor.cache
         return cache is None or await cache.peers.forget(engine_id, address)
 
@@ -215,9 +222,8 @@ class Runtime:
         Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
         """
         self._require_here("drain")
-        if deadline_s is not None and not 0 < deadline_s <= SECONDS_MAX:
-            raise UsageError(f"drain: deadline_s {deadline_s} is not above 0 and at most {SECONDS_MAX:.0e}")
-        return await self._supervisor.drain(self.config.drain_timeout_s if deadline_s is None else deadline_s)
+        wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
+        return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""

@@ -32,14 +32,14 @@ from kvflow.core import topology, wire
 from kvflow.core.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.ledger import BlockLedger
 from kvflow.core.plan import BlockIds, check_block_ids
-from kvflow.core.prompts import prompt_digest
+from kvflow.core.prompts import offered_digest
 from kvflow.core.seals import SealTable
 from kvflow.core.states import LeaseEvent
-from kvflow.core.ticket import RankLease, Ticket, check_traceparent
+from kvflow.core.ticket import RankLease, Ticket
 from kvflow.core.topology import Holding, Rank
 from kvflow.errors import RequestError
 from kvflow.runtime.copier import Copier
-from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, check_request_id
+from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, checked_serve_request
 from kvflow.runtime.records import LeaseRecord, Observers
 from kvflow.runtime.staging import HostBuffers
 from kvflow.runtime.world import Clock, Timer
@@ -131,7 +131,9 @@ class Serving:
 
     def serve(self, request: ServeRequest) -> Lease:
         """Open a lease. Raises RequestError, and changes nothing then."""
-        ids, digest = self._check(request), _digest_of(request)
+        request = checked_serve_request(request, self._config)
+        ids = self._check(request)
+        digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
         ttl_s = self._config.lease_ttl_s if request.ttl_s is None else request.ttl_s
         seal_index = self._seals.take()
         if seal_index is None:
@@ -237,24 +239,15 @@ class Serving:
         self._renewals += counted is Counted.NOTED
 
     def _check(self, request: ServeRequest) -> BlockIds:
+        """What cannot be right with this cache and these leases; the block ids, if all can."""
         what = f"request {request.request_id!r}"
-        check_request_id(request.request_id, self._config.request_id_chars_max)
         if self._book.serving(request.request_id) is not None:
             raise RequestError(f"{what}: it is being served already")
-        if len(request.block_ids) > self._config.block_ids_max:
-            raise RequestError(f"{what}: {len(request.block_ids)} block_ids, at most {self._config.block_ids_max}")
         ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
         size = self._holding.block_size
-        if request.num_tokens < 0 or len(ids) > -(-request.num_tokens // size):
+        if len(ids) > -(-request.num_tokens // size):
             raise RequestError(
                 f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {request.num_tokens} fill"
-            )
-        if request.reader_count < 1 or not (request.ttl_s is None or 0 < request.ttl_s < float("inf")):
-            raise RequestError(f"{what}: reader_count {request.reader_count}, ttl_s {request.ttl_s}")
-        check_traceparent(request.traceparent, what)
-        if request.prompt is not None and len(request.prompt) < request.num_tokens:
-            raise RequestError(
-                f"{what}: the prompt has {len(request.prompt)} tokens, fewer than num_tokens {request.num_tokens}"
             )
         return ids
 
@@ -423,10 +416,3 @@ class Serving:
                 traceparent=lease.ticket.traceparent,
             )
         )
-
-
-def _digest_of(request: ServeRequest) -> str:
-    """The digest of the prompt, for its ticket; "" if the request does not give the prompt."""
-    if request.prompt is None:
-        return ""
-    return prompt_digest(request.request_id, request.prompt[: request.num_tokens])

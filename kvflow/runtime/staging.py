@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import TypeAlias, cast
 
 from kvflow.config import Config
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
 from kvflow.core.plan import BlockIds
 from kvflow.core.regions import Regions, map_regions
+from kvflow.core.tensors import KVCaches
 from kvflow.errors import ConfigError
 from kvflow.runtime.copies import CacheTensors, allocate_host_caches, copy_blocks
 from kvflow.runtime.pool import Pool

@@ -39,6 +39,7 @@ _ANSWERS_WAITING_MAX = 8
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
 _LOG_LINES_PER_S = 10
+_C_INT_MAX = (1 << 31) - 1
 _KEY_PROPERTY = "User-Id"  # what `_check_keys` says: the key, in hexadecimal
 _ZAP = "inproc://zeromq.zap.01"
 _MONITOR = "inproc://kvflow-connections"
@@ -117,7 +118,7 @@ class ZmqListener:
             (zmq.RCVHWM, 0),
             (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
             (zmq.IPV6, int(config.listen_host.startswith("["))),
-            (zmq.HANDSHAKE_IVL, max(int(config.handshake_timeout_s * 1000), 1)),
+            (zmq.HANDSHAKE_IVL, min(max(int(config.handshake_timeout_s * 1000), 1), _C_INT_MAX)),
         ):
             socket.setsockopt(option, value)
         if self._keyring is not None:

@@ -6,8 +6,10 @@ import ctypes
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -198,6 +200,25 @@ def only_layer(layer: Any, **changes: Any) -> Callable[[], object]:
     return lambda: infer_and_map({"odd.layer": layer}, **changes)
 
 
+def halfway() -> object:
+    """Block 3 of one layer's K is block 0 of the other's."""
+    whole = torch.zeros(2, 2 * B, N, H, D)
+    return infer_and_map({"good": whole[:, :B], "odd.layer": whole[:, B // 2 : B // 2 + B]})
+
+
+def swapped() -> object:
+    k, v, other = (torch.zeros(B, N, H, D) for _ in range(3))
+    return infer_and_map({"good": (k, v), "odd.layer": (other, k)})
+
+
+ROWS = torch.zeros(4096)
+
+
+def half_rows(first: int) -> torch.Tensor:
+    """A latent cache in every third row of blocks of one storage, `first` halves of a row from its start."""
+    return torch.as_strided(ROWS, (B, N, D), (3 * N * D, D, 1), first * N * D // 2)
+
+
 BAD_CACHES = {
     # what is wrong: (call, what the message has to contain besides the layer's name)
     "two axes": (only_layer(torch.zeros(B, D)), [f"({B}, {D})"]),
@@ -251,6 +272,13 @@ BAD_CACHES = {
         only_layer(torch.as_strided(torch.zeros(4096), (2, B, N, H, D), (1024, 48, H * D, D, 1))),
         ["48", str(N * H * D)],
     ),
+    "a layer half in the place of another": (halfway, ["K", "'good'", str(2 * N * H * D * 4)]),
+    "V in the place of another layer's K": (swapped, ["V", "'good'"]),
+    "layers that follow each other too closely": (
+        lambda: infer_and_map({"good": half_rows(0), "odd.layer": half_rows(1)}),
+        ["'good'", str(N * D * 2), str(3 * N * D * 4)],
+    ),
+    "one tensor as K and V": (only_layer((torch.zeros(B, N, H, D),) * 2), ["V overlaps K"]),
     "no tensor": (only_layer("tensor"), ["str"]),
     "an empty pair": (only_layer(()), []),
     "an empty pair in a later layer": (second_layer(()), []),
@@ -286,6 +314,38 @@ def test_other_layers_than_described_are_refused() -> None:
     for names in (("a",), ("b", "a"), ("a", "b", "c"), ("a", "x")):
         with pytest.raises(LayoutError, match=f"a, b.*{', '.join(names)}"):
             map_regions(layout, {name: kv_first() for name in names})
+
+
+def test_layers_may_be_the_same_tensor() -> None:
+    """As where a model uses one layer's KV for several: written alike, whatever is loaded."""
+    layer, pair = kv_first(), (torch.zeros(B, N, H, D), torch.zeros(B, N, H, D))
+    assert len(infer_and_map({"a": layer, "b": layer})) == 4
+    assert len(infer_and_map({"a": pair, "b": pair, "c": pair})) == 6
+
+
+def test_layers_may_lie_between_each_others_blocks() -> None:
+    assert len(infer_and_map({"l0": half_rows(0), "l1": half_rows(2), "l2": half_rows(4)})) == 3
+    whole = torch.zeros(B, 5, 2, N, H, D)
+    layers = {f"l{index}": whole[:, index].transpose(0, 1) for index in (3, 0, 4)}
+    assert len(infer_and_map(layers)) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("itemsize", 1), ("num_blocks", B + 1), ("head_size", 2 * D), ("memory_order", "HND")]
+)
+def test_a_layout_that_says_something_else_than_the_tensors_is_refused(name: str, value: Any) -> None:
+    """A wrong `itemsize` would leave bytes behind without anybody noticing."""
+    layout = replace(infer({"l0": kv_first()}), **{name: value})
+    with pytest.raises(LayoutError, match=f"'l0': {name} is "):
+        map_regions(layout, {"l0": kv_first()})
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """What messages carry has to be Python's own."""
+    layout = infer({"a": kv_first(), "b": kv_first()}, layer_indices=np.array([4, 1]), block_size=np.int64(N))
+    assert layout.layer_indices == (4, 1)
+    assert {type(index) for index in layout.layer_indices} == {int}
+    assert type(replace(layout, num_blocks=np.int64(3)).num_blocks) is int
 
 
 def test_k_in_the_place_of_v_is_refused() -> None:

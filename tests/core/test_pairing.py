@@ -190,7 +190,7 @@ def test_layers_in_another_order_of_memory_are_not_fused() -> None:
     rows_of_blocks = torch.zeros(5, 2, 2, 4, 2, 8)
     here = {"a": rows_of_blocks[:, 1].transpose(0, 1), "b": rows_of_blocks[:, 0].transpose(0, 1)}
     layout = Cache(RECIPE).infer()
-    layout = replace(layout, layer_names=("a", "b"), num_blocks=5, dtype="float32", itemsize=4)
+    layout = replace(layout, layer_names=("a", "b"), layer_indices=(0, 1), num_blocks=5, dtype="float32", itemsize=4)
     groups = pair_whole(map_regions(layout, here), map_regions(layout, there)).groups(4)
     assert [pairs.piece_size for pairs in groups for _ in range(len(pairs))] == [2 * 4 * 2 * 8 * 4] * 2
 

@@ -80,5 +80,5 @@ def test_another_prompt_is_refused(prompt: list[int], message: str) -> None:
 
 @pytest.mark.parametrize("wrong", [[1.5], ["a"], [[1], [2]], [None], [[1], [2, 3]], [1 << 70], "abc", [True]])
 def test_what_are_no_token_ids_is_refused(wrong: Any) -> None:
-    with pytest.raises(RequestError, match="'r': prompt: expected token ids"):
+    with pytest.raises(RequestError, match=r"^request 'r': prompt: expected a flat list of whole numbers"):
         prompt_digest("r", wrong)

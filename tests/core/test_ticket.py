@@ -386,6 +386,35 @@ def test_what_is_no_dict_of_a_ticket_is_refused(params: Any) -> None:
         Ticket.from_params(params)
 
 
+@pytest.mark.parametrize("where", ["", "kvflow", "kvflow.ranks.0"])
+def test_a_field_that_no_message_can_carry_is_refused(where: str) -> None:
+    """JSON may carry half a surrogate pair in a key, too."""
+    params = json.loads(json.dumps(changed(f"{where}.\ud800".strip("."), 1)))
+    with pytest.raises(RequestError, match=r"^ticket: "):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("path", TEXT_FIELDS)
+def test_a_text_of_another_class_is_refused(path: str) -> None:
+    """No message of ours can carry it: the load would die of it later."""
+    where, name = where_of(TICKET.to_params(), path)
+    with pytest.raises(RequestError, match=rf"^ticket: .*expected a str, got the Text '{where[name]}'"):
+        Ticket.from_params(changed(path, Text(where[name])))
+
+
+def test_a_value_of_the_wrong_type_is_shown() -> None:
+    with pytest.raises(RequestError, match=r"num_tokens`, got nan$"):
+        Ticket.from_params(changed("kvflow.num_tokens", float("nan")))
+    with pytest.raises(RequestError, match=r"ranks\[1\]\.port`, got 'x{30}.*\.\.\..*'$"):
+        Ticket.from_params(changed("kvflow.ranks.1.port", "x" * 10_000))
+    with pytest.raises(RequestError, match=r"remote_block_ids\[1\]`, got None$"):
+        Ticket.from_params(changed("remote_block_ids", [1, None]))
+
+
+class Text(str):
+    """A text of somebody else's class."""
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -542,6 +571,14 @@ def test_two_leases_of_one_rank_are_not_merged() -> None:
     other = msgspec.structs.replace(FIRST, seal_index=FIRST.seal_index + 1)
     with pytest.raises(RequestError, match=r"^merge_tickets: two leases of \(pp_rank, tp_rank\) \(0, 1\): seal_index"):
         merge_tickets([ticket_of(FIRST), ticket_of(other)])
+
+
+def test_more_ranks_than_a_ticket_may_name_are_not_merged() -> None:
+    ranks = [msgspec.structs.replace(FIRST, tp_rank=tp, pp_rank=pp) for tp in range(64) for pp in range(17)]
+    tickets = [msgspec.structs.replace(TICKET, tp_size=64, pp_size=17, ranks=(rank,)) for rank in ranks]
+    assert len(merge_tickets(tickets[:1024]).ranks) == 1024
+    with pytest.raises(RequestError, match="it names 1088 ranks, expected 1 to 1024"):
+        merge_tickets(tickets)
 
 
 def test_no_tickets_cannot_be_merged() -> None:

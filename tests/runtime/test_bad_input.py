@@ -15,12 +15,12 @@ SERVE = [
     (ServeRequest("r", block_ids=[16], num_tokens=4), "request 'r': block_ids: block id 16 is not in 0..15"),
     (ServeRequest("r", block_ids=[-1], num_tokens=4), "block id -1 is not in 0..15"),
     (ServeRequest("r", block_ids=[1, 2, 1], num_tokens=12), "block id 1 is given twice"),
-    (ServeRequest("r", block_ids=[1.5], num_tokens=4), "expected a list of integers"),  # type: ignore[list-item]
-    (ServeRequest("r", block_ids=[[1]], num_tokens=4), "expected a flat list of integers"),  # type: ignore[list-item]
+    (ServeRequest("r", block_ids=[1.5], num_tokens=4), "expected a flat list of whole numbers"),  # type: ignore[list-item]
+    (ServeRequest("r", block_ids=[[1]], num_tokens=4), "expected a flat list of whole numbers"),  # type: ignore[list-item]
     (ServeRequest("r", block_ids=[1, 2], num_tokens=4), "2 blocks of 4 tokens are more than num_tokens 4 fill"),
-    (ServeRequest("r", block_ids=[], num_tokens=-1), "num_tokens -1"),
-    (ServeRequest("r", block_ids=[1], num_tokens=4, ttl_s=0), "ttl_s 0"),
-    (ServeRequest("r", block_ids=[1], num_tokens=4, reader_count=0), "reader_count 0"),
+    (ServeRequest("r", block_ids=[], num_tokens=-1), "num_tokens: expected a whole number from 0 on"),
+    (ServeRequest("r", block_ids=[1], num_tokens=4, ttl_s=0), "ttl_s: expected seconds above 0"),
+    (ServeRequest("r", block_ids=[1], num_tokens=4, reader_count=0), "reader_count: expected a whole number from 1"),
     (ServeRequest("", block_ids=[1], num_tokens=4), "request_id: expected 1 to 512 characters"),
     (ServeRequest("x" * 513, block_ids=[1], num_tokens=4), "request_id: expected 1 to 512 characters"),
 ]
@@ -38,7 +38,7 @@ LOAD: list[tuple[dict[str, Any], list[Any], str]] = [
     ({}, [-3], "block id -3 is not in 0..15"),
     ({}, [1, 1], "block id 1 is given twice"),
     ({}, [0, 1, 2], "request 'r': 3 local blocks of 4 tokens, but only 8 tokens in 2 blocks of 4 are offered"),
-    ({}, ["a"], "expected a list of integers"),
+    ({}, ["a"], "expected a flat list of whole numbers"),
     ({"remote_block_ids": [3, 99]}, [0], "remote_block_ids of 'producer': block id 99 is not in 0..15"),
     ({"remote_block_ids": [3, 3]}, [0], "block id 3 is given twice"),
     ({"remote_block_ids": "x"}, [0], "remote_block_ids"),
@@ -112,7 +112,7 @@ async def test_a_bad_ticket_costs_its_load_and_nothing_else(
 
 async def test_a_deadline_must_be_positive(pair: InprocPair) -> None:
     lease = pair.offer([3])
-    with pytest.raises(InvalidInput, match="deadline_s 0 is not above 0"):
+    with pytest.raises(InvalidInput, match="deadline_s: expected seconds above 0"):
         await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0], deadline_s=0))
     lease.revoke()
 

@@ -15,7 +15,7 @@ import torch
 from tests_support import leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
-from kvflow.core.layout import KVCaches
+from kvflow.core.tensors import KVCaches
 from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,

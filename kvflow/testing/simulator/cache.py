@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvflow.core.layout import CacheLayout, KVCaches
+from kvflow.core.layout import CacheLayout
+from kvflow.core.tensors import KVCaches
 from kvflow.runtime.staging import CopyDirection
 from kvflow.testing.simulator.settings import MODEL_KV_HEADS
 

@@ -1,0 +1,155 @@
+"""What a value has to be: the one border for what callers, configurations and tickets give, before anything is done.
+
+Each function takes a value of any kind and gives it back in Python's own type, or raises the error class that it was
+told, with the field's name and the value, cut short. A bool is no number and a float is no whole number; a number of
+another package, such as numpy's, is the number that it says it is. Whole numbers have 64 bits, because messages
+have; seconds have a bound, because timers have.
+
+What a value does when it is looked at is its own: an object whose methods raise is a wrong value, nothing else.
+"""
+
+from __future__ import annotations
+
+import numbers
+import reprlib
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.errors import InvalidInput, RequestError
+
+ErrorKind: TypeAlias = type[InvalidInput]
+ValueT = TypeVar("ValueT")
+
+INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
+SECONDS_MAX = 1e9
+_SHOWN_CHARS = 80
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARS
+_SHORT.maxlevel = 3
+
+
+def answer(ask: Callable[[], ValueT]) -> ValueT | None:
+    """What a caller's object says of itself; None if it raises instead."""
+    try:
+        return ask()
+    except Exception:  # noqa: BLE001 - the object's own code runs there, and may raise whatever it likes
+        return None
+
+
+def shown(value: object) -> str:
+    """A value for a message, however large or broken it is."""
+    text = answer(lambda: _SHORT.repr(value))
+    if text is None:
+        return f"a {type(value).__name__[:_SHOWN_CHARS]}"
+    line = text.replace("\n", " ")
+    return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
+
+
+def whole(
+    value: object, what: str, *, least: int = INT64_MIN, most: int = INT64_MAX, error: ErrorKind = RequestError
+) -> int:
+    """A whole number from `least` to `most`."""
+    if type(value) is int and least <= value <= most:
+        return value
+    is_number = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    plain = answer(lambda: int(value)) if is_number else None  # type: ignore[call-overload]
+    if plain is None or not least <= plain <= most:
+        raise error(f"{what}: expected a whole number {_bounds(least, most)}, got {shown(value)}")
+    return int(plain)
+
+
+def _bounds(least: int, most: int) -> str:
+    if most < INT64_MAX:
+        return f"from {least} to {most}"
+    return "of 64 bits" if least == INT64_MIN else f"from {least} on, of 64 bits"
+
+
+def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
+    """A time: more than 0, and such that a timer can be set to it."""
+    if type(value) is float and 0 < value <= SECONDS_MAX:
+        return value
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    plain = answer(lambda: float(value)) if is_number else None  # type: ignore[arg-type]
+    if plain is None or not 0 < plain <= SECONDS_MAX:
+        raise error(f"{what}: expected seconds above 0 and up to {SECONDS_MAX:.0e}, got {shown(value)}")
+    return float(plain)
+
+
+def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
+    """How long to wait at most: a time, 0 for not at all, or None for as long as it takes."""
+    return value if value is None or (type(value) in (int, float) and value == 0) else seconds(value, what, error=error)
+
+
+def flag(value: object, what: str, *, error: ErrorKind = RequestError) -> bool:
+    """True or False, and nothing that only counts as one of them."""
+    if type(value) is not bool:
+        raise error(f"{what}: expected True or False, got {shown(value)}")
+    return value
+
+
+def text(value: object, what: str, *, error: ErrorKind = RequestError) -> str:
+    """Text that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
+    if not isinstance(value, str):
+        raise error(f"{what}: expected a text, got {shown(value)}")
+    plain = value if type(value) is str else str.__str__(value)
+    if not encodes(plain):
+        raise error(f"{what}: expected a text that UTF-8 can carry, got {shown(plain)}")
+    return plain
+
+
+def encodes(value: str) -> bool:
+    """Whether UTF-8 can carry the text: JSON may hold half a surrogate pair."""
+    return value.isascii() or answer(value.encode) is not None
+
+
+def is_name(value: object, chars_max: int) -> bool:
+    """Whether it can name something in messages, logs and tickets: printable text without spaces."""
+    return isinstance(value, str) and _is_name(value, chars_max)
+
+
+@lru_cache(maxsize=1024)
+def _is_name(value: str, chars_max: int) -> bool:
+    return 0 < len(value) <= chars_max and value.isprintable() and " " not in value
+
+
+def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind = RequestError) -> ValueT:
+    """An object of that class."""
+    if not isinstance(value, kind):
+        raise error(f"{what}: expected a {kind.__name__}, got {shown(value)}")
+    return value
+
+
+def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Mapping[str, object]:
+    """A dict, or what behaves like one, whose keys are texts."""
+    items = answer(lambda: dict(value)) if isinstance(value, Mapping) else None
+    if items is None or not all(isinstance(key, str) for key in items):
+        raise error(f"{what}: expected a dict with texts as keys, got {shown(value)}")
+    return items
+
+
+def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
+    """How many entries a list has that was given."""
+    found = answer(lambda: len(values))  # type: ignore[arg-type]
+    if found is None or isinstance(values, str | bytes | Mapping):
+        raise error(f"{what}: expected a list, got {shown(values)}")
+    if found > most:
+        raise error(f"{what}: expected at most {most} entries, got {found}")
+    return found
+
+
+def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError) -> npt.NDArray[np.int64]:
+    """A flat list of whole numbers, or an array of any package, as an array of its own."""
+    array = answer(lambda: np.asarray(values))
+    if array is not None and array.ndim == 1 and not isinstance(values, bytearray):
+        if not len(array):
+            return np.empty(0, dtype=np.int64)
+        kinds = answer(lambda: set(map(type, values))) if isinstance(values, list | tuple) else set()
+        fits = array.dtype.kind == "i" or (array.dtype.kind == "u" and array.max() <= INT64_MAX)
+        if fits and kinds is not None and not kinds & {bool, np.bool_}:
+            return array.astype(np.int64)
+    raise error(f"{what}: expected a flat list of whole numbers of 64 bits, got {shown(values)}")

@@ -1,0 +1,85 @@
+"""A KV cache as its engine hands it over: tensors by layer name, and which of them can be one.
+
+Tensors are read through `TensorLike`, so nothing here needs torch. A tensor can hold a cache if its bytes lie in memory
+of its own, where a transport may read and write them: not sparse, quantized, nested or part of a gradient's graph, and
+with nothing pending (a lazy conjugate or negative) between the bytes and the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from kvflow import checks
+from kvflow.checks import answer
+from kvflow.errors import LayoutError
+
+LAYERS_MAX = 1 << 15
+
+
+class DeviceLike(Protocol):
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
+class TensorLike(Protocol):
+    """The part of torch.Tensor that a layout reads."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> object: ...
+    @property
+    def device(self) -> DeviceLike: ...
+    def stride(self) -> Sequence[int]: ...
+    def element_size(self) -> int: ...
+    def data_ptr(self) -> int: ...
+
+
+LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, TensorLike]"
+KVCaches: TypeAlias = "Mapping[str, LayerCache]"
+
+
+def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
+    tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
+    if not tensors or not all(answer(partial(hasattr, tensor, "data_ptr")) for tensor in tensors):
+        found = ", ".join(type(tensor).__name__ for tensor in tensors[:4]) or "nothing"
+        raise LayoutError(f"layer {name!r}: expected a tensor or a pair of tensors, got {found}")
+    return tensors
+
+
+def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
+    """The layers by name, in a dict of our own; LayoutError unless their bytes lie in memory of their own."""
+    layers: dict[str, Any] = dict(checks.mapping(kv_caches, "kv_caches", error=LayoutError))
+    if not 0 < len(layers) <= LAYERS_MAX:
+        raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")
+    for name, layer in layers.items():
+        for tensor in tensors_of(name, layer):
+            _check_tensor(name, tensor)
+    return layers
+
+
+# What torch says of tensors whose elements are not simply there, one after the other, for everybody to write.
+_UNFIT = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
+
+
+def _check_tensor(name: str, tensor: TensorLike) -> None:
+    unfit = next((what for what in _UNFIT if answer(partial(_is, tensor, what))), None)
+    if unfit is not None:
+        raise LayoutError(f"layer {name!r}: cannot hold a KV cache: {unfit} is true of its tensor")
+    memory_layout = str(getattr(tensor, "layout", "torch.strided"))
+    if memory_layout != "torch.strided":
+        raise LayoutError(f"layer {name!r}: cannot hold a KV cache: its tensor's layout is {memory_layout}")
+    if answer(lambda: (tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.device)) is None:
+        raise LayoutError(f"layer {name!r}: expected a tensor, got what has no shape, strides and device")
+    if 0 not in tensor.shape and tensor.device.type != "meta" and not answer(tensor.data_ptr):
+        raise LayoutError(f"layer {name!r}: its tensor of shape {tuple(tensor.shape)} has no memory (data_ptr)")
+
+
+def _is(tensor: TensorLike, what: str) -> bool:
+    """What a tensor says of itself, by a method or an attribute; False if it does not know the word."""
+    said = getattr(tensor, what, False)
+    return bool(said() if callable(said) else said)

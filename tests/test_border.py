@@ -1,0 +1,573 @@
+"""The one typed border: whatever is passed to whatever is public is right, or an InvalidInput that names it.
+
+What is public is found by looking, and so are the fields of what can be passed: a new verb or field fails here until
+it says what it takes. What is refused changes nothing: no block, seal or buffer is taken, and the runtime goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import inspect
+import itertools
+import json
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests_support import small_cache
+from wrong_values import REFUSED, Hostile, HostileList, Text, alike
+
+import kvflow
+from kvflow import (
+    CacheLayout,
+    Config,
+    LoadRequest,
+    PeerAddress,
+    Runtime,
+    RuntimeState,
+    ServeRequest,
+    Ticket,
+    blocking,
+    layout_for_backend,
+    merge_tickets,
+)
+from kvflow.core import wire
+from kvflow.core.scheduling import SchedulingConfig
+from kvflow.core.ticket import RankLease, read_ticket
+from kvflow.errors import ConfigError, InvalidInput, LayoutError, RequestError
+from kvflow.runtime.world import World
+from kvflow.testing import InprocPair, assert_quiet, inproc_pair
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+BLOCK_SIZE = 4
+CONFIG = Config(engine_id="any", seal_hold_s=1e-6, drain_timeout_s=1.0)
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@dataclass(slots=True)
+class Sides:
+    """A pair whose loop runs only while it is asked for something."""
+
+    runner: asyncio.Runner
+    pair: InprocPair
+    ids: Iterator[int] = field(default_factory=itertools.count)
+
+    def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        async def body() -> Any:
+            return await work()
+
+        return self.runner.run(body())
+
+    def serve(self, request: Any) -> Ticket:
+        """Offer, and withdraw at once."""
+
+        async def body() -> Ticket:
+            lease = self.pair.producer.runtime.serve_blocks(request)
+            lease.revoke()
+            await lease
+            return lease.ticket
+
+        return self.run(body)
+
+    def load(self, request: Any) -> Any:
+        return self.run(lambda: self.pair.consumer.runtime.load_blocks(request))
+
+    def ticket(self, num_tokens: int = BLOCK_SIZE, prompt: list[int] | None = None) -> Ticket:
+        """Of an offer that stays open."""
+        request = ServeRequest(f"open {next(self.ids)}", [3], num_tokens, prompt=prompt)
+
+        async def body() -> Ticket:
+            return self.pair.producer.runtime.serve_blocks(request).ticket
+
+        return self.run(body)
+
+    def withdraw_all(self) -> None:
+        """End what `ticket` has opened."""
+
+        async def body() -> None:
+            cache = self.pair.producer.runtime._cache
+            cache.serving.close()
+            await cache.serving.drained()
+
+        self.run(body)
+
+    def assert_untouched(self) -> None:
+        """Everything is free, and both go on."""
+        self.withdraw_all()
+        for engine in (self.pair.producer, self.pair.consumer):
+            assert engine.runtime.state is RuntimeState.OPEN
+            assert_quiet(engine.runtime.statistics())
+            assert engine.runtime._cache.loader._seals.used == engine.runtime._cache.serving._seals.used == 0
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Sides]:
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+
+        async def enter() -> InprocPair:
+            return await stack.enter_async_context(inproc_pair(config=CONFIG))
+
+        sides = Sides(runner, runner.run(enter()))
+        yield sides
+        sides.withdraw_all()
+        runner.run(stack.aclose())
+
+
+@pytest.fixture
+def sides(opened: Sides) -> Iterator[Sides]:
+    yield opened
+    opened.assert_untouched()
+
+
+# --- fields: each class that is passed, a right one, and what is done with it
+
+
+def right_layout() -> CacheLayout:
+    return small_cache(layers=1)[1]
+
+
+def right_ticket() -> Ticket:
+    rank = RankLease(
+        pp_rank=0,
+        tp_rank=0,
+        lease_id="0123456789abcdef" * 2,
+        seal_index=1,
+        incarnation="8f14e45fceea167a",
+        expires_s=5.0,
+        host="10.0.0.7",
+        port=5601,
+        block_ids=(5,),
+    )
+    return Ticket(
+        engine_id="prefill-0",
+        request_id="req-1",
+        block_ids=(3,),
+        num_tokens=4,
+        ttl_s=30.0,
+        tp_size=1,
+        pp_size=1,
+        dp_rank=0,
+        block_size=4,
+        kv_heads=2,
+        model_kv_heads=0,
+        fixed_ports=False,
+        ranks=(rank,),
+        traceparent=TRACEPARENT,
+        prompt_digest="0123456789abcdef" * 2,
+    )
+
+
+def use_config(_: Sides, **values: Any) -> Any:
+    return Config(**values)
+
+
+def use_layout(_: Sides, **values: Any) -> Any:
+    return CacheLayout(**values)
+
+
+def use_serve_request(sides: Sides, **values: Any) -> Any:
+    ticket = sides.serve(ServeRequest(**values))
+    assert Ticket.from_params(json.loads(json.dumps(ticket.to_params()))) == ticket
+    return ticket
+
+
+def use_load_request(sides: Sides, **values: Any) -> Any:
+    if values["ticket"] is None and values.pop("fresh"):
+        values["ticket"] = sides.ticket(prompt=[7, 8, 9, 10]).to_params()
+    values.pop("fresh", None)
+    return sides.load(LoadRequest(**values))
+
+
+def use_peer_address(sides: Sides, **values: Any) -> Any:
+    (result,) = sides.run(lambda: sides.pair.consumer.runtime.prewarm([PeerAddress(**values)]))
+    if isinstance(result.error, InvalidInput):
+        raise result.error
+    return result
+
+
+def use_ticket(_: Sides, **values: Any) -> Any:
+    ticket = Ticket(**values)
+    with contextlib.suppress(RequestError):
+        ticket.to_params()
+    with contextlib.suppress(RequestError):
+        ticket.without_leases(**OTHER)
+    with contextlib.suppress(RequestError):
+        merge_tickets([ticket, ticket])
+    ticket.check()
+
+
+def use_rank_lease(sides: Sides, **values: Any) -> Any:
+    use_ticket(sides, **{**msgspec.structs.asdict(right_ticket()), "ranks": (RankLease(**values),)})
+
+
+def use_scheduling(_: Sides, **values: Any) -> Any:
+    return SchedulingConfig(**values)
+
+
+OTHER: dict[str, Any] = {"request_id": "other", "block_ids": [4], "num_tokens": 3, "ttl_s": 2.0}
+RIGHT: dict[type, tuple[Callable[[], dict[str, Any]], Callable[..., Any], type[InvalidInput]]] = {
+    Config: (
+        lambda: {
+            **{entry.name: getattr(CONFIG, entry.name) for entry in fields(Config)},
+            "curve_secret_key_file": Path("a.secret"),
+            "curve_peers_dir": "keys",
+            "nixl_backend_params": {"a": "b"},
+            "num_kv_heads": 8,
+            "advertise_host": "10.0.0.7",
+        },
+        use_config,
+        ConfigError,
+    ),
+    CacheLayout: (
+        lambda: {entry.name: getattr(right_layout(), entry.name) for entry in fields(CacheLayout)},
+        use_layout,
+        LayoutError,
+    ),
+    ServeRequest: (
+        lambda: {
+            "request_id": "req",
+            "block_ids": [3],
+            "num_tokens": 4,
+            "ttl_s": 2.0,
+            "reader_count": 1,
+            "traceparent": TRACEPARENT,
+            "prompt": [7, 8, 9, 10],
+        },
+        use_serve_request,
+        RequestError,
+    ),
+    LoadRequest: (
+        lambda: {
+            "request_id": "req",
+            "ticket": None,
+            "fresh": True,
+            "block_ids": [1],
+            "deadline_s": 5.0,
+            "priority": 0,
+            "prompt": [7, 8, 9, 10],
+        },
+        use_load_request,
+        RequestError,
+    ),
+    PeerAddress: (
+        lambda: {"engine_id": "ghost", "address": "tcp://127.0.0.1:1", "dp_rank": 0, "pp_rank": 0, "tp_rank": 0},
+        use_peer_address,
+        RequestError,
+    ),
+    SchedulingConfig: (
+        lambda: {
+            "block_size": 4,
+            "lease_ttl_s": 1.0,
+            "fetch_tokens_min": 1,
+            "full_blocks_only": False,
+            "produces": True,
+            "consumes": True,
+        },
+        use_scheduling,
+        ConfigError,
+    ),
+    Ticket: (lambda: msgspec.structs.asdict(right_ticket()), use_ticket, RequestError),
+    RankLease: (lambda: msgspec.structs.asdict(right_ticket().first), use_rank_lease, RequestError),
+}
+
+
+def annotations(kind: type) -> dict[str, str]:
+    names = [entry.name for entry in fields(kind)] if is_dataclass(kind) else kind.__struct_fields__  # type: ignore[attr-defined]
+    return {name: kind.__annotations__[name] for name in names}
+
+
+# Messages carry these as they are: times of another machine's clock, and of any length.
+REFUSED_IN: dict[tuple[type, str], Callable[[], list[Any]]] = {
+    (Ticket, "ttl_s"): lambda: [None, True, "1", b"1", [], object(), Hostile(), 0, -1.0, *NO_FLOATS],
+    (RankLease, "expires_s"): lambda: [None, True, "1", b"1", [], object(), Hostile(), *NO_FLOATS],
+}
+NO_FLOATS = (float("nan"), float("inf"), float("-inf"), 10**400)
+
+FIELDS = [(kind, name) for kind in RIGHT for name in annotations(kind)]
+NAMED_FIELDS = pytest.mark.parametrize(
+    ("kind", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS]
+)
+
+
+@NAMED_FIELDS
+def test_a_field_of_another_type_is_refused_and_named(kind: type, name: str, sides: Sides) -> None:
+    right, use, error = RIGHT[kind]
+    for value in (REFUSED_IN.get((kind, name)) or REFUSED[annotations(kind)[name]])():
+        wrong = {**right(), name: value}
+        if name == "ticket":
+            wrong["fresh"] = False
+        with pytest.raises(error) as caught:
+            use(sides, **wrong)
+        message = str(caught.value)
+        assert name in message, f"{value!r} is not named: {message}"
+        assert len(message) < 400
+
+
+@NAMED_FIELDS
+def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides) -> None:
+    right, use, _ = RIGHT[kind]
+    if kind in (Ticket, RankLease):
+        return  # what is made by kvflow, or read from JSON, has one form
+    if kind is Config and name == "engine_id":
+        return
+    for value in alike(right()[name]):
+        used = use(sides, **{**right(), name: value})
+        found = getattr(used, name, None)
+        if isinstance(found, bool | int | float | str) and not isinstance(found, enum.Enum):
+            assert type(found) in (bool, int, float, str)
+            assert found == right()[name]
+
+
+# --- what is public
+
+
+MADE_BY_KVFLOW = {"DrainReport", "Lease", "LoadReport", "Prewarmed", "RuntimeStatistics"}
+RUN_CALLERS_CODE = {"blocking.Runtime.start": "work", "blocking.Runtime.wait_safe": "quarantine"}
+
+
+def public_calls() -> Iterator[tuple[str, str]]:
+    """Each parameter of each public function, constructor and method."""
+    places = [("", kvflow, kvflow.__all__), ("blocking.", blocking, ["Runtime"])]
+    for prefix, place, names in places:
+        for name in names:
+            thing = getattr(place, name)
+            if name in MADE_BY_KVFLOW or inspect.ismodule(thing):
+                continue
+            if inspect.isfunction(thing):
+                yield from ((name, parameter) for parameter in inspect.signature(thing).parameters)
+            elif not issubclass(thing, enum.Enum):
+                yield from methods(prefix + name, thing, constructor=thing not in RIGHT)
+
+
+def methods(name: str, kind: type, *, constructor: bool) -> Iterator[tuple[str, str]]:
+    if constructor:
+        yield from ((name, parameter) for parameter in inspect.signature(kind).parameters)
+    for method, function in inspect.getmembers(kind, inspect.isroutine):
+        if not method.startswith("_") and method in vars(kind):
+            for parameter in inspect.signature(function).parameters:
+                if parameter != "self":
+                    yield f"{name}.{method}", parameter
+
+
+PUBLIC = [call for call in public_calls() if RUN_CALLERS_CODE.get(call[0]) != call[1]]
+
+
+def test_the_looking_sees_what_is_public() -> None:
+    assert {"Runtime", "Runtime.load_blocks", "merge_tickets", "CacheLayout.infer", "blocking.Runtime.drain"} <= {
+        call for call, _ in PUBLIC
+    }
+    classes = {getattr(kvflow, name) for name in kvflow.__all__}
+    passed = {kind for kind in classes if inspect.isclass(kind)} - {getattr(kvflow, name) for name in MADE_BY_KVFLOW}
+    assert {kind for kind in passed if is_dataclass(kind) or issubclass(kind, msgspec.Struct)} <= set(RIGHT)
+
+
+def wrong_for_anything() -> list[Any]:
+    """Values that are right for no parameter but those that take anything."""
+    return [object(), Hostile(), HostileList(), int, 1j, 1.5, -1, b"x", [None], [Hostile()], "\ud800", {1: 2}, [[]]]
+
+
+class Safe:
+    """A quarantine that is over."""
+
+    async def settled(self) -> None:
+        return
+
+
+def quiet_world() -> World:
+    return World(transport=lambda _, name: InprocTransport(name, InprocNetwork()))
+
+
+def right_calls(sides: Sides) -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
+    """Each public call, and arguments that are right for it."""
+    producer, consumer = sides.pair.producer, sides.pair.consumer
+    ticket, caches = right_ticket(), small_cache(layers=1)
+    of_engine = {"config": Config(engine_id="e", transport="inproc", listen="tcp://127.0.0.1:0")}
+    of_cache = {"kv_caches": caches[0], "layout": caches[1], "copy_blocks": None}
+    infer = {"order": "HND", "block_size": 4, "style": None, "layer_indices": None, "kv_format": "plain"}
+    backend = {"backend": "FLASH_ATTN", "block_size": 4, "engine_version": "0.11", "num_kv_heads": 2}
+
+    def awaited(verb: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+        return lambda **arguments: sides.run(lambda: verb(**arguments))
+
+    def prewarmed(runtime: Any) -> Callable[..., Any]:
+        def call(**arguments: Any) -> None:
+            raise next(result.error for result in sides.run(lambda: runtime.prewarm(**arguments)))
+
+        return call
+
+    def registered(**arguments: Any) -> None:
+        async def body() -> None:
+            async with Runtime(of_engine["config"], world=quiet_world()) as runtime:
+                with pytest.raises(InvalidInput) as caught:
+                    await runtime.register_kv_caches(**{**of_cache, **arguments})
+                await runtime.register_kv_caches(**of_cache)
+                raise caught.value
+
+        sides.run(body)
+
+    def kept(runtime: Runtime) -> Callable[..., Any]:
+        async def body(**arguments: Any) -> None:
+            runtime.keep_leases(**arguments)
+
+        return awaited(body)
+
+    def blocked(verb: str, **right: Any) -> Callable[..., Any]:
+        def call(**arguments: Any) -> None:
+            with blocking.Runtime(of_engine["config"], world=quiet_world()) as runtime:
+                if verb != "register_kv_caches":
+                    runtime.register_kv_caches(*caches)
+                found = getattr(runtime, verb)(**{**right, **arguments})
+                if verb == "prewarm":
+                    raise next(result.error for result in found)
+                if verb == "start_load":
+                    found.result(5)
+                if verb == "keep_leases":
+                    with found:
+                        pass
+
+        return call
+
+    def layout_call(**arguments: Any) -> Any:
+        return layout_for_backend(**{"kv_caches": {"l": torch.zeros(2, 3, 4, 2, 8)}, **arguments})
+
+    return {
+        "CacheLayout.check": (caches[1].check, {"kv_caches": caches[0]}),
+        "CacheLayout.infer": (CacheLayout.infer, {"kv_caches": caches[0], **infer}),
+        "Runtime": (Runtime, {**of_engine, "observers": (), "world": quiet_world()}),
+        "Runtime.drain": (awaited(consumer.runtime.drain), {"deadline_s": 1.0}),
+        "Runtime.forget_peer": (awaited(consumer.runtime.forget_peer), {"engine_id": "e", "address": None}),
+        "Runtime.keep_leases": (kept(consumer.runtime), {"ticket": ticket}),
+        "Runtime.load_blocks": (awaited(consumer.runtime.load_blocks), {"request": None}),
+        "Runtime.prewarm": (prewarmed(consumer.runtime), {"engines": ()}),
+        "Runtime.quarantines_of": (consumer.runtime.quarantines_of, {"request_id": "r"}),
+        "Runtime.register_kv_caches": (registered, of_cache),
+        "Runtime.release_blocks": (awaited(consumer.runtime.release_blocks), {"ticket": ticket}),
+        "Runtime.serve_blocks": (producer.runtime.serve_blocks, {"request": None}),
+        "Ticket.address_of": (ticket.address_of, {"rank": None}),
+        "Ticket.find": (ticket.find, {"rank": None}),
+        "Ticket.from_params": (Ticket.from_params, {"params": ticket.to_params()}),
+        "Ticket.without_leases": (ticket.without_leases, {**OTHER, "prompt_digest": ""}),
+        "blocking.Runtime": (blocking.Runtime, {**of_engine, "observers": (), "call_timeout_s": 1.0}),
+        "blocking.Runtime.close": (blocked("close"), {"timeout_s": None}),
+        "blocking.Runtime.drain": (blocked("drain"), {"deadline_s": 1.0}),
+        "blocking.Runtime.forget_peer": (blocked("forget_peer", engine_id="e"), {"address": None}),
+        "blocking.Runtime.keep_leases": (blocked("keep_leases"), {"ticket": ticket}),
+        "blocking.Runtime.load_blocks": (blocked("load_blocks"), {"request": None}),
+        "blocking.Runtime.prewarm": (blocked("prewarm", engines=()), {"engines": (), "timeout_s": None}),
+        "blocking.Runtime.wait_safe": (blocked("wait_safe", quarantine=Safe()), {"timeout_s": None}),
+        "blocking.Runtime.register_kv_caches": (
+            blocked("register_kv_caches", kv_caches=caches[0], layout=caches[1]),
+            {"copy_blocks": None},
+        ),
+        "blocking.Runtime.release_blocks": (blocked("release_blocks"), {"ticket": ticket}),
+        "blocking.Runtime.serve_blocks": (blocked("serve_blocks"), {"request": None}),
+        "blocking.Runtime.start_load": (blocked("start_load"), {"request": None}),
+        "layout_for_backend": (layout_call, {**backend, "kv_format": None, "layer_indices": None}),
+        "merge_tickets": (merge_tickets, {"tickets": [ticket]}),
+    }
+
+
+TAKES_ANYTHING = {("Runtime.quarantines_of", "request_id")}
+
+
+def is_right(parameter: str, value: object) -> bool:
+    """Whether a value that is wrong for most is right for that parameter."""
+    return (parameter.endswith("_s") and value == 1.5) or (parameter == "copy_blocks" and value is int)
+
+
+@pytest.mark.parametrize(("call", "parameter"), PUBLIC, ids=[".".join(call) for call in PUBLIC])
+def test_an_argument_that_cannot_be_is_refused(call: str, parameter: str, sides: Sides) -> None:
+    verb, arguments = right_calls(sides)[call]
+    for value in wrong_for_anything():
+        if type(value) is not Hostile and is_right(parameter, value):
+            continue
+        if (call, parameter) in TAKES_ANYTHING:
+            verb(**{parameter: value})
+            continue
+        with pytest.raises(InvalidInput) as caught:
+            verb(**{**arguments, parameter: value})
+        assert len(str(caught.value)) < 700
+
+
+# --- what is offered can be read
+
+
+NUMBERS = st.one_of(
+    st.integers(-2, 70),
+    st.integers(),
+    st.sampled_from([1 << 63, (1 << 63) - 1, 1 << 70, -(1 << 63), 10**400]),
+    st.floats(),
+    st.booleans(),
+    st.integers(0, 64).map(np.int64),
+    st.none(),
+)
+TEXTS = st.one_of(
+    st.text(max_size=6),
+    st.text(st.characters(codec=None), min_size=1, max_size=6),
+    st.sampled_from(["\ud800", "a\udfff", "\0", "\n", "\x1b[2J", "é", "😀" * 512, "x" * 512, "x" * 513, ""]),
+    st.integers(0, 4).map(lambda count: Text("ab" * count)),
+    st.none(),
+)
+PROMPTS = st.one_of(
+    st.none(),
+    st.lists(NUMBERS, max_size=9),
+    st.lists(st.integers(0, 1 << 31), min_size=8, max_size=40),
+    st.sampled_from(["abcdefghi", b"abcdefghi", {7: 7}, HostileList(), 7]),
+    st.lists(st.integers(0, 1 << 31), min_size=8, max_size=40).map(np.array),
+)
+
+
+CHANGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "request_id": TEXTS,
+        "block_ids": st.lists(st.integers(-1, 16) | NUMBERS, max_size=3) | PROMPTS,
+        "num_tokens": NUMBERS,
+        "ttl_s": st.none() | NUMBERS | st.floats(1e-300, 1e9),
+        "reader_count": NUMBERS,
+        "traceparent": st.sampled_from(["", TRACEPARENT, TRACEPARENT + "\n"]) | TEXTS,
+        "prompt": PROMPTS,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=CHANGES)
+@example({"num_tokens": float("nan")})
+@example({"num_tokens": 32.0})
+@example({"num_tokens": 1 << 70})
+@example({"traceparent": None})
+@example({"request_id": "a\udfff"})
+@example({"ttl_s": 10**400})
+@example({"prompt": {1: 2, 3: 4}})
+@example({"request_id": Text("r"), "num_tokens": np.int64(8), "ttl_s": np.float32(0.5)})
+def test_whatever_is_offered_readers_can_read(opened: Sides, changes: dict[str, Any]) -> None:
+    """A ticket survives every router, and is equal to what was made; what no reader would take is no offer."""
+    try:
+        ticket = opened.serve(ServeRequest(**{"request_id": "r", "block_ids": [3, 4], "num_tokens": 8, **changes}))
+    except RequestError:
+        return
+    finally:
+        opened.assert_untouched()
+    assert Ticket.from_params(json.loads(json.dumps(ticket.to_params(), allow_nan=False))) == ticket
+    assert read_ticket(ticket) == ticket
+    wire.encode(
+        wire.LeaseRequest(
+            reader="r",
+            target=wire.Target(ticket.engine_id, 0, 0, 0),
+            request_id=ticket.request_id,
+            num_tokens=ticket.num_tokens,
+            blocks_digest=wire.digest_of(ticket.block_ids),
+        )
+    )

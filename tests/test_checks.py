@@ -1,0 +1,141 @@
+"""The one rule for numbers, texts and lists: what is right comes back as Python's own, what is not is named."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from wrong_values import REFUSED, Hostile, HostileDict, HostileList, Number, Text, alike
+
+from kvflow import checks
+from kvflow.errors import ConfigError, LayoutError, RequestError
+
+
+def kind(value: object) -> str:
+    """The name of a test; pytest's own would ask a hostile value."""
+    return type(value).__name__[:20]
+
+
+# --- what is shown of a value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Hostile(),
+        [Hostile()],
+        {"a": Hostile()},
+        HostileList(),
+        HostileDict(),
+        10**5000,
+        "x" * 10**6,
+        b"x" * 10**6,
+        list(range(10**6)),
+        {str(index): index for index in range(1000)},
+        np.zeros((1000, 1000)),
+        torch.zeros(100, 100),
+        [[[[[[[[[[1]]]]]]]]]],
+        "\ud800" * 100,
+        type("X" * 1000, (), {})(),
+    ],
+    ids=kind,
+)
+def test_any_value_can_be_shown_in_a_line(value: object) -> None:
+    text = checks.shown(value)
+    assert 0 < len(text) <= 100
+    text.encode()
+    assert "\n" not in text
+
+
+@given(st.text() | st.integers() | st.floats() | st.lists(st.integers()))
+def test_short_values_are_shown_as_they_are(value: object) -> None:
+    if len(repr(value)) <= 30:
+        assert checks.shown(value) == repr(value)
+
+
+# --- each rule
+
+
+@given(st.integers())
+def test_whole_numbers_of_64_bits_pass(value: int) -> None:
+    if -(1 << 63) <= value < 1 << 63:
+        assert checks.whole(value, "x") == value
+    else:
+        with pytest.raises(RequestError, match=r"^x: expected a whole number of 64 bits, got "):
+            checks.whole(value, "x")
+
+
+@pytest.mark.parametrize(("least", "most", "text"), [(1, 9, "from 1 to 9"), (1, checks.INT64_MAX, "from 1 on")])
+def test_the_bounds_are_told(least: int, most: int, text: str) -> None:
+    assert checks.whole(5, "x", least=least, most=most) == 5
+    with pytest.raises(LayoutError, match=f"^x: expected a whole number {text}.*, got np.int64\\(0\\)$"):
+        checks.whole(np.int64(0), "x", least=least, most=most, error=LayoutError)
+
+
+@pytest.mark.parametrize("value", [5, np.uint8(5), np.int64(5), Number.ONE], ids=kind)
+def test_numbers_of_others_become_pythons(value: Any) -> None:
+    assert type(checks.whole(value, "x")) is int
+    assert checks.whole(value, "x") == value
+    assert type(checks.seconds(value, "x")) is float
+
+
+@pytest.mark.parametrize("value", [1e-300, 0.5, 1, 10**9, np.float32(0.5), np.float64(2), Fraction(1, 3)])
+def test_seconds_pass(value: Any) -> None:
+    found = checks.seconds(value, "x")
+    assert (type(found), found) == (float, float(value))
+
+
+@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 1.5])
+def test_a_timeout_may_be_none_and_nothing(value: Any) -> None:
+    assert checks.timeout(value, "x") == value
+
+
+@pytest.mark.parametrize("value", ["1", True, -1, -0.5, float("nan"), float("inf"), 1e300, [], Hostile()], ids=kind)
+def test_a_timeout_that_cannot_be_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^x: "):
+        checks.timeout(value, "x", error=ConfigError)
+
+
+def test_texts_become_pythons() -> None:
+    for value in ("", "a", "é😀", "a\nb", Text("a"), np.str_("é")):
+        found = checks.text(value, "x")
+        assert (type(found), found) == (str, value)
+
+
+@pytest.mark.parametrize("value", [[3, 1], [], (3, 1), range(3), np.arange(3), np.array([]), torch.tensor([1, 2])])
+def test_lists_of_whole_numbers_become_arrays_of_their_own(value: Any) -> None:
+    found = checks.whole_numbers(value, "x")
+    assert (found.dtype, found.tolist()) == (np.dtype(np.int64), [int(entry) for entry in value])
+    assert not (isinstance(value, np.ndarray) and np.shares_memory(found, value))
+
+
+def test_a_dict_is_copied() -> None:
+    given_dict: Any = {"a": 1}
+    checked = checks.mapping(MappingProxyType(given_dict), "x")
+    given_dict["b"] = 2
+    assert checked == {"a": 1}
+
+
+@pytest.mark.parametrize("value", [None, 5, "abc", b"abc", {1: 2}, {1, 2}.__iter__(), Hostile()], ids=kind)
+def test_what_is_no_list_has_no_count(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"^x: expected a list, got "):
+        checks.count(value, "x")
+
+
+def test_too_long_a_list_is_refused_before_it_is_looked_at() -> None:
+    with pytest.raises(RequestError, match=r"^x: expected at most 3 entries, got 1000000000000$"):
+        checks.count(range(10**12), "x", most=3)
+
+
+def test_the_lists_of_wrong_values_hold_what_is_wrong_only() -> None:
+    """Guards the tests of the border, which show each field all of them."""
+    right: dict[str, Any] = {"int": 1, "float": 1.0, "bool": True, "str": "text", "Sequence[int]": [1]}
+    for asked, value in right.items():
+        for form in alike(value):
+            assert not any(form is wrong for wrong in REFUSED[asked]())

@@ -1,0 +1,157 @@
+"""Values of every kind that a caller may pass by mistake, by the type that was asked for.
+
+`REFUSED` lists, for the annotation of a field, values that are never right; `alike` gives a right value in the other
+forms in which it is right too, such as numpy's.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Text(str):
+    """A text of somebody else's class."""
+
+
+class Number(enum.IntEnum):
+    """Whole numbers of somebody else's class; more are made as they are needed."""
+
+    ONE = 1
+
+
+def _raise(*_: object, **__: object) -> Any:
+    raise ZeroDivisionError("a caller's own code")
+
+
+_METHODS = ("len", "getitem", "iter", "repr", "str", "bool", "int", "float", "index", "array", "fspath", "eq")
+Hostile: type[Any] = type(
+    "Hostile", (), {"__hash__": object.__hash__, **{f"__{name}__": _raise for name in (*_METHODS, "getattr")}}
+)
+
+
+class HostileList(Sequence[int]):
+    """Says that it has one entry, and raises when it is asked for it."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: object) -> Any:
+        raise ZeroDivisionError("a caller's own code")
+
+
+class HostileDict(Mapping[str, Any]):
+    """The same with keys."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["kvflow"])
+
+    def __getitem__(self, key: object) -> Any:
+        raise ZeroDivisionError("a caller's own code")
+
+
+def _generator() -> Iterator[int]:
+    yield 0
+
+
+def _odd() -> list[Any]:
+    """What is right nowhere."""
+    return [object(), Hostile(), HostileDict(), int, _raise, 1j, {0}, Ellipsis, NotImplemented]
+
+
+def _no_number() -> list[Any]:
+    texts: list[Any] = ["", "1", "one", b"1", bytearray(b"1")]
+    return [*_odd(), *texts, [], [1], (1,), {}, {"a": 1}, np.array([1]), torch.tensor(1), Decimal(1), True, np.True_]
+
+
+def _no_whole_number() -> list[Any]:
+    huge: list[Any] = [1 << 63, 1 << 70, 10**400, 10**5000, -(1 << 63) - 1, np.uint64(1 << 63)]
+    return [*_no_number(), *huge, 1.0, 1.5, np.float64(1), Fraction(1), float("nan"), float("inf")]
+
+
+def _no_seconds() -> list[Any]:
+    numbers: list[Any] = [0, 0.0, -1, -1e-300, float("nan"), float("inf"), float("-inf"), 1e300, 1 << 70, 10**400]
+    return [*_no_number(), *numbers, np.float32("nan"), Fraction(-1, 2)]
+
+
+def _no_text() -> list[Any]:
+    return [*_odd(), 0, 1, 1.5, True, b"text", bytearray(b"text"), [], ["text"], {}, "\ud800", "a\udfffb", Path("text")]
+
+
+def _no_list() -> list[Any]:
+    """Neither a list of whole numbers nor an array of them; no list of numbers that are none."""
+    no_lists: list[Any] = [0, 1.5, True, "", "0", b"", b"0", bytearray(b"\0"), {}, {0: 0}, _generator(), HostileList()]
+    entries: list[Any] = [1.0, True, np.True_, None, "0", b"0", [0], (0,), {}, object(), Hostile(), 1 << 70, 1j]
+    arrays: list[Any] = [np.array([0.5]), np.array([[0]]), np.array(0), np.array([True]), np.array(["0"])]
+    tensors: list[Any] = [torch.tensor([0.5]), torch.tensor([[0]]), torch.tensor(0), torch.tensor([True])]
+    return [*_odd(), *no_lists, *([entry] for entry in entries), *arrays, *tensors, torch.zeros(1, device="meta")]
+
+
+def _no_texts() -> list[Any]:
+    return [*_odd(), 0, "", "a", [], (), [0], [None], ["\ud800"], [["a"]], _generator()]
+
+
+REFUSED: Mapping[str, Callable[[], list[Any]]] = {
+    "int": lambda: [None, *_no_whole_number()],
+    "int | None": _no_whole_number,
+    "Int64": lambda: [None, *_no_whole_number()],
+    "float": lambda: [None, *_no_seconds()],
+    "float | None": _no_seconds,
+    "bool": lambda: [*_odd(), None, 0, 1, 1.0, "", "True", [], np.True_],
+    "str": lambda: [None, *_no_text()],
+    "str | None": _no_text,
+    "str | PathLike[str] | None": lambda: [
+        *(value for value in _no_text() if not isinstance(value, Path)),
+        "a\0b",
+        Path("a\0b"),
+    ],
+    "Mapping[str, str]": lambda: [
+        *(None, *_odd(), 0, "", "a=b", [], [("a", "b")], {1: "b"}, {"a": 1}, {"a": None}, {"a": "\ud800"}),
+    ],
+    "Sequence[int]": lambda: [None, *_no_list()],
+    "Sequence[int] | None": _no_list,
+    "tuple[int, ...]": lambda: [None, *_no_list()],
+    "tuple[Int64, ...]": lambda: [None, *_no_list()],
+    "tuple[Int64, ...] | None": _no_list,
+    "tuple[str, ...]": lambda: [None, *_no_texts()],
+    "tuple[RankLease, ...]": lambda: [None, *_no_texts(), (None,), ({},), (Hostile(),)],
+    "KVStyle": lambda: [None, *_odd(), 0, "", "kv_last", [], ["mla"], {}],
+    "Ticket | Mapping[str, Any]": lambda: [
+        *(None, *_odd(), 0, 1.5, True, "", "ticket", b"{}", [], [1], {}, {1: 2}, {"\ud800": 1}, _generator()),
+        {"kvflow": Hostile()},
+        {"kvflow": HostileDict()},
+    ],
+}
+"""For each annotation that a field of a public class may have, values that are none of it."""
+
+
+def alike(value: Any) -> list[Any]:
+    """A right value in its other forms."""
+    match value:
+        case bool() | None:
+            return [value]
+        case int():
+            return [value, np.int64(value), np.int32(value), enum.IntEnum("Made", {"A": value}).A]
+        case float():
+            return [value, np.float64(value), Fraction(value), *([int(value)] if value == int(value) else [])]
+        case str():
+            return [value, Text(value), np.str_(value), enum.StrEnum("Made", {"A": value}).A]
+        case list() if value and all(type(entry) is int for entry in value):
+            arrays = [np.array(value), np.array(value, np.uint64), np.array(value, np.int32), torch.tensor(value)]
+            return [value, tuple(value), array("q", value), [np.int64(entry) for entry in value], *arrays]
+        case dict():
+            return [value, MappingProxyType(value)]
+        case _:
+            return [value]
