@@ -6,7 +6,9 @@ kvflow is used in two modules, and these are the ones to read first: `prefill` o
 were read, `decode` loads them. The rest is what any such service has in some form:
 
     front        the HTTP application that clients talk to
-    shapes       what clients send and get: OpenAI's HTTP shapes
+    parameters   what clients may ask for, parameter by parameter
+    answer_text  the text of an answer as its tokens come, and stop strings
+    shapes       what clients get: OpenAI's HTTP shapes
     dialects     completions and chat: the two ways to write down an answer
     router       one request: prefill here, decode there, elsewhere if that fails, all under one deadline
     rotation     which worker is next, which are down, when to look again; pure

@@ -76,7 +76,11 @@ class DecodeWorker:
         """A background task, because a step that runs must be waited for before its blocks are given back."""
         async with blocks:
             decoding = self._engine.decode(
-                request.token, position=request.prompt_count, block_ids=block_ids, max_tokens=request.max_tokens
+                request.token,
+                position=request.prompt_count,
+                block_ids=block_ids,
+                max_tokens=request.max_tokens,
+                sampling=request.sampling,
             )
             async with aclosing(decoding) as tokens:
                 count = 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,29 +20,22 @@ from typing import Literal
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from paged_engine.tokenizer import ChatTokenizer, TextStream
+from paged_engine.tokenizer import ChatTokenizer
 from paged_engine.weights import MODEL_NAME
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
+from openai_server.answer_text import AnswerText
 from openai_server.dialects import Chat, Completions, Dialect
 from openai_server.failures import STATUS
 from openai_server.http_server import serve_http
-from openai_server.messages import Failure, FailureKind
+from openai_server.messages import Failure, FailureKind, Step
 from openai_server.metrics import RouterMetrics, add_metrics
+from openai_server.parameters import ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.responses import ClientGoneError, LiveStream, unless_gone
 from openai_server.rotation import Rotation, Worker
 from openai_server.router import AttemptError, Prompt, Router, Stream, open_client
-from openai_server.shapes import (
-    ChatRequest,
-    CompletionRequest,
-    ErrorBody,
-    ErrorReply,
-    GenerationRequest,
-    Model,
-    ModelList,
-    Usage,
-)
+from openai_server.shapes import ErrorBody, ErrorReply, Model, ModelList, Usage
 from openai_server.starts import listen_at
 
 
@@ -72,14 +66,22 @@ class Front:
         if request.stream:
             stream = await unless_gone(http, self.router.stream(prompt))
             self.metrics.first_token.observe(time.monotonic() - began_s)
-            events = self._events(stream, dialect, include_usage=request.include_usage)
+            events = self._events(stream, dialect, request)
             return LiveStream(events, stream, media_type="text/event-stream")
-        steps = await unless_gone(http, self.router.whole(prompt))
-        text = TextStream(self.tokenizer, [step.token for step in steps]).text
-        reason = steps[-1].finish_reason
-        assert reason is not None, "an answer that is not whole is an error"
+        text = await unless_gone(http, self.router.whole(prompt, partial(self._read, request.stop)))
+        assert text.finish_reason is not None, "an answer that is not whole is an error"
         self.metrics.request_ended("ok")
-        return _json(dialect.whole(text, reason, Usage.of(len(prompt.token_ids), len(steps))))
+        usage = Usage.of(len(prompt.token_ids), text.token_count)
+        return _json(dialect.whole(text.text, text.finish_reason, usage))
+
+    async def _read(self, stops: Sequence[str], steps: AsyncIterator[Step]) -> AnswerText:
+        """An answer, up to its end or a stop string."""
+        text = AnswerText(self.tokenizer, stops)
+        async for step in steps:
+            text.push(step)
+            if text.finish_reason is not None:
+                break
+        return text
 
     async def _prompt(self, answer_id: str, request: GenerationRequest) -> Prompt:
         deadline = asyncio.get_running_loop().time() + min(request.deadline_s or self.deadline_s, self.deadline_s)
@@ -88,7 +90,13 @@ class Front:
             raise RefusedError(message, param="model", http=404, code="model_not_found")
         # A long prompt takes milliseconds to tokenize, and the loop has others to serve.
         token_ids = await asyncio.to_thread(self._encode, request)
-        return Prompt(id=answer_id, token_ids=token_ids, max_tokens=request.token_limit, deadline=deadline)
+        return Prompt(
+            id=answer_id,
+            token_ids=token_ids,
+            max_tokens=request.token_limit,
+            deadline=deadline,
+            sampling=request.drawn_sampling(),
+        )
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         match request:
@@ -104,10 +112,10 @@ class Front:
             raise RefusedError("prompt: needs at least one token", param="prompt")
         return token_ids
 
-    async def _events(self, stream: Stream, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[str]:
+    async def _events(self, stream: Stream, dialect: Dialect, request: GenerationRequest) -> AsyncIterator[str]:
         outcome = "client_gone"
         try:
-            async for answer in self._answers(stream, dialect, include_usage=include_usage):
+            async for answer in self._answers(stream, dialect, request):
                 yield _event(answer.model_dump_json())
             yield _event("[DONE]")
             outcome = "ok"
@@ -117,18 +125,23 @@ class Front:
         finally:
             self.metrics.request_ended(outcome)
 
-    async def _answers(self, stream: Stream, dialect: Dialect, *, include_usage: bool) -> AsyncIterator[BaseModel]:
-        """The pieces of an answer. A token that ends in the middle of a character gives no piece of its own."""
+    async def _answers(self, stream: Stream, dialect: Dialect, request: GenerationRequest) -> AsyncIterator[BaseModel]:
+        """The pieces of an answer. A token that ends in the middle of a character, or of what may become a stop string,
+        gives no piece of its own.
+        """
         for answer in dialect.opening():
             yield answer
-        text, sent = TextStream(self.tokenizer), ""
-        async for step in stream.steps():
-            grown = text.push(step.token)
-            if grown != sent or step.finish_reason is not None:
-                yield dialect.piece(grown.removeprefix(sent), step.finish_reason)
-            sent = grown
-        if include_usage:
-            yield dialect.usage(Usage.of(len(stream.prompt.token_ids), len(text.token_ids)))
+        text = AnswerText(self.tokenizer, request.stop)
+        async with aclosing(stream.steps()) as steps:
+            async for step in steps:
+                piece = text.push(step)
+                if piece or text.finish_reason is not None:
+                    yield dialect.piece(piece, text.finish_reason)
+                if text.finish_reason is not None:
+                    break
+        await stream.aclose()  # after a stop string there may be more, which nobody wants
+        if request.include_usage:
+            yield dialect.usage(Usage.of(len(stream.prompt.token_ids), text.token_count))
 
 
 class WorkerView(BaseModel):
@@ -210,7 +223,8 @@ def _add_error_handlers(app: FastAPI, metrics: RouterMetrics) -> None:
     async def malformed(_: Request, error: RequestValidationError) -> Response:
         metrics.request_ended(FailureKind.INVALID)
         first = error.errors()[0]
-        param = ".".join(map(str, first["loc"][1:])) or None
+        # Where the body is no JSON, the place is a number of bytes.
+        param = None if first["type"] == "json_invalid" else ".".join(map(str, first["loc"][1:])) or None
         unknown = first["type"] == "extra_forbidden"
         why = "this server does not support it" if unknown else first["msg"].removeprefix("Value error, ")
         message = f"{param}: {why}" if param else why

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from paged_engine import GREEDY, Sampling
 from pydantic import BaseModel, ConfigDict, Field
 
 FinishReason = Literal["stop", "length"]
@@ -63,6 +64,7 @@ class PrefillRequest(Message):
     prompt: list[int] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
     deadline_s: Seconds = Field(gt=0)
+    sampling: Sampling = GREEDY
 
 
 class PrefillReply(Message):
@@ -83,6 +85,8 @@ class DecodeRequest(Message):
     max_tokens: int = Field(ge=1)
     deadline_s: Seconds = Field(gt=0)
     prefilled_at: Instant
+    sampling: Sampling = GREEDY
+    """The same as the first token was chosen with."""
 
 
 class FailureKind(StrEnum):

@@ -50,7 +50,7 @@ class PrefillWorker:
             )
         async with AsyncExitStack() as blocks:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
-            token = await self._engine.prefill(request.prompt, block_ids)
+            token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
             self._metrics.tokens.inc(len(request.prompt))
             step = Step.of(token, eos_token_id=self._engine.eos_token_id, last=request.max_tokens == 1)
             if step.finish_reason is not None:

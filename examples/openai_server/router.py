@@ -17,6 +17,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import aiohttp
+from paged_engine import GREEDY, Sampling
 from pydantic import ValidationError
 
 from openai_server.failures import STATUS
@@ -62,6 +63,7 @@ class Prompt:
     token_ids: Sequence[int]
     max_tokens: int
     deadline: float
+    sampling: Sampling = GREEDY
 
     @property
     def remaining_s(self) -> float:
@@ -80,12 +82,15 @@ class Router:
     metrics: RouterMetrics
     attempts_max: int = 3
 
-    async def whole(self, prompt: Prompt) -> list[Step]:
-        """The whole answer. Raises AttemptError."""
+    async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
+        """What `read` makes of the answer, of which it may take as much as it wants. Raises AttemptError.
 
-        async def attempt(steps: AsyncGenerator[Step, None]) -> list[Step]:
+        It is called again for every attempt.
+        """
+
+        async def attempt(steps: AsyncGenerator[Step, None]) -> Result:
             async with aclosing(steps):
-                return [step async for step in steps]
+                return await read(steps)
 
         return await _before(prompt, self._tried(prompt, attempt))
 
@@ -137,6 +142,7 @@ class Router:
                 max_tokens=prompt.max_tokens - 1,
                 deadline_s=prompt.remaining_s,
                 prefilled_at=reply.replied_at,
+                sampling=prompt.sampling,
             )
             async with self._decoding(prefill, decode, request) as steps:
                 loaded = True
@@ -160,6 +166,7 @@ class Router:
             prompt=list(prompt.token_ids),
             max_tokens=prompt.max_tokens,
             deadline_s=prompt.remaining_s,
+            sampling=prompt.sampling,
         )
         with self._losses(self.prefill, worker):
             async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:

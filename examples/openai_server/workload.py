@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 
+from paged_engine import GREEDY, Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 
 from openai_server.worker import open_engine
@@ -53,14 +54,17 @@ ALL_QUESTIONS = tuple(
 )
 
 
-async def tokens_alone(checkpoint: Path, questions: Sequence[Question], max_tokens: int) -> dict[Question, list[int]]:
+async def tokens_alone(
+    checkpoint: Path, questions: Sequence[Question], max_tokens: int, sampling: Sampling = GREEDY
+) -> dict[Question, list[int]]:
     """The tokens of the answer to each question, from one engine in this process; it takes one thread."""
     tokenizer = ChatTokenizer(checkpoint)
     async with open_engine("alone", checkpoint) as engine:
 
         async def answer(question: Question) -> list[int]:
             encode = tokenizer.encode_chat if question.chat else tokenizer.encode_text
-            async with aclosing(engine.generate(encode(question.text), max_tokens=max_tokens)) as generated:
+            generating = engine.generate(encode(question.text), max_tokens=max_tokens, sampling=sampling)
+            async with aclosing(generating) as generated:
                 return [token async for token in generated]
 
         return dict(zip(questions, await asyncio.gather(*map(answer, questions)), strict=True))

@@ -15,40 +15,39 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from paged_engine.model import Chunk
-
+Step = TypeVar("Step")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Waiting:
+class _Waiting(Generic[Step]):
     """One request's next step and where its token goes."""
 
-    chunk: Chunk
+    step: Step
     token: asyncio.Future[int]
 
 
-class StepBatcher:
+class StepBatcher(Generic[Step]):
     """Runs `compute` in the executor, one batch at a time."""
 
     def __init__(
-        self, compute: Callable[[Sequence[Chunk]], Sequence[int]], executor: Executor, *, batch_size: int
+        self, compute: Callable[[Sequence[Step]], Sequence[int]], executor: Executor, *, batch_size: int
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size: a batch needs room for at least one step, got {batch_size}")
         self._compute = compute
         self._executor = executor
         self._batch_size = batch_size
-        self._line: list[_Waiting] = []
+        self._line: list[_Waiting[Step]] = []
         self._running: asyncio.Future[Sequence[int]] | None = None
         self.batch_count = 0
         """How many batches were started."""
 
-    async def step(self, chunk: Chunk) -> int:
+    async def step(self, step: Step) -> int:
         """The sequence's next token."""
-        waiting = _Waiting(chunk=chunk, token=asyncio.get_running_loop().create_future())
+        waiting = _Waiting(step=step, token=asyncio.get_running_loop().create_future())
         self._line.append(waiting)
         if self._running is None:
             self._start()
@@ -68,9 +67,9 @@ class StepBatcher:
             self._running = None
             return
         self.batch_count += 1
-        chunks = [waiting.chunk for waiting in batch]
+        steps = [waiting.step for waiting in batch]
         try:
-            self._running = asyncio.get_running_loop().run_in_executor(self._executor, self._compute, chunks)
+            self._running = asyncio.get_running_loop().run_in_executor(self._executor, self._compute, steps)
         except RuntimeError as error:  # the executor was shut down
             self._running = None
             _fail([*batch, *self._line], error)
@@ -78,7 +77,7 @@ class StepBatcher:
         else:
             self._running.add_done_callback(partial(self._ended, batch))
 
-    def _ended(self, batch: Sequence[_Waiting], done: asyncio.Future[Sequence[int]]) -> None:
+    def _ended(self, batch: Sequence[_Waiting[Step]], done: asyncio.Future[Sequence[int]]) -> None:
         error = done.exception()
         if error is not None:
             _fail(batch, error)
@@ -90,7 +89,7 @@ class StepBatcher:
         asyncio.get_running_loop().call_soon(self._start)
 
 
-def _fail(batch: Sequence[_Waiting], error: BaseException) -> None:
+def _fail(batch: Sequence[_Waiting[Step]], error: BaseException) -> None:
     for waiting in batch:
         if not waiting.token.done():
             waiting.token.set_exception(error)

@@ -25,6 +25,7 @@ import torch
 from paged_engine.batching import StepBatcher, held_back
 from paged_engine.cache import BlockId, BlockPool, CacheShape, OutOfBlocksError, PagedKVCache, blocks_for
 from paged_engine.model import Chunk, LlamaModel
+from paged_engine.sampling import GREEDY, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +37,21 @@ class EngineStatistics:
     steps: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeStep:
+    """One sequence's next token: what to compute, and how to choose."""
+
+    chunk: Chunk
+    sampling: Sampling
+
+    @property
+    def position(self) -> int:
+        """Where the token will stand."""
+        return self.chunk.start + len(self.chunk.token_ids)
+
+
 class Engine:
-    """Greedy generation with one model over one paged cache; any number of concurrent requests."""
+    """Generation with one model over one paged cache; any number of concurrent requests, each greedy or sampled."""
 
     def __init__(
         self,
@@ -121,7 +135,7 @@ class Engine:
             self._pool.free(block_ids)
             self._room.set()
 
-    async def prefill(self, prompt: Sequence[int], block_ids: Sequence[BlockId]) -> int:
+    async def prefill(self, prompt: Sequence[int], block_ids: Sequence[BlockId], *, sampling: Sampling = GREEDY) -> int:
         """Fill the blocks with the keys and values of the whole prompt; return the first new token.
 
         When it is cancelled, it raises once the running step has left the blocks alone.
@@ -130,13 +144,20 @@ class Engine:
             raise ValueError("prompt: needs at least one token")
 
         def step() -> int:
-            return int(self._model.forward(prompt, 0, self._cache.pages(block_ids)).argmax())
+            logits = self._model.forward(prompt, 0, self._cache.pages(block_ids))
+            return sampling.choose(logits, len(prompt))
 
         self._prefills += 1
         return await held_back(asyncio.get_running_loop().run_in_executor(self._executor, step))
 
     async def decode(
-        self, token: int, *, position: int, block_ids: Sequence[BlockId], max_tokens: int
+        self,
+        token: int,
+        *,
+        position: int,
+        block_ids: Sequence[BlockId],
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
     ) -> AsyncGenerator[int, None]:
         """Continue after `token` at `position`, whose predecessors are in the blocks; at most `max_tokens`.
 
@@ -146,15 +167,20 @@ class Engine:
         for current in range(position, position + max_tokens):
             if token == self.eos_token_id:
                 return
-            token = await self._decoding.step(Chunk(token_ids=[token], start=current, pages=pages))
+            chunk = Chunk(token_ids=[token], start=current, pages=pages)
+            token = await self._decoding.step(DecodeStep(chunk=chunk, sampling=sampling))
             yield token
 
-    async def generate(self, prompt: Sequence[int], *, max_tokens: int) -> AsyncGenerator[int, None]:
+    async def generate(
+        self, prompt: Sequence[int], *, max_tokens: int, sampling: Sampling = GREEDY
+    ) -> AsyncGenerator[int, None]:
         """Prefill and decode in blocks of its own; yields at most `max_tokens` tokens."""
         async with self.reserve(len(prompt) + max_tokens) as block_ids:
-            token = await self.prefill(prompt, block_ids)
+            token = await self.prefill(prompt, block_ids, sampling=sampling)
             yield token
-            decoding = self.decode(token, position=len(prompt), block_ids=block_ids, max_tokens=max_tokens - 1)
+            decoding = self.decode(
+                token, position=len(prompt), block_ids=block_ids, max_tokens=max_tokens - 1, sampling=sampling
+            )
             async with aclosing(decoding) as rest:
                 async for token in rest:
                     yield token
@@ -182,7 +208,7 @@ class Engine:
                 f"blocks: {count} wanted, {self._pool.free_count} free after {self._reserve_timeout_s} s"
             ) from None
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Run the model over a batch in the worker thread; the likeliest next token of each sequence."""
-        token_ids: list[int] = self._model.forward_batch(chunks, row_count=self._batch_size).argmax(dim=-1).tolist()
-        return token_ids
+    def _compute(self, steps: Sequence[DecodeStep]) -> list[int]:
+        """Run the model over a batch in the worker thread; the next token of each sequence."""
+        logits = self._model.forward_batch([step.chunk for step in steps], row_count=self._batch_size)
+        return [step.sampling.choose(row, step.position) for step, row in zip(steps, logits, strict=True)]

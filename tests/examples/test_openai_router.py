@@ -308,8 +308,12 @@ async def scene() -> AsyncIterator[Scene]:
             await server.close()
 
 
+async def all_of(steps: AsyncIterator[Step]) -> list[int]:
+    return [step.token async for step in steps]
+
+
 async def tokens_of(scene: Scene, **prompt: Any) -> list[int]:
-    return [step.token for step in await scene.router.whole(scene.prompt(**prompt))]
+    return await scene.router.whole(scene.prompt(**prompt), all_of)
 
 
 class TestRouter:

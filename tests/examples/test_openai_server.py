@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import openai
 import pytest
@@ -27,6 +27,7 @@ import uvloop
 from openai_server.launcher import Service
 from openai_server.load_test import LoadSettings, put_load, quantile
 from openai_server.workload import ALL_QUESTIONS, Question, answers_alone, tokens_alone
+from paged_engine import Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -255,6 +256,167 @@ class TestAnswers:
         assert totals["kvflow_leases_total", "read"] >= 1
 
 
+class Piece(NamedTuple):
+    text: str
+    finish_reason: str | None
+
+
+def pieces_of(client: openai.OpenAI, question: Question, **parameters: Any) -> list[Piece]:
+    """A streamed answer, whatever way it is asked for."""
+    if question.chat:
+        chunks = client.chat.completions.create(model=MODEL, messages=ask(question), stream=True, **parameters)
+        return [Piece(one.choices[0].delta.content or "", one.choices[0].finish_reason) for one in chunks]
+    chunks = client.completions.create(model=MODEL, prompt=question.text, stream=True, **parameters)
+    return [Piece(one.choices[0].text, one.choices[0].finish_reason) for one in chunks]
+
+
+def whole_of(client: openai.OpenAI, question: Question, **parameters: Any) -> Piece:
+    """The same in one piece."""
+    if question.chat:
+        (choice,) = client.chat.completions.create(model=MODEL, messages=ask(question), **parameters).choices
+        return Piece(choice.message.content, choice.finish_reason)
+    (choice,) = client.completions.create(model=MODEL, prompt=question.text, **parameters).choices
+    return Piece(choice.text, choice.finish_reason)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    *earlier, last = pieces
+    assert {piece.finish_reason for piece in earlier} <= {None}
+    return Piece("".join(piece.text for piece in pieces), last.finish_reason)
+
+
+BOTH = pytest.mark.parametrize("question", [COUNTING, SMILEY], ids=["completion", "chat"])
+
+
+class TestSampling:
+    @pytest.mark.parametrize("question", [STORY, SMILEY], ids=["completion", "chat"])
+    def test_a_seed_gives_what_one_process_draws(
+        self, client: openai.OpenAI, alone: Alone, smollm2: tuple[Path, Greedy], question: Question
+    ) -> None:
+        """Also the first token, which the prefill worker draws, and whichever workers the answer comes from."""
+        sampling = Sampling(temperature=0.9, top_p=0.95, seed=7)
+        tokens = uvloop.run(tokens_alone(smollm2[0], [question], 12, sampling))[question]
+        right = TextStream(alone.tokenizer, tokens).text
+        assert right != alone(question, 12)
+        parameters = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 12}
+        assert {whole_of(client, question, **parameters).text for _ in range(3)} == {right}
+        assert joined(pieces_of(client, question, **parameters)).text == right
+
+    def test_other_seeds_and_none_give_other_answers(self, client: openai.OpenAI) -> None:
+        parameters = {"temperature": 1.5, "max_tokens": 12}
+        seeded = {whole_of(client, STORY, seed=seed, **parameters).text for seed in range(4)}
+        assert len(seeded | {whole_of(client, STORY, **parameters).text for _ in range(4)}) == 8
+
+    def test_a_temperature_of_zero_is_greedy(self, client: openai.OpenAI, alone: Alone) -> None:
+        answer = whole_of(client, FRANCE, temperature=0, top_p=0.5, seed=3, max_tokens=8)
+        assert answer.text == alone(FRANCE, 8)
+
+
+class TestStop:
+    @BOTH
+    @pytest.mark.parametrize("length", [1, 2, 5])
+    def test_an_answer_ends_before_the_first_stop_string(
+        self, running: Running, client: openai.OpenAI, alone: Alone, question: Question, length: int
+    ) -> None:
+        full = alone(question, 40)
+        stop = full[len(full) // 2 :][:length]
+        right = Piece(full[: full.index(stop)], "stop")
+        stops = [stop, "no such text"]
+        assert whole_of(client, question, stop=stops, max_tokens=40) == right
+        assert whole_of(client, question, stop=stop, max_tokens=40) == right
+        assert joined(pieces_of(client, question, stop=stops, max_tokens=40)) == right
+        running.until_idle()
+
+    def test_tokens_are_counted_up_to_the_stop_string(self, client: openai.OpenAI, alone: Alone) -> None:
+        stop = alone(COUNTING, 40)[12:14]
+        parameters = {"model": MODEL, "prompt": COUNTING.text, "max_tokens": 40, "stop": stop}
+        usage = client.completions.create(**parameters).usage
+        assert 1 < usage.completion_tokens < 30
+        streamed = client.completions.create(**parameters, stream=True, stream_options={"include_usage": True})
+        assert list(streamed)[-1].usage == usage
+
+    @BOTH
+    def test_what_only_begins_like_one_is_shown_in_the_end(
+        self, client: openai.OpenAI, alone: Alone, question: Question
+    ) -> None:
+        full = alone(question, 10)
+        stops = [full[-3:] + "!?", full[2:6] + "!?"]
+        assert joined(pieces_of(client, question, stop=stops, max_tokens=10)) == Piece(full, "length")
+        assert whole_of(client, question, stop=stops, max_tokens=10) == Piece(full, "length")
+
+
+class TestOrdinaryClients:
+    """What they send without wanting anything by it."""
+
+    NOTHING: ClassVar[dict[str, Any]] = {
+        "n": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "user": "me",
+        "stop": None,
+        "seed": None,
+        "temperature": 0.0,
+        "top_p": 1,
+    }
+
+    def test_a_chat(self, client: openai.OpenAI, alone: Alone) -> None:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=ask(SUM),
+            max_completion_tokens=60,
+            response_format={"type": "text"},
+            tools=[],
+            tool_choice="none",
+            parallel_tool_calls=True,
+            metadata={"a": "b"},
+            store=False,
+            logprobs=False,
+            modalities=["text"],
+            service_tier="auto",
+            stream_options={"include_usage": True},
+            **self.NOTHING,
+        )
+        assert answer.choices[0].message.content == alone(SUM, 60)
+
+    def test_a_completion(self, client: openai.OpenAI, alone: Alone) -> None:
+        answer = client.completions.create(
+            model=MODEL, prompt=[FRANCE.text], max_tokens=4, best_of=1, echo=False, suffix="", **self.NOTHING
+        )
+        assert answer.choices[0].text == alone(FRANCE, 4)
+
+    def test_a_chat_of_parts(self, client: openai.OpenAI, alone: Alone) -> None:
+        parts = [{"type": "text", "text": text} for text in (SUM.text[:7], SUM.text[7:])]
+        messages = [{"role": "user", "content": parts}]
+        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=60, stream=None)
+        assert answer.choices[0].message.content == alone(SUM, 60)
+
+    @pytest.mark.parametrize(
+        ("parameter", "value", "message"),
+        [
+            ("tools", [{"type": "function", "function": {"name": "f"}}], r"it takes null or \[\]"),
+            ("response_format", {"type": "json_object"}, 'it takes null or {"type": "text"}'),
+            ("logprobs", True, "it takes null or false"),
+            ("logit_bias", {"50": 100}, "it takes null or {}"),
+            ("presence_penalty", 0.5, "it takes null or 0"),
+        ],
+    )
+    def test_what_would_change_the_answer_is_refused_by_name(
+        self, client: openai.OpenAI, parameter: str, value: Any, message: str
+    ) -> None:
+        with pytest.raises(
+            openai.BadRequestError, match=f"{parameter}: this server does not support it; {message}"
+        ) as e:
+            client.chat.completions.create(model=MODEL, messages=ask(SUM), **{parameter: value})
+        assert (e.value.type, e.value.param) == ("invalid_request_error", parameter)
+
+    def test_a_picture_is_refused_by_name(self, client: openai.OpenAI) -> None:
+        picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+        with pytest.raises(openai.BadRequestError, match="reads text only, got a part of type 'image_url'") as caught:
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [picture]}])
+        assert caught.value.param == "messages.0.content"
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("wrong", "kind", "param", "message"),
@@ -264,8 +426,12 @@ class TestErrors:
             ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt", "1000000000 is no token"),
             ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "greater than or equal to 1"),
             ({"max_tokens": 10**5}, openai.BadRequestError, None, "100001, at most 4096"),
-            ({"temperature": 0.5}, openai.BadRequestError, "temperature", "greedy"),
-            ({"stop": ["x"]}, openai.BadRequestError, "stop", "does not support"),
+            ({"temperature": 2.5}, openai.BadRequestError, "temperature", "less than or equal to 2"),
+            ({"top_p": -0.1}, openai.BadRequestError, "top_p", "greater than or equal to 0"),
+            ({"stop": ["a", "b", "c", "d", "e"]}, openai.BadRequestError, "stop", "at most 4 strings, got 5"),
+            ({"n": 2}, openai.BadRequestError, "n", "does not support it; it takes null or 1"),
+            ({"prompt": ["a", "b"]}, openai.BadRequestError, "prompt", "one prompt a request, got 2"),
+            ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k", "does not support"),
             ({"extra_body": {"deadline_s": -1}}, openai.BadRequestError, "deadline_s", "greater than 0"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -281,6 +447,15 @@ class TestErrors:
         with pytest.raises(kind, match=message) as caught:
             client.completions.create(**{"model": MODEL, "prompt": "a", "max_tokens": 1} | dict(wrong))
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
+
+    def test_a_body_that_is_no_json_is_refused_too(self, running: Running) -> None:
+        request = urllib.request.Request(f"{running.url}/v1/completions", data=b"{", method="POST")
+        request.add_header("Content-Type", "application/json")
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(request, timeout=30)
+        error = json.load(caught.value)["error"]
+        assert (caught.value.code, error["type"], error["param"]) == (400, "invalid_request_error", None)
+        assert "JSON" in error["message"]
 
     @pytest.mark.parametrize(("worker", "path"), [("prefill-0", "prefill"), ("decode-0", "decode")])
     @pytest.mark.parametrize(

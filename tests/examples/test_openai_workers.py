@@ -25,7 +25,7 @@ from openai_server.messages import (
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
 from openai_server.prefill import PrefillWorker, prefill_app
 from openai_server.worker import WorkerSettings, background_tasks, worker_app
-from paged_engine import Engine
+from paged_engine import Engine, Sampling
 from paged_engine.weights import load_model
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -168,6 +168,30 @@ class TestHandOver:
                 assert sample(workers.decode_metrics, "openai_server_hand_over_overhead_seconds_count") == 1
 
         run(scenario())
+
+    def test_both_draw_what_one_engine_would(self, tiny: tuple[Path, Greedy], run: Run) -> None:
+        async def scenario() -> None:
+            async with pair(tiny[0]) as workers:
+                answers = []
+                for seed in range(3):
+                    sampling = Sampling(temperature=1.5, top_p=0.95, seed=seed)
+                    name = f"seed-{seed}"
+                    reply = await workers.prefill.prefill(
+                        REQUEST.model_copy(update={"request_id": name, "sampling": sampling})
+                    )
+                    asked = decode_request(reply, name).model_copy(update={"sampling": sampling})
+                    steps = await steps_of((await workers.decode.decode(asked)).lines())
+                    answers.append([reply.step.token, *(step.token for step in steps)])
+                    alone = workers.decode_engine.generate(PROMPT, max_tokens=6, sampling=sampling)
+                    assert answers[-1] == [token async for token in alone]
+                assert len({tuple(answer) for answer in answers}) == 3
+                assert len({answer[0] for answer in answers}) > 1  # the first token is drawn as well
+
+        run(scenario())
+
+    def test_messages_carry_how_to_choose(self) -> None:
+        request = REQUEST.model_copy(update={"sampling": Sampling(temperature=0.5, top_p=0.25, seed=-(2**63))})
+        assert PrefillRequest.model_validate_json(request.model_dump_json()) == request
 
     def test_one_token_is_answered_without_a_lease(self, tiny: tuple[Path, Greedy], run: Run) -> None:
         async def scenario() -> None:

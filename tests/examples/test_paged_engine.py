@@ -14,7 +14,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from paged_engine import BlockId, BlockPool, Engine, LlamaModel, ModelConfig, OutOfBlocksError, blocks_for
+from paged_engine import (
+    GREEDY,
+    BlockId,
+    BlockPool,
+    Engine,
+    LlamaModel,
+    ModelConfig,
+    OutOfBlocksError,
+    Sampling,
+    blocks_for,
+)
 from paged_engine.cache import CacheShape, PagedKVCache, Pages
 from paged_engine.model import Chunk
 from paged_engine.tokenizer import ChatTokenizer, TextStream
@@ -78,6 +88,47 @@ class TestPages:
         assert cache.tensors["layer"][:, untouched].isnan().all()
 
 
+class TestSampling:
+    @given(logits=st.lists(st.floats(-30, 30), min_size=1, max_size=9), position=st.integers(0, 9))
+    def test_greedy_is_the_likeliest_however_it_is_asked_for(self, logits: list[float], position: int) -> None:
+        row = torch.tensor(logits)
+        assert GREEDY.choose(row, position) == int(row.argmax())
+        for sampling in (Sampling(temperature=2.0, top_p=0.0), Sampling(temperature=1e-300)):
+            assert row[sampling.choose(row, position)] == row.max()
+
+    @pytest.mark.parametrize(
+        ("temperature", "top_p", "wanted"),
+        [
+            (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]),
+            (0.5, 1.0, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
+            (1.0, 0.75, [0.5 / 0.8, 0.3 / 0.8, 0.0, 0.0]),
+            (1.0, 0.79, [0.5 / 0.8, 0.3 / 0.8, 0.0, 0.0]),
+            (1.0, 0.81, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0]),
+            (1.0, 0.1, [1.0, 0.0, 0.0, 0.0]),
+        ],
+    )
+    def test_tokens_come_as_often_as_they_should(self, temperature: float, top_p: float, wanted: list[float]) -> None:
+        order = [2, 0, 3, 1]  # the likeliest are not the first
+        row = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()[order]
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=11)
+        draws = [order[sampling.choose(row, position)] for position in range(4000)]
+        for token, share in enumerate(wanted):
+            assert draws.count(token) / len(draws) == pytest.approx(share, abs=0.03 if 0 < share < 1 else 0)
+
+    def test_a_draw_depends_on_seed_and_position_alone(self) -> None:
+        row = torch.zeros(1000)
+        first, other = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
+        draws = [first.choose(row, position) for position in range(50)]
+        assert draws == [first.choose(row, position) for position in range(50)]
+        assert len(set(draws)) > 40
+        assert draws != [other.choose(row, position) for position in range(50)]
+
+    def test_it_is_the_same_in_other_processes_and_versions(self) -> None:
+        """Workers of two versions answer one request together."""
+        sampling = Sampling(temperature=1.0, seed=42)
+        assert [sampling.choose(torch.zeros(1000), position) for position in range(5)] == [490, 173, 287, 334, 90]
+
+
 class HeldModel(LlamaModel):
     """A fault: every step waits for the gate. It also notes the steps' threads and the decode batches' sizes."""
 
@@ -125,8 +176,8 @@ def poisoned_engine(
     return engine
 
 
-async def answer_of(engine: Engine, prompt: list[int], max_tokens: int) -> list[int]:
-    async with aclosing(engine.generate(prompt, max_tokens=max_tokens)) as tokens:
+async def answer_of(engine: Engine, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
+    async with aclosing(engine.generate(prompt, max_tokens=max_tokens, sampling=sampling)) as tokens:
         return [token async for token in tokens]
 
 
@@ -159,6 +210,21 @@ class TestEngine:
                     tasks = [group.create_task(answer_of(engine, prompt, 12)) for prompt in prompts]
                 assert [task.result() for task in tasks] == [greedy(prompt, 12) for prompt in prompts]
                 assert (engine.statistics().blocks_free, engine.statistics().blocks_used) == (12, 0)
+
+        run(scenario())
+
+    @pytest.mark.parametrize("batch_size", [1, 4])
+    def test_company_does_not_change_what_is_drawn(self, tiny: tuple[Path, Greedy], run: Run, batch_size: int) -> None:
+        samplings = [Sampling(temperature=1.5, seed=seed) for seed in range(4)]
+
+        async def scenario() -> None:
+            async with engine_of(tiny[0], batch_size=batch_size, block_count=64) as engine:
+                alone = [await answer_of(engine, PROMPT, 12, sampling) for sampling in samplings]
+                together = await asyncio.gather(
+                    *(answer_of(engine, PROMPT, 12, sampling) for sampling in (*samplings, GREEDY))
+                )
+                assert together == [*alone, tiny[1](PROMPT, 12)]
+                assert len({tuple(answer) for answer in together}) == 5
 
         run(scenario())
 
