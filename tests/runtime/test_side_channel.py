@@ -22,6 +22,7 @@ from kvflow.errors import (
     DeadlineExceeded,
     LeaseExpired,
     PeerIncompatible,
+    PeerNotReady,
     PeerRefused,
     PeerUnreachable,
     ProtocolError,
@@ -255,11 +256,11 @@ async def test_an_incompatible_cache_lists_every_difference(pair: InprocPair) ->
     assert "dtype" not in text
 
 
-async def test_a_peer_without_a_cache_refuses(pair: InprocPair) -> None:
+async def test_a_peer_without_a_cache_is_not_ready(pair: InprocPair) -> None:
     config = Config(engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
     async with Runtime(config) as runtime:
         port = int(runtime.address.rpartition(":")[2])
-        with pytest.raises(PeerRefused, match="engine 'producer' has no KV cache registered yet"):
+        with pytest.raises(PeerNotReady, match="engine 'producer' has no KV cache registered yet"):
             await load_from(pair, ticket_for(pair, port))
 
 
