@@ -30,14 +30,16 @@ Where `memory_safe` is False ask the error: its `quarantine` is None, or the loa
        `- TransportBroken        kvflow   do not retry   ask       ... because the transport died
 
 A group that is never raised itself (KVFlowError, PeerError, LoadError) answers with the careful value. Errors can be
-pickled: their attributes go along, but for `quarantine`, which becomes a `QuarantineNotice`.
+pickled: their attributes go along, but for `quarantine`, which becomes a `QuarantineNotice`; a copy keeps it.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+ErrorT = TypeVar("ErrorT", bound="KVFlowError")
 
 
 class Blame(enum.StrEnum):
@@ -107,9 +109,20 @@ class KVFlowError(Exception):
             state["quarantine"] = QuarantineNotice(held.request_id, held.block_ids, held.safe)
         return _unpickled, (type(self), self.args), state
 
+    def __copy__(self) -> Self:
+        """The same error in the same process: its quarantine, if it has one, is the load itself."""
+        error = _unpickled(type(self), self.args)
+        error.__dict__.update(self.__dict__)
+        if hasattr(self, "__notes__"):
+            error.__notes__ = list(self.__notes__)
+        return error
 
-def _unpickled(kind: type[KVFlowError], arguments: tuple[Any, ...]) -> KVFlowError:
-    """An error as it was pickled: its attributes follow, so its constructor has nothing to add."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()
+
+
+def _unpickled(kind: type[ErrorT], arguments: tuple[Any, ...]) -> ErrorT:
+    """An error as it was pickled or copied: its attributes follow, so its constructor has nothing to add."""
     error = kind.__new__(kind)
     error.args = arguments
     return error

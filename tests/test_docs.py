@@ -54,9 +54,19 @@ def test_settings_named_in_operations_exist() -> None:
     assert set(named) <= {field.name for field in fields(Config)}
 
 
-def test_errors_named_in_operations_exist() -> None:
+GROUPS = {errors.KVFlowError, errors.InvalidInput, errors.RuntimeUnavailable, errors.PeerError, errors.LoadError}
+
+
+def test_operations_says_of_each_error_what_the_error_says() -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text.split("## What errors mean")[1].split("## ")[0]
-    named = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE)))
-    assert len(named) > 10
-    assert all(issubclass(getattr(errors, name), errors.KVFlowError) for name in named)
+    said = {}
+    for names, whose, again in re.findall(r"^\| (`[^|]*) \| (\w+) \| (\w[\w ]*) \|", table, re.MULTILINE):
+        said |= dict.fromkeys(re.findall(r"`(\w+)`", names), (whose, again))
+    raised = {
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.KVFlowError) and kind not in GROUPS
+    }
+    assert said == {kind.__name__: (str(kind.blame), "retry" if kind.retryable else "do not retry") for kind in raised}
+    assert all(f"`{kind.__name__}`" in table for kind in GROUPS)

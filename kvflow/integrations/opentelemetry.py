@@ -35,6 +35,11 @@ def current_traceparent() -> str:
     return f"00-{made.generate_trace_id():032x}-{made.generate_span_id():016x}-01"
 
 
+def _rank(record: LoadRecord | LeaseRecord) -> dict[str, int]:
+    """A number for each way of splitting an engine, so that traces can be grouped by it."""
+    return {f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()}
+
+
 class OpenTelemetrySpans:
     """A `records.Observer`. Without a tracer it takes the global provider's."""
 
@@ -45,7 +50,7 @@ class OpenTelemetrySpans:
         here = trace.get_current_span().get_span_context()
         attributes: dict[str, str | int] = {
             "kvflow.engine": record.engine_id,
-            "kvflow.rank": record.rank,
+            **_rank(record),
             "kvflow.request_id": record.request_id,
             "kvflow.peer_engine": record.peer_engine_id,
             "kvflow.peer": record.peer,
@@ -61,7 +66,7 @@ class OpenTelemetrySpans:
     def lease_ended(self, record: LeaseRecord) -> None:
         attributes: dict[str, str | int] = {
             "kvflow.engine": record.engine_id,
-            "kvflow.rank": record.rank,
+            **_rank(record),
             "kvflow.request_id": record.request_id,
             "kvflow.outcome": record.outcome,
             "kvflow.blocks": record.blocks,

@@ -5,7 +5,7 @@
         metrics.watch(runtime)
 
 Counters and histograms come from records, gauges from `Runtime.statistics()` at the moment of a scrape. Every metric
-has the labels `engine` and `rank`. docs/operations.md says what to watch.
+has the labels `engine`, `dp`, `pp` and `tp`, which say whose it is. docs/operations.md says what to watch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvflow.core.topology import Rank
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.supervisor import RuntimeStatistics
 
-_LABELS = ("engine", "rank")
+_LABELS = ("engine", *Rank._fields)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 _SCRAPE_WAIT_S = 1.0
@@ -56,7 +57,7 @@ def _messages(now: RuntimeStatistics) -> Mapping[str, float]:
     return {"answered": listener.answered, "refused": listener.refused, "dropped": listener.dropped}
 
 
-# What is shown of `Runtime.statistics()`: name, help, label beside engine and rank, and the values by that label.
+# What is shown of `Runtime.statistics()`: name, help, label beside `_LABELS`, and the values by that label.
 _BLOCK_USES = ("free", "leased", "in_flight", "quarantined")
 _GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _blocks),
@@ -129,7 +130,7 @@ class PrometheusMetrics(Collector):
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
-        where = (record.engine_id, record.rank)
+        where = (record.engine_id, *record.rank)
         self._loads.labels(*where, record.outcome).inc()
         if record.error or record.outcome == "cancelled":
             return
@@ -140,7 +141,7 @@ class PrometheusMetrics(Collector):
             self._phase_seconds.labels(*where, phase).observe(seconds)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        where = (record.engine_id, record.rank, record.outcome)
+        where = (record.engine_id, *record.rank, record.outcome)
         self._leases.labels(*where).inc()
         self._lease_seconds.labels(*where).observe(sum(record.seconds.values()))
 
@@ -161,7 +162,7 @@ class _Watched:
     """A runtime, and how its statistics are taken from whatever thread scrapes."""
 
     def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
-        self.labels = [runtime.config.engine_id, str(runtime.rank)]
+        self.labels = [runtime.config.engine_id, *map(str, runtime.rank)]
         self._runtime = runtime
         self._loop = loop
         self._last = runtime.statistics()

@@ -20,7 +20,8 @@ from typing import Any, Self, TypeAlias
 
 import msgspec
 
-from kvflow.errors import KVFlowError
+from kvflow.core.topology import Rank
+from kvflow.errors import InvalidInput
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 
 _US = 1e6
@@ -34,14 +35,20 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     ended_s: float
     """Unix time."""
     engine_id: str
-    rank: str
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
     request_id: str
     outcome: str
     seconds: dict[str, float]
     details: dict[str, str | int]
 
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.dp_rank, self.pp_rank, self.tp_rank)
 
-class BadRecords(KVFlowError):
+
+class BadRecords(InvalidInput):
     """A file has a line that is no record."""
 
 
@@ -93,7 +100,9 @@ class RecordFile:
             kind=kind,
             ended_s=time.time(),
             engine_id=record.engine_id,
-            rank=record.rank,
+            dp_rank=record.rank.dp,
+            pp_rank=record.rank.pp,
+            tp_rank=record.rank.tp,
             request_id=record.request_id,
             outcome=record.outcome,
             seconds=dict(record.seconds),
@@ -119,7 +128,7 @@ _Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
 
 def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
     """All records as one trace, as the JSON object that Perfetto opens."""
-    processes: dict[tuple[str, str], int] = {}
+    processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_Offer, list[_Moment]] = {}
     loads: list[tuple[_Offer, _Moment]] = []
     events: list[TraceEvent] = []

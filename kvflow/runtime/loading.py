@@ -455,7 +455,7 @@ class Loader:
         self._observers.load_ended(
             LoadRecord(
                 engine_id=self._config.engine_id,
-                rank=str(Rank.of(self._config)),
+                rank=Rank.of(self._config),
                 request_id=load.request.request_id,
                 peer_engine_id=load.ticket.engine_id,
                 remote_request_id=load.ticket.request_id,
@@ -475,7 +475,7 @@ class Loader:
         """What is known of a load that never began; its request may hold anything."""
         return LoadRecord(
             engine_id=self._config.engine_id,
-            rank=str(Rank.of(self._config)),
+            rank=Rank.of(self._config),
             request_id=request_name(request),
             peer_engine_id="",
             remote_request_id="",

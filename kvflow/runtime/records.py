@@ -13,6 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvflow import checks
+from kvflow.core.topology import Rank
 from kvflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class LoadRecord:
     """One load that was accepted and has ended. `seconds` has an entry per phase, which add up."""
 
     engine_id: str
-    rank: str
+    rank: Rank
     request_id: str
     peer_engine_id: str
     remote_request_id: str
@@ -56,7 +57,7 @@ class LeaseRecord:
     """
 
     engine_id: str
-    rank: str
+    rank: Rank
     request_id: str
     outcome: str
     blocks: int

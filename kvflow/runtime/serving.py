@@ -406,7 +406,7 @@ class Serving:
         self._observers.lease_ended(
             LeaseRecord(
                 engine_id=self._config.engine_id,
-                rank=str(Rank.of(self._config)),
+                rank=Rank.of(self._config),
                 request_id=lease.request_id,
                 outcome=outcome,
                 blocks=len(offer.ids),

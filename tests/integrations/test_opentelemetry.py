@@ -30,6 +30,8 @@ async def test_load_and_lease_are_children_of_the_tickets_span() -> None:
         assert f"{good[name].context.trace_id:032x}" == trace_id
         assert good[name].parent is not None
         assert f"{good[name].parent.span_id:016x}" == span_id
+        whose = {key: value for key, value in (good[name].attributes or {}).items() if key.endswith("rank")}
+        assert whose == {"kvflow.dp_rank": 0, "kvflow.pp_rank": 0, "kvflow.tp_rank": 0}
     load = good["kvflow.load"]
     assert [link.context.span_id for link in load.links] == [here.get_span_context().span_id]
     phases = [span for span in spans if span.parent is not None and span.parent.span_id == load.context.span_id]

@@ -10,7 +10,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvflow.core.topology import Rank
 from kvflow.integrations.prometheus import PrometheusMetrics
+from kvflow.runtime.records import LeaseRecord
 from tests.integrations.observed import observed
 
 ROOT = Path(__file__).parents[2]
@@ -19,10 +21,11 @@ ROOT = Path(__file__).parents[2]
 def samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
     """Every sample by its name and label values, engine first."""
     text = generate_latest(registry).decode()
+    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    left_out = {"dp", "pp", "tp", "le"}
     return {
-        (sample.name, *(sample.labels[key] for key in sorted(sample.labels) if key not in ("rank", "le"))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
+        (sample.name, *(sample.labels[key] for key in sorted(sample.labels.keys() - left_out))): sample.value
+        for sample in found
     }
 
 
@@ -49,6 +52,39 @@ async def test_what_has_happened_is_counted_and_what_is_open_is_shown() -> None:
     assert seen["kvflow_peers", "consumer", "ready"] == 1
     assert seen["kvflow_side_channel_messages_total", "producer", "answered"] == 1
     assert seen["kvflow_notifications_ignored_total", "producer", "late"] == 0
+
+
+def test_a_rank_is_three_numbers_that_can_be_summed_over() -> None:
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry)
+    for tp in (6, 7):
+        record = LeaseRecord(
+            engine_id="prefill",
+            rank=Rank(3, 1, tp),
+            request_id="r",
+            outcome="read",
+            blocks=1,
+            tokens=4,
+            readers=1,
+            seconds={"offered": 0.5},
+            traceparent="",
+        )
+        metrics.lease_ended(record)
+    text = generate_latest(registry).decode()
+    assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="7"} 1.0' in text
+    assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="6"} 1.0' in text
+
+
+async def test_every_sample_says_whose_it_is() -> None:
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry)
+    async with observed([metrics]) as pair:
+        metrics.watch(pair.producer.runtime)
+        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    found = [sample.labels for family in families for sample in family.samples]
+    assert len(found) > 20
+    assert all({"engine", "dp", "pp", "tp"} <= set(labels) and "rank" not in labels for labels in found)
+    assert {labels["tp"] for labels in found} == {"0"}
 
 
 async def test_a_scrape_from_another_thread_takes_a_snapshot_on_the_loop() -> None:
@@ -87,3 +123,8 @@ async def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     asked = {name for query in queries for name in re.findall(r"kvflow_\w+", query)}
     assert len(asked) >= 10
     assert asked <= names
+    chosen = {variable["name"] for variable in dashboard["templating"]["list"]} - {"datasource"}
+    assert chosen == {"engine", *Rank._fields}
+    for query in queries:
+        for matchers in re.findall(r"\{([^}]*)\}", query):
+            assert matchers == ",".join(f'{name}=~"${name}"' for name in ("engine", *Rank._fields))

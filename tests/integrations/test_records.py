@@ -8,6 +8,7 @@ import logging
 import pytest
 
 from kvflow import LoadRequest, ServeRequest
+from kvflow.core.topology import Rank
 from kvflow.errors import RequestError, RuntimeDraining
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import inproc_pair
@@ -40,7 +41,7 @@ async def test_each_load_and_lease_has_one_record() -> None:
         layout = pair.consumer.layout
     good, bad = notebook.loads
     assert (good.outcome, good.error, good.phase) == ("loaded", "", "notify")
-    assert (good.engine_id, good.rank, good.request_id) == ("consumer", "dp 0 pp 0 tp 0", "good")
+    assert (good.engine_id, good.rank, good.request_id) == ("consumer", Rank(0, 0, 0), "good")
     assert (good.peer_engine_id, good.remote_request_id, good.traceparent) == ("producer", "good", TRACEPARENT)
     assert (good.blocks, good.bytes) == (2, 2 * layout.block_size_bytes)
     assert good.seconds["wire"] > 0

@@ -256,7 +256,7 @@ async def test_an_incompatible_cache_lists_every_difference(pair: InprocPair) ->
     assert "dtype" not in text
 
 
-async def test_a_peer_without_a_cache_refuses(pair: InprocPair) -> None:
+async def test_a_peer_without_a_cache_is_not_ready(pair: InprocPair) -> None:
     config = Config(engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
     async with Runtime(config) as runtime:
         port = int(runtime.address.rpartition(":")[2])

@@ -22,8 +22,7 @@ from kvflow.errors import (
     PeerError,
     RequestError,
     RuntimeBroken,
-    RuntimeClosed,
-    RuntimeDraining,
+    RuntimeUnavailable,
 )
 from kvflow.runtime.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.load import LoadReport, LoadRequest
@@ -377,7 +376,7 @@ class Engine:
     async def _safe(self, load: Load, endings: Sequence[Ending]) -> None:
         """Wait until no rank's blocks can be written any more, where one says that they can."""
         for rank, ending in zip(list(self.ranks), endings, strict=False):
-            quarantine = ending.quarantine if isinstance(ending, LoadError) else None
+            quarantine = ending.quarantine if isinstance(ending, KVFlowError) else None
             if quarantine is None:
                 mine = [one for one in rank.runtime.quarantines if one.request_id == load.offer.request_id]
                 quarantine = next((one for one in mine if set(one.block_ids) <= set(load.block_ids)), None)
@@ -395,7 +394,7 @@ class Engine:
 
     def _judge_refusal(self, request_id: str, error: KVFlowError) -> None:
         """Whether an engine that did everything right may get this error."""
-        expected = isinstance(error, LoadError | PeerError | RuntimeClosed | RuntimeDraining)
+        expected = isinstance(error, LoadError | PeerError | RuntimeUnavailable)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
             expected = "host_buffer_bytes_max" in str(error) or "peers_max" in str(error)
         if isinstance(error, RuntimeBroken):

@@ -1,0 +1,239 @@
+"""The tree of errors: what each class answers is what the drawing says, and all of it survives its way elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import concurrent.futures
+import copy
+import functools
+import importlib
+import multiprocessing
+import pickle
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from raising import raise_it
+
+import kvflow
+from kvflow import errors
+from kvflow.errors import (
+    Blame,
+    DeadlineExceeded,
+    KVFlowError,
+    LoadError,
+    PeerError,
+    PeerNotReady,
+    PeerUnreachable,
+    QuarantineNotice,
+    RequestError,
+    UsageError,
+)
+
+PACKAGE = Path(kvflow.__file__).parent
+NOT_HERE = ("kvflow.integrations.vllm",)  # needs vLLM
+
+
+def subclasses(kind: type[KVFlowError]) -> Iterator[type[KVFlowError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from subclasses(child)
+
+
+def all_classes() -> list[type[KVFlowError]]:
+    """Every class of the tree, wherever in kvflow it is."""
+    for module in pkgutil.walk_packages(kvflow.__path__, "kvflow."):
+        if not module.name.startswith(NOT_HERE):
+            importlib.import_module(module.name)
+    return [kind for kind in dict.fromkeys(subclasses(KVFlowError)) if kind.__module__.startswith("kvflow.")]
+
+
+CLASSES = all_classes()
+OF_CLASS = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+PUBLIC = [kind for kind in CLASSES if kind.__module__ == "kvflow.errors"]
+
+
+def parents_of(kind: type[KVFlowError]) -> Iterator[type[KVFlowError]]:
+    return (base for base in kind.__mro__[1:] if issubclass(base, KVFlowError))
+
+
+def answers(kind: type[KVFlowError]) -> tuple[Blame, bool, bool]:
+    return kind.blame, kind.retryable, kind.memory_safe
+
+
+class Held:
+    """A quarantine as a load is one: it cannot leave its process."""
+
+    request_id, block_ids, safe = "req-1", (3, 4), False
+
+    async def settled(self) -> None:
+        return
+
+    def __reduce__(self) -> Any:
+        raise AssertionError("a load was pickled")
+
+
+def made(kind: type[KVFlowError]) -> KVFlowError:
+    """An error of that class, with everything that errors of its class carry."""
+    words: dict[str, Any] = {}
+    if issubclass(kind, PeerError):
+        words = {"peer": "tcp://h:1", "engine_id": "e", "request_id": "r", "retry_after_s": 0.5}
+    elif issubclass(kind, DeadlineExceeded):
+        words = {"request_id": "r", "peer": "tcp://h:1", "phase": "wire"}
+    elif issubclass(kind, LoadError):
+        words = {"request_id": "r", "peer": "tcp://h:1"}
+    error = kind("what happened: 'ours' and \ud800", **words)
+    error.add_note("a note")
+    return error
+
+
+# --- they go elsewhere
+
+
+@OF_CLASS
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_an_error_survives_pickling(kind: type[KVFlowError], protocol: int) -> None:
+    error = made(kind)
+    found = pickle.loads(pickle.dumps(error, protocol))
+    assert (type(found), str(found), found.args) == (kind, str(error), error.args)
+    assert vars(found) == vars(error)
+    assert found.__notes__ == ["a note"]
+    assert found.quarantine is None
+    assert pickle.loads(pickle.dumps(found, protocol)).args == error.args, "twice, as through two pools"
+
+
+@OF_CLASS
+def test_a_quarantine_is_told_of_in_another_process(kind: type[KVFlowError]) -> None:
+    error = made(kind)
+    error.quarantine = Held()
+    found = pickle.loads(pickle.dumps(error))
+    assert found.quarantine == QuarantineNotice("req-1", (3, 4), safe=False)
+    assert isinstance(error.quarantine, Held), "the original keeps the load"
+    assert pickle.loads(pickle.dumps(found)).quarantine == found.quarantine
+
+
+async def test_what_is_told_of_cannot_be_awaited() -> None:
+    with pytest.raises(UsageError, match="'req-1': a quarantine is awaited in the process that owns its blocks"):
+        await QuarantineNotice("req-1", (3, 4), safe=False).settled()
+
+
+@OF_CLASS
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_the_same_with_the_same_quarantine(kind: type[KVFlowError], copied: Any) -> None:
+    """It stays in the process, so it can be awaited there."""
+    error = made(kind)
+    error.quarantine = held = Held()
+    found = copied(error)
+    assert found is not error
+    assert (type(found), str(found), found.args) == (kind, str(error), error.args)
+    assert vars(found) == vars(error)
+    assert found.quarantine is held
+    found.add_note("of the copy")
+    assert error.__notes__ == ["a note"]
+
+
+def test_an_error_comes_home_from_a_pool_of_processes() -> None:
+    sent = made(DeadlineExceeded)
+    sent.quarantine = Held()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, spawn) as pool:
+        with pytest.raises(DeadlineExceeded, match="what happened") as caught:
+            pool.submit(raise_it, sent).result(60)
+        with pytest.raises(RequestError, match="ticket: "):
+            pool.submit(kvflow.Ticket.from_params, {}).result(60)
+    found = caught.value
+    assert (found.request_id, found.peer, found.phase) == ("r", "tcp://h:1", "wire")
+    assert found.quarantine == QuarantineNotice("req-1", (3, 4), safe=False)
+    assert "a note" in found.__notes__
+
+
+def test_the_same_failure_as_a_request_met_it_names_the_request() -> None:
+    shared = PeerUnreachable("tcp://h:1: nobody", peer="tcp://h:1", retry_after_s=0.5)
+    error = shared.of_request("req-1", "prefill-0")
+    assert str(error) == "request 'req-1' from 'prefill-0': tcp://h:1: nobody"
+    assert (error.request_id, error.engine_id, error.peer) == ("req-1", "prefill-0", "tcp://h:1")
+    assert (error.retry_after_s, error.__cause__) == (0.5, shared)
+    assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
+
+
+# --- what they answer
+
+
+DRAWN = re.compile(r"^    ((?:\|  |   )*)[|`]- (\w+) +(\w+) +(retry|do not retry) +(safe|ask) +(\S.*)$", re.MULTILINE)
+
+
+def drawing() -> dict[str, tuple[str, Blame, bool, bool]]:
+    """Each class of the drawing: its parent, and what it answers."""
+    above: dict[int, str] = {-1: "KVFlowError"}
+    found = {}
+    for indent, name, blame, again, memory, _ in DRAWN.findall(errors.__doc__ or ""):
+        depth = len(indent) // 3
+        above[depth] = name
+        found[name] = (above[depth - 1], Blame(blame), again == "retry", memory == "safe")
+    return found
+
+
+def test_the_drawing_is_the_tree() -> None:
+    drawn = drawing()
+    lines = [line for line in (errors.__doc__ or "").splitlines() if "- " in line and line.startswith("    ")]
+    assert len(drawn) == len(lines) == len(PUBLIC) - 1
+    for kind in PUBLIC:
+        if kind is not KVFlowError:
+            (parent,) = kind.__bases__
+            assert drawn[kind.__name__] == (parent.__name__, *answers(kind))
+
+
+@functools.cache
+def called_names() -> set[str]:
+    """What kvflow calls or hands on as an error to raise; a class that is only caught is neither."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            match node:
+                case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+                    names.add(name)
+                case ast.keyword(arg="error", value=ast.Name(id=name)) | ast.IfExp(body=ast.Name(id=name)):
+                    names.add(name)
+    return names
+
+
+def test_a_group_is_not_raised_itself() -> None:
+    assert {"KVFlowError", "PeerError", "LoadError", "InvalidInput", "RuntimeUnavailable"} & called_names() == set()
+    assert {"RequestError", "ConfigError", "PeerUnreachable", "RuntimeBroken"} <= called_names()
+
+
+@OF_CLASS
+def test_what_is_below_a_class_that_is_raised_answers_as_it_does(kind: type[KVFlowError]) -> None:
+    """Who catches the parent, and acts on its answers, is not wrong about the child."""
+    raised = called_names()
+    for parent in parents_of(kind):
+        if parent.__name__ in raised:
+            assert answers(kind) == answers(parent), f"{kind.__name__} turns {parent.__name__} around"
+
+
+@OF_CLASS
+def test_a_group_answers_with_the_careful_value(kind: type[KVFlowError]) -> None:
+    """Safe, or worth a retry, only if everything below is."""
+    below = [child for child in CLASSES if issubclass(child, kind)]
+    if kind.memory_safe:
+        assert all(child.memory_safe for child in below)
+    if kind.retryable:
+        assert all(child.retryable for child in below)
+
+
+@OF_CLASS
+def test_every_class_says_what_it_is(kind: type[KVFlowError]) -> None:
+    assert kind.__doc__
+    assert isinstance(kind.blame, Blame)
+    assert len(kind.__bases__) == 1
+
+
+def test_who_is_to_blame_is_what_the_family_is() -> None:
+    assert all(kind.blame is Blame.CALLER for kind in subclasses(errors.InvalidInput))
+    assert all(kind.blame is Blame.PEER for kind in subclasses(PeerError))
+    assert all(kind.blame is Blame.ENGINE for kind in subclasses(errors.RuntimeUnavailable))
+    assert not issubclass(PeerNotReady, errors.PeerRefused)
+    assert not issubclass(errors.RuntimeUnavailable, errors.InvalidInput)
