@@ -188,9 +188,9 @@ class PatternCache:
         heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)
         parts = np.arange(layer * PARTS, (layer + 1) * PARTS, dtype=np.uint32)
         rows = parts[:, None] + heads * np.uint32(shape.block_descriptors)
-        firsts = rows[:, None, :, None] * np.uint32(shape.pool_tokens) + tokens[:, None, :]
-        words: Words = firsts[..., None] * np.uint32(shape.head_words) + np.arange(shape.head_words, dtype=np.uint32)
-        return words
+        places: Words = rows[:, None, :, None] * np.uint32(shape.pool_tokens) + tokens[:, None, :]
+        words: Words = np.arange(shape.head_words, dtype=np.uint32)
+        return places[..., None] * np.uint32(shape.head_words) + words
 
     def _chosen(self, layers: Iterable[int] | None) -> Iterable[int]:
         return range(self.shape.layers) if layers is None else layers

@@ -29,7 +29,6 @@ from kvflow.core.plan import check_block_ids, match_chunks, plan_slices
 from kvflow.core.regions import Device, Regions
 
 PEER_MEMORY_GROWTH_MAX = 1.01
-REPEATS = 15
 _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE
 _PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
@@ -52,13 +51,11 @@ class PlanCase:
     ms_max: float = 30.0
 
 
-PROMPTS = (
+CASES = (
+    PlanCase(label="100,000 descriptors", layers=32, blocks=1564, pool_blocks=2048, slice_bytes=16 * MIB, ms_max=20.0),
     PlanCase(label="1 of 1 head", kv_heads=1, remote_kv_heads=1),
     PlanCase(label="1 of 2 heads", kv_heads=1, remote_kv_heads=2),
     PlanCase(label="8 of 8 heads"),
-)
-DESCRIPTORS_100K = PlanCase(
-    label="100,000 descriptors", layers=32, blocks=1564, pool_blocks=2048, slice_bytes=16 * MIB, ms_max=20.0
 )
 
 
@@ -101,55 +98,43 @@ class PeerMemory:
 class Planning:
     """Measure how long kvflow plans loads of 100,000 descriptors and of 128k tokens, and what a peer costs in memory.
 
-    Nothing is transferred, and no other process started.
+    Nothing is transferred.
     """
 
-    repeats: Annotated[int, "How often each load is planned."] = REPEATS
+    repeats: Annotated[int, "How often each load is planned."] = 15
     quick: bool = False
 
     SCHEMA_VERSION: ClassVar = 1
     QUICK: ClassVar[Mapping[str, Any]] = {"repeats": 3}
 
     def sets(self) -> Sequence[RankSet]:
-        return [planning_set(DESCRIPTORS_100K, *PROMPTS, repeats=self.repeats)]
+        return [RankSet(note="planning", turns=self._turns)]
+
+    def _turns(self, _: Children) -> Iterator[Turn]:
+        for case in CASES:
+            pairing = _pair_ranks(case)
+            yield from (Turn(key=case, run=partial(_timed_plan, case, pairing)) for _ in range(self.repeats))
+        for layers, order in product(_MEMORY_LAYERS, Order):
+            yield Turn(key=(layers, order), run=partial(peer_memory, layers, order))
 
     def judge(self, samples: Samples) -> Outcome:
-        return judge(samples)
-
-
-def planning_set(*cases: PlanCase, repeats: int = REPEATS, memory: bool = True) -> RankSet:
-    """Turns without ranks: planning each case, and what a peer costs."""
-
-    def turns(_: Children) -> Iterator[Turn]:
-        for case in cases:
-            pairing = _pair_ranks(case)
-            yield from (Turn(key=case, run=partial(_timed_plan, case, pairing)) for _ in range(repeats))
-        for layers, order in product(_MEMORY_LAYERS, Order) if memory else ():
-            yield Turn(key=(layers, order), run=partial(_peer_memory, layers, order))
-
-    return RankSet(note="planning", turns=turns)
-
-
-def judge(samples: Samples) -> Outcome:
-    plans = {case: _summarize(case, taken) for case, taken in samples.of(PlanSample).items()}
-    memory = [peer for (peer,) in samples.of(PeerMemory).values()]
-    growths = [(peer.growth, f"{peer.regions} regions") for peer in memory]
-    return Outcome(
-        results={"planning": list(plans.values()), "memory": memory},
-        tables=(_plan_table(plans.values()), _memory_table(memory)),
-        targets=(
-            *(
-                at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.median_s * 1e3, "")])
-                for case, plan in plans.items()
-            ),
-            at_most("peer memory, 16 x blocks / 1", PEER_MEMORY_GROWTH_MAX, growths),
-        ),
-    )
+        plans = {case: _summarize(case, taken) for case, taken in samples.of(PlanSample).items()}
+        memory = [peer for (peer,) in samples.of(PeerMemory).values()]
+        growths = [(peer.growth, f"{peer.regions} regions") for peer in memory]
+        targets = [
+            at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.median_s * 1e3, "")])
+            for case, plan in plans.items()
+        ]
+        return Outcome(
+            results={"planning": list(plans.values()), "memory": memory},
+            tables=[_plan_table(plans.values()), _memory_table(memory)],
+            targets=[*targets, at_most("peer memory, 16 x blocks / 1", PEER_MEMORY_GROWTH_MAX, growths)],
+        )
 
 
 def _plan_table(plans: Iterable[PlanResult]) -> Table:
     return Table(
-        title="planning a prompt of 128k tokens, 80 layers, blocks of 16",
+        title="planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16",
         headings=("rank reads", "descriptors", "slices", "p50 ms", "range", "first slice ms"),
         rows=[
             (
@@ -217,7 +202,7 @@ def _summarize(case: PlanCase, taken: list[PlanSample]) -> PlanResult:
     )
 
 
-def _peer_memory(layers: int, order: Order) -> PeerMemory:
+def peer_memory(layers: int, order: Order) -> PeerMemory:
     small, large = (_traced_peer(layers, blocks, order) for blocks in _MEMORY_BLOCKS)
     return PeerMemory(
         label="pieces of whole blocks" if order is Order.HND else "smallest pieces (NHD to HND)",

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvflow.bench import planning
 from kvflow.bench.child import BenchError
 from kvflow.bench.scenario import Outcome, Samples, Table
 from kvflow.bench.targets import TargetRow, at_least, percentile
@@ -55,7 +54,6 @@ class CaseResult:
 
 
 def judge(samples: Samples, useful_bytes: Callable[[Cut], int], title: str) -> Outcome:
-    plans = planning.judge(samples)
     loads = samples.of(LoadResult)
     for case in CASES:
         (first,), wanted = loads["check", case], useful_bytes(case.consumer)
@@ -63,9 +61,9 @@ def judge(samples: Samples, useful_bytes: Callable[[Cut], int], title: str) -> O
             raise BenchError(f"{case.label}: {first.checked_bytes} bytes compared of {wanted}")
     cases = summarize({case.label: loads["check", case] + loads["rounds", case] for case in CASES}, useful_bytes)
     return Outcome(
-        results={"cases": cases, **plans.results},
-        tables=[_table(cases, title), *plans.tables],
-        targets=[slice_target(cases), *plans.targets],
+        results={"cases": cases},
+        tables=[_table(cases, title)],
+        targets=[slice_target(cases)],
     )
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
-from kvflow.bench import planning
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import RankProcess
 from kvflow.bench.engine import EngineProducer, open_producer
@@ -32,10 +31,7 @@ _LIMITS = Config(engine_id="limits")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Compare what loads cost between engines that cut the cache differently: TP, NHD and HND, block sizes, staging.
-
-    Also: how long planning a prompt of 128k tokens takes, and what a peer costs in memory.
-    """
+    """Compare what loads cost between engines that cut the cache differently: TP, NHD and HND, block sizes, staging."""
 
     transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
     size: Annotated[int, "MB (2**20 bytes) that a load brings a rank with 8 heads."] = 64
@@ -75,10 +71,7 @@ class Topology:
         Cut(tp_rank=0, tp_size=1).shape(layers=self.layers, tokens=self.pool_tokens).checked("--size")
         ranks = [*map(self._producer, PRODUCERS), self._consumer()]
         note, environment = f"{self.transport}: starting {len(ranks)} ranks", self.transport.environment
-        return [
-            planning.planning_set(*planning.PROMPTS),
-            RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment),
-        ]
+        return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
 
     def judge(self, samples: Samples) -> Outcome:
         title = f"{self.transport}: {self.tokens} tokens, {self.layers} layers, {self.rounds} rounds"

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from kvflow.bench import planning
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.scenario import Outcome, Samples, Table
@@ -123,7 +122,7 @@ class TransportResult:
 
 
 def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs: int, pattern: str) -> Outcome:
-    plans, turns = planning.judge(samples), samples.of(TurnResult)
+    turns = samples.of(TurnResult)
     transports = [
         TransportResult(
             transport=transport,
@@ -143,9 +142,9 @@ def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs:
     ]
     title = f"{pattern} blocks, {shape.region_block_size_bytes >> 10} KiB a descriptor"
     return Outcome(
-        results={"transports": transports, "planning": plans.results["planning"][0]},
+        results={"transports": transports},
         tables=[table for result in transports for table in (_speed_table(result, title), _loop_table(result))],
-        targets=[*chain.from_iterable(map(targets_of, transports)), *plans.targets],
+        targets=list(chain.from_iterable(map(targets_of, transports))),
     )
 
 

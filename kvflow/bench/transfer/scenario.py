@@ -20,7 +20,6 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from kvflow.bench import planning
 from kvflow.bench.cache import CacheShape, huge_page_share
 from kvflow.bench.child import Child
 from kvflow.bench.clocks import process_cpu_s
@@ -72,7 +71,7 @@ class Transfer:
     quick: bool = False
 
     SCHEMA_VERSION: ClassVar = 3
-    QUICK: ClassVar[Mapping[str, Any]] = {"sizes": "block,1", "pairs": 2, "rounds": 2, "layers": 2, "idle_s": 0.5}
+    QUICK: ClassVar[Mapping[str, Any]] = {"sizes": "block,1", "pairs": 1, "rounds": 1, "layers": 2, "idle_s": 0.5}
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -100,17 +99,14 @@ class Transfer:
             raise SettingsError(f"--rounds: {self.rounds} rounds are too few for --pairs {self.pairs}")
         ranks = [rank for contender in Contender for rank in contender.ranks(self.shape)]
         return [
-            planning.planning_set(planning.DESCRIPTORS_100K, memory=False),
-            *(
-                RankSet(
-                    note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {len(ranks)} processes",
-                    ranks=ranks,
-                    turns=partial(self._turns, transport, pair),
-                    environment=transport.environment,
-                )
-                for transport in self.transports
-                for pair in range(self.pairs)
-            ),
+            RankSet(
+                note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {len(ranks)} processes",
+                ranks=ranks,
+                turns=partial(self._turns, transport, pair),
+                environment=transport.environment,
+            )
+            for transport in self.transports
+            for pair in range(self.pairs)
         ]
 
     def judge(self, samples: Samples) -> Outcome:

@@ -14,15 +14,15 @@ from rich.console import Console
 from tests_support import small_cache
 
 from kvflow import Config, Runtime
-from kvflow.cli.bench.children import BenchError
-from kvflow.cli.doctor import host as host_checks
-from kvflow.cli.doctor.findings import Finding, Status, fail, is_broken, ok, warn
-from kvflow.cli.doctor.host import Host, check_host, read_host
-from kvflow.cli.doctor.peer import examine_peer, judge_answer
-from kvflow.cli.doctor.report import as_json, print_findings
-from kvflow.cli.doctor.transfer import judge_plugins, last_line
-from kvflow.cli.doctor.ucx import ReadPath, check_path, read_path
+from kvflow.bench.child import BenchError
 from kvflow.core import wire
+from kvflow.doctor import host as host_checks
+from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
+from kvflow.doctor.host import Host, check_host, read_host
+from kvflow.doctor.peer import examine_peer, judge_answer
+from kvflow.doctor.report import as_json, print_findings
+from kvflow.doctor.transfer import judge_plugins, last_line
+from kvflow.doctor.ucx import ReadPath, check_path, read_path
 
 GOOD = Host(
     python=(3, 12, 1),
