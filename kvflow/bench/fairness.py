@@ -12,7 +12,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -40,7 +40,7 @@ _LEGEND = (
 
 Loads: TypeAlias = dict[str, tuple[PlannedLoad, ...]]
 """A round's, by kind: wake, alone, slice, huge, behind."""
-Job: TypeAlias = Callable[[], Awaitable[float]]
+Job: TypeAlias = Callable[[], Coroutine[Any, Any, float]]
 """Does a load; how long it took."""
 
 
@@ -215,7 +215,9 @@ class FairnessReader:
         local_ids, remote_ids = compared(chain(*loads.values()), check_all=False)
         self._cache.poison(local_ids)
         rest = iter(tickets)
-        jobs = {kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()}
+        jobs: dict[str, list[Job]] = {
+            kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()
+        }
         result = await _run_jobs(jobs, random.Random(loads["wake"][0].request_id))
         self._cache.check(local_ids, remote_ids)
         return result
@@ -227,7 +229,7 @@ class FairnessReader:
         return time.perf_counter() - start
 
 
-async def _run_jobs(jobs: dict[str, list[Any]], pauses: random.Random) -> Round:
+async def _run_jobs(jobs: dict[str, list[Job]], pauses: random.Random) -> Round:
     await _one_by_one(jobs["wake"], None)
     alone_s = await _one_by_one(jobs["alone"], pauses)
     slice_s = await _one_by_one(jobs["slice"], pauses)

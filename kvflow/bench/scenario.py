@@ -23,7 +23,10 @@ SampleT = TypeVar("SampleT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What some children do while the others rest. What `run` returns is a sample, kept under `key`."""
+    """What some children do while the others rest. What `run` returns is a sample, kept under `key`.
+
+    `note` is told the user, of turns in a row that have the same one once.
+    """
 
     key: Hashable
     run: Callable[[], object]
@@ -110,13 +113,14 @@ def run_scenario(scenario: Scenario, note: Note) -> Report:
     _check_memory(max(sum(rank.memory_bytes for rank in some.ranks) for some in sets))
     machine = describe_machine()
     note(f"load average {machine['load_average_1m']:.1f} before the start; others' work is in every number")
-    samples = Samples()
+    samples, said = Samples(), ""
     for some in sets:
         note(some.note)
         with open_children(some.ranks, some.environment) as children:
             for turn in some.turns(children):
-                if turn.note:
+                if turn.note not in ("", said):
                     note(f"  {turn.note}")
+                said = turn.note
                 with awake(turn.children):
                     samples.add(turn.key, turn.run())
     return Report(scenario=scenario, machine=machine, outcome=scenario.judge(samples))

@@ -9,7 +9,7 @@ import pytest
 from kvflow import LoadReport
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
-from kvflow.bench.targets import TargetRow, Verdict
+from kvflow.bench.targets import Verdict
 from kvflow.bench.transfer.contenders import Contender
 from kvflow.bench.transfer.ranks import TurnResult
 from kvflow.bench.transfer.results import (
@@ -78,81 +78,60 @@ def test_the_median_is_of_the_medians_of_the_pairs() -> None:
 # --- targets
 
 
-def speed(*, ratio_to_a: float = 2.0, ratio_to_b: float = 1.0, median_s: float = 0.001) -> ContenderResult:
+def speed(**numbers: float) -> ContenderResult:
+    usual = {
+        "median_s": 0.001,
+        "p99_s": 0.001,
+        "gb_per_s": 1.0,
+        "cpu_s_per_gb": 1.0,
+        "ratio_to_a": 2.0,
+        "ratio_to_b": 1.0,
+    }
     return ContenderResult(
-        samples=10,
-        median_s=median_s,
-        pair_medians_s=(median_s,),
-        p99_s=median_s,
-        gb_per_s=1.0,
-        cpu_s_per_gb=1.0,
-        ratio_to_a=ratio_to_a,
-        ratio_to_b=ratio_to_b,
-        checked_blocks=1,
-        seconds=(median_s,),
+        samples=10, pair_medians_s=(0.001,), checked_blocks=1, seconds=(0.001,), **{**usual, **numbers}
     )
 
 
-def size(megabytes: int, ours: ContenderResult, *, blocks: int = 100, lag: LagSummary = LAG) -> SizeResult:
+def size(megabytes: int, *, lag: LagSummary = LAG, **numbers: float) -> SizeResult:
+    """0 MB are one block."""
     return SizeResult(
         label=f"{megabytes} MB",
         size_bytes=megabytes * MIB,
-        blocks=blocks,
+        blocks=100 if megabytes else 1,
         descriptors=1,
         kvflow_descriptors=1,
-        contenders={**dict.fromkeys(Contender, speed()), Contender.KVFLOW: ours},
+        contenders={**dict.fromkeys(Contender, speed()), Contender.KVFLOW: speed(**numbers)},
         lag=lag,
         phases_median_s={},
     )
 
 
-def find(
-    words: str, *sizes: SizeResult, transport: Transport = Transport.SHM, idle_cpu_percent: float = 0.5
-) -> TargetRow:
-    """The one row whose target has `words` in it."""
-    result = TransportResult(
-        transport=transport, sizes=sizes, idle_cpu_percent=idle_cpu_percent, idle_lag=LAG, huge_page_share=1.0
-    )
-    (row,) = [row for row in targets_of(result) if words in row.target]
-    return row
-
-
-def test_bulk_takes_the_worst_size_from_16_mb_up() -> None:
-    row = find(
-        "speed / (b)", size(1, speed(ratio_to_b=0.1)), size(16, speed(ratio_to_b=0.96)), size(256, speed(ratio_to_b=2))
-    )
-    assert (row.measured, row.where, row.verdict) == (0.96, "16 MB", Verdict.PASS)
-    assert find("speed / (b)", size(16, speed(ratio_to_b=0.94))).verdict is Verdict.FAIL
-    assert find("speed / (b)", size(1, speed())).verdict is Verdict.NOT_MEASURED
+SLOW = replace(LAG, p99_ms=3.0, max_ms=11.0)
 
 
 @pytest.mark.parametrize(
-    ("transport", "ratio", "verdict"),
+    ("target", "sizes", "measured", "verdict"),
     [
-        (Transport.SHM, 1.3, Verdict.PASS),
-        (Transport.SHM, 1.29, Verdict.FAIL),
-        (Transport.TCP, 1.6, Verdict.PASS),
-        (Transport.TCP, 1.59, Verdict.FAIL),
+        ("shm: bulk speed / (b)", [size(1, ratio_to_b=0.1), size(16, ratio_to_b=0.96), size(256)], 0.96, Verdict.PASS),
+        ("shm: bulk speed / (b)", [size(16, ratio_to_b=0.94)], 0.94, Verdict.FAIL),
+        ("shm: bulk speed / (b)", [size(1)], None, Verdict.NOT_MEASURED),
+        ("shm: bulk speed / (a)", [size(16, ratio_to_a=1.3)], 1.3, Verdict.PASS),
+        ("shm: bulk speed / (a)", [size(16, ratio_to_a=1.29)], 1.29, Verdict.FAIL),
+        ("tcp: bulk speed / (a)", [size(16, ratio_to_a=1.6)], 1.6, Verdict.PASS),
+        ("tcp: bulk speed / (a)", [size(16, ratio_to_a=1.59)], 1.59, Verdict.FAIL),
+        ("shm: one block, us over (b)", [size(0, median_s=0.001_140)], pytest.approx(140), Verdict.PASS),
+        ("shm: one block, us over (b)", [size(0, median_s=0.001_160)], pytest.approx(160), Verdict.FAIL),
+        ("shm: loop lag p99, 1 GB, ms", [size(1024), size(16, lag=SLOW)], 1.0, Verdict.PASS),
+        ("shm: loop lag p99, 1 GB, ms", [size(1024, lag=SLOW)], 3.0, Verdict.FAIL),
+        ("shm: loop lag max, 1 GB, ms", [size(1024, lag=SLOW)], 11.0, Verdict.FAIL),
+        ("shm: loop lag max, 1 GB, ms", [size(256, lag=SLOW)], None, Verdict.NOT_MEASURED),
+        ("tcp: idle CPU, % of a core", [], 1.0, Verdict.PASS),
     ],
 )
-def test_the_bound_on_a_depends_on_the_transport(transport: Transport, ratio: float, verdict: Verdict) -> None:
-    assert find("speed / (a)", size(16, speed(ratio_to_a=ratio)), transport=transport).verdict is verdict
-
-
-def test_one_block_is_compared_by_its_latency() -> None:
-    row = find("one block", size(0, speed(median_s=0.001_140), blocks=1))
-    assert (row.measured, row.verdict) == (pytest.approx(140), Verdict.PASS)
-    assert find("one block", size(0, speed(median_s=0.001_160), blocks=1)).verdict is Verdict.FAIL
-
-
-def test_lag_counts_while_a_gigabyte_is_loaded_over_shm() -> None:
-    slow = replace(LAG, p99_ms=3.0, max_ms=11.0)
-    assert find("lag p99", size(1024, speed()), size(16, speed(), lag=slow)).verdict is Verdict.PASS
-    assert find("lag p99", size(1024, speed(), lag=slow)).verdict is Verdict.FAIL
-    assert find("lag max", size(1024, speed(), lag=slow)).verdict is Verdict.FAIL
-    assert find("lag max", size(256, speed())).verdict is Verdict.NOT_MEASURED
-
-
-def test_idle() -> None:
-    assert find("idle CPU", idle_cpu_percent=1.0).verdict is Verdict.PASS
-    assert find("idle CPU", idle_cpu_percent=1.1).verdict is Verdict.FAIL
+def test_targets(target: str, sizes: list[SizeResult], measured: float | None, verdict: Verdict) -> None:
+    """Bulk is from 16 MB up, lag counts while a gigabyte is loaded over shm; the worst size decides."""
+    result = TransportResult(
+        transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0, idle_lag=LAG, huge_page_share=1.0
+    )
+    row = {row.target: row for row in targets_of(result)}[target]
+    assert (row.measured, row.verdict) == (measured, verdict)

@@ -114,12 +114,10 @@ class Topology:
         for case in CASES:
             run = partial(self._run_turn, children, case, "check", every_layer)
             yield Turn(key=("check", case), run=run, note=note)
-            note = ""
         note = f"{self.rounds} rounds"
         for index, case in interleaved(CASES, range(self.rounds)):
             run = partial(self._run_turn, children, case, f"round {index}", (index % self.layers,))
             yield Turn(key=("rounds", case), run=run, note=note)
-            note = ""
 
     def _run_turn(self, children: Children, case: Case, turn: str, layers: Sequence[int]) -> LoadResult:
         wake, load = self.loads_of_turn(case, turn)

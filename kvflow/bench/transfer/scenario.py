@@ -155,11 +155,10 @@ class Transfer:
         loads = self.loads_of_turn(size, "check")
         for both in every.values():
             yield Turn(key="check", run=partial(run_turn, *both, loads, check_all=check_all), children=both, note=note)
-            note = ""
         for index, contender in interleaved(tuple(Contender), rounds):
             loads = self.loads_of_turn(size, f"round {index}")
             run = partial(run_turn, *every[contender], loads, check_all=False)
-            yield Turn(key=(transport, size, contender, pair), run=run, children=every[contender])
+            yield Turn(key=(transport, size, contender, pair), run=run, children=every[contender], note=note)
 
     def _measure_idle(self, producer: Child, reader: Child) -> Idle:
         """CPU of the producer with one open lease in percent of a core, and the ticker's floor on the idle reader."""
