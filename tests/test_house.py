@@ -22,13 +22,14 @@ TESTS = {
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["config"], ["core"], ["transport"], ["runtime"]]
-LEVELS += [["blocking"], ["integrations"], ["testing"], ["cli"]]
+LEVELS += [["blocking"], ["integrations", "testing"], ["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
 # The bench measures kvflow against bare NIXL.
-COMPARED_WITH_KVFLOW = {"kvflow/cli/bench/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py"}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
@@ -39,9 +40,9 @@ LOOKING_AGAIN = {
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
-    "tests/cli/test_clocks.py": "what is tested measures how long the loop was blocked",
+    "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
-    "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
+    "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
 }
 
 
@@ -118,7 +119,7 @@ def test_imports_point_one_way(path: str) -> None:
 
 def part_is_public(part: str) -> bool:
     """Parts that may use kvflow as its users do: `from kvflow import Config`."""
-    return LEVEL_OF[part] == len(LEVELS) - 1
+    return part in PROGRAMS
 
 
 def test_every_part_has_its_level() -> None:
@@ -153,6 +154,32 @@ def test_nixl_and_zmq_have_one_home_each() -> None:
     assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl_agents.py"}
     side_channel = {"zmq_side_channel", "zmq_listener", "keyring"}
     assert importers("zmq") == {f"kvflow/runtime/{name}.py" for name in side_channel}
+
+
+def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
+    """The raw contenders of the bench: what they and all that they import take from kvflow is of the bench itself."""
+    found, rest = set[str](), ["kvflow/bench/transfer/raw.py", "kvflow/bench/transfer/ranks.py"]
+    while rest:
+        path = rest.pop()
+        for name in imported_to_run(path):
+            file = file_of(name)
+            if name.split(".")[0] == "kvflow" and file not in found:
+                assert part_of(file) == "bench", f"{path} imports {name}"
+                found.add(file)
+                rest.append(file)
+    assert found >= {f"kvflow/bench/{name}.py" for name in ("cache", "clocks", "loads", "transfer/raw")}
+
+
+def file_of(name: str) -> str:
+    """Where an imported module is, or the module that an imported name is of."""
+    bases = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]
+    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in SOURCES), "")
+
+
+def imported_to_run(path: str) -> Iterator[str]:
+    """Without what is imported for its type only."""
+    body = [node for node in SOURCES[path].body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    return imports(path, ast.Module(body=body, type_ignores=[]))
 
 
 def test_nothing_can_run_code_from_a_message() -> None:
@@ -272,13 +299,13 @@ def test_the_check_for_sleeps_sees_them() -> None:
     assert len(sleeps(asleep)) == 6
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) not in ("cli", "")])
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")])
 def test_the_library_waits_for_events_not_for_time(path: str) -> None:
     assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN)
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) == "cli"])
-def test_commands_sleep_only_where_no_loop_runs(path: str) -> None:
+@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) in PROGRAMS])
+def test_programs_sleep_only_where_no_loop_runs(path: str) -> None:
     for node in ast.walk(SOURCES[path]):
         if isinstance(node, ast.AsyncFunctionDef):
             assert "time.sleep" not in {name for name, _ in calls(node)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from kvflow.cli.version import version_lines
+from kvflow.doctor.version import version_lines
 
 _EXTRA_MODULES = ("typer", "rich")
 

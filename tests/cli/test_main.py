@@ -12,7 +12,7 @@ import pytest
 
 import kvflow
 from kvflow.cli import main
-from kvflow.cli.version import installed, versions
+from kvflow.doctor.version import installed, versions
 
 
 def test_a_bare_installation_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,8 +30,13 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("transfer", ("--transport", "--sizes", "--pairs", "--rounds", "--pattern", "--json", "--quick")),
+        (
+            "transfer",
+            ("--transport", "--sizes", "--pairs", "--pattern", "--layers", "--kv-heads", "--idle-s", "--json"),
+        ),
         ("topology", ("--transport", "--size", "--rounds", "--layers", "--json", "--quick")),
+        ("fairness", ("--transport", "--size", "--huge-loads", "--rounds", "--json", "--quick")),
+        ("planning", ("--repeats", "--json", "--quick")),
     ],
 )
 def test_help_names_the_options(name: str, options: tuple[str, ...]) -> None:
@@ -48,6 +53,7 @@ def test_help_names_the_options(name: str, options: tuple[str, ...]) -> None:
     [
         (("transfer", "--sizes", "3.5"), "--sizes: expected 'block' or a number of MB, got '3.5'"),
         (("topology", "--size", "3"), "--size: 3 MB is no multiple of 64 tokens"),
+        (("fairness", "--size", "8"), "--size: 8 MB is no multiple of a block"),
     ],
 )
 def test_options_that_cannot_be_measured_are_refused(words: tuple[str, ...], message: str) -> None:

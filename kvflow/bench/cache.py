@@ -1,0 +1,233 @@
+"""The imaginary KV cache of a rank: every 4-byte word of a producer's says which head, layer, part, token and element.
+
+The word is the same in every cut of a model, so a load can be checked however the two sides are cut, and a byte that is
+missing, stale or in the wrong place shows. Tokens are counted over a producer's pool: token t of block b is number
+b * block_size + t. All pages are touched at the start: the first touch of a page inside a transfer would be measured
+otherwise.
+
+The memory asks for huge pages. With small ones a process keeps, for life, whichever free pages the kernel had left, and
+a reader over shm pays for how its producer's lie: 16 MB by (b) took 3.4 ms from a producer whose pages mostly follow
+each other, 4.1 ms from one whose pages lie at random, 2.1 ms from huge ones. Equal contenders differed by a quarter.
+Huge pages are alike in all processes; as they leave a load the least time, they hide least of what kvflow adds to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.bench.loads import PlannedLoad, SettingsError
+
+if TYPE_CHECKING:
+    import torch
+
+ITEMSIZE = 2
+PARTS = 2
+_WORD_BYTES = 4
+_WORDS_MAX = 1 << 32
+_POISON_BYTE = 0xFF
+_POISON = 0xFFFFFFFF
+_CHECK_BLOCKS = 64
+_SAMPLE_BLOCKS = 8
+_HUGE_PAGE_BYTES = 2 << 20
+_PROCESS_BASE_BYTES = 512 << 20
+
+Words = npt.NDArray[np.uint32]
+Memory = npt.NDArray[np.uint8]
+
+
+class WrongBytes(RuntimeError):
+    """A load ended well, and its blocks do not hold what the producer has."""
+
+
+class Order(enum.StrEnum):
+    """How tokens and heads lie inside a block."""
+
+    HND = "HND"
+    NHD = "NHD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """A cache of `layers` fp16 tensors: K and V, blocks, heads and tokens in the given order, elements of a head.
+
+    A rank of a larger model holds its heads from `first_head` on.
+    """
+
+    layers: int
+    blocks: int
+    kv_heads: int = 8
+    block_size: int = 16
+    head_size: int = 128
+    order: Order = Order.HND
+    first_head: int = 0
+
+    @property
+    def region_block_size_bytes(self) -> int:
+        """K or V of one block in one layer: one descriptor."""
+        return self.kv_heads * self.block_size * self.head_size * ITEMSIZE
+
+    @property
+    def block_descriptors(self) -> int:
+        return PARTS * self.layers
+
+    @property
+    def block_size_bytes(self) -> int:
+        return self.region_block_size_bytes * self.block_descriptors
+
+    @property
+    def size_bytes(self) -> int:
+        return self.block_size_bytes * self.blocks
+
+    @property
+    def head_words(self) -> int:
+        return self.head_size * ITEMSIZE // _WORD_BYTES
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.blocks * self.block_size
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """A layer's, as they lie in memory."""
+        heads_and_tokens = (self.kv_heads, self.block_size)
+        inner = heads_and_tokens if self.order is Order.HND else heads_and_tokens[::-1]
+        return (PARTS, self.blocks, *inner, self.head_size)
+
+    @property
+    def process_bytes(self) -> int:
+        """What a process with such a cache takes."""
+        return self.size_bytes + _PROCESS_BASE_BYTES
+
+    def checked(self, option: str) -> CacheShape:
+        """Itself; SettingsError, which names the option, if the pattern cannot tell so many words apart."""
+        words = (self.first_head + self.kv_heads) * PARTS * self.layers * self.pool_tokens * self.head_words
+        if words >= _WORDS_MAX:
+            raise SettingsError(f"{option}: {self.size_bytes >> 20} MB is more than a pattern of 32 bits tells apart")
+        return self
+
+
+class PatternCache:
+    """What a rank sees in its memory: arrays [K or V, block, head, token, word], one a layer, whatever lies where."""
+
+    def __init__(self, shape: CacheShape, memory: Memory | None = None) -> None:
+        """Empty, in memory of its own or that of others who do not load at the same time."""
+        self.shape = shape
+        memory = allocate(shape.size_bytes) if memory is None else memory
+        words = memory[: shape.size_bytes].view(np.uint32)
+        self._memory = words.reshape(shape.layers, *shape.axes[:-1], shape.head_words)
+        self.layers = self._memory if shape.order is Order.HND else self._memory.swapaxes(3, 4)
+
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Address of each layer."""
+        return tuple(layer.ctypes.data for layer in self._memory)
+
+    @property
+    def layer_size_bytes(self) -> int:
+        return self._memory.nbytes // self.shape.layers
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The cache as an engine holds it: one fp16 tensor per layer, its axes in the order of memory."""
+        import torch  # here: the parent of a bench and its raw contenders need it for nothing else
+
+        return {f"layers.{index}": torch.from_numpy(layer.view(np.float16)) for index, layer in enumerate(self._memory)}
+
+    def fill(self) -> None:
+        """Write what a producer holds."""
+        tokens = self._pool(self.shape.block_size)
+        for index, layer in enumerate(self.layers):
+            layer[:] = self._expected(index, tokens)
+
+    def poison(self, block_ids: Sequence[int], layers: Iterable[int] | None = None) -> None:
+        """Overwrite blocks with what no producer holds, in all layers or in some."""
+        for index in self._chosen(layers):
+            self.layers[index][:, list(block_ids)] = _POISON
+
+    def check(
+        self,
+        block_ids: Sequence[int],
+        remote_ids: Sequence[int],
+        *,
+        remote_block_size: int | None = None,
+        layers: Iterable[int] | None = None,
+    ) -> int:
+        """Compare every byte of these blocks with what producers have in `remote_ids`; how many bytes those were."""
+        pool = self._pool(remote_block_size or self.shape.block_size)
+        tokens = pool[list(remote_ids)].reshape(-1, self.shape.block_size)
+        parts = [slice(start, start + _CHECK_BLOCKS) for start in range(0, len(block_ids), _CHECK_BLOCKS)]
+        return sum(
+            self._check_layer(index, block_ids[part], tokens[part]) for index in self._chosen(layers) for part in parts
+        )
+
+    def _check_layer(self, layer: int, block_ids: Sequence[int], tokens: Words) -> int:
+        found = self.layers[layer][:, list(block_ids)]
+        wrong = np.argwhere(found != self._expected(layer, tokens))
+        if len(wrong):
+            part, block, head, token, _ = wrong[0]
+            raise WrongBytes(
+                f"layer {layer} {'KV'[part]}: block {block_ids[block]}, head {self.shape.first_head + head}, token "
+                f"{token} is not token {tokens[block, token]} of the producer; {len(wrong)} words differ"
+            )
+        return int(found.nbytes)
+
+    def _pool(self, block_size: int) -> Words:
+        """The tokens of each block."""
+        return np.arange(self.shape.pool_tokens, dtype=np.uint32).reshape(-1, block_size)
+
+    def _expected(self, layer: int, tokens: Words) -> Words:
+        """The words of blocks that hold these tokens, [block, token]."""
+        shape = self.shape
+        heads = np.arange(shape.first_head, shape.first_head + shape.kv_heads, dtype=np.uint32)
+        parts = np.arange(layer * PARTS, (layer + 1) * PARTS, dtype=np.uint32)
+        rows = parts[:, None] + heads * np.uint32(shape.block_descriptors)
+        places: Words = rows[:, None, :, None] * np.uint32(shape.pool_tokens) + tokens[:, None, :]
+        words: Words = np.arange(shape.head_words, dtype=np.uint32)
+        return places[..., None] * np.uint32(shape.head_words) + words
+
+    def _chosen(self, layers: Iterable[int] | None) -> Iterable[int]:
+        return range(self.shape.layers) if layers is None else layers
+
+
+def allocate(size_bytes: int) -> Memory:
+    """Private memory in huge pages, as far as the machine gives them, from the start of one on; poisoned."""
+    rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages; the report says how much of a cache has them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    space: Memory = np.frombuffer(memory, dtype=np.uint8)
+    start = -space.ctypes.data % _HUGE_PAGE_BYTES
+    found = space[start : start + size_bytes]
+    found[:] = _POISON_BYTE
+    return found
+
+
+def huge_page_share(pid: int, shape: CacheShape) -> float:
+    """How much of the cache of process `pid` lies in huge pages, 0 to 1; its other memory is taken to have none."""
+    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
+        huge_kib = sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
+    return min(1.0, (huge_kib << 10) / shape.size_bytes)
+
+
+def compared(loads: Iterable[PlannedLoad], *, check_all: bool) -> tuple[list[int], list[int]]:
+    """Local and remote ids of the blocks to compare: all, or of each load a few with the first and the last."""
+    local_ids: list[int] = []
+    remote_ids: list[int] = []
+    for load in loads:
+        chosen = sample_indices(len(load.local_ids), check_all=check_all)
+        local_ids += (load.local_ids[index] for index in chosen)
+        remote_ids += (load.remote_ids[index] for index in chosen)
+    return local_ids, remote_ids
+
+
+def sample_indices(count: int, *, check_all: bool) -> list[int]:
+    if check_all or count <= _SAMPLE_BLOCKS:
+        return list(range(count))
+    return [round(position * (count - 1) / (_SAMPLE_BLOCKS - 1)) for position in range(_SAMPLE_BLOCKS)]

@@ -1,0 +1,208 @@
+"""A rank's process, as its parent sees it and from inside, and the one request and reply between them.
+
+A process holds one object, its rank, whose coroutine methods are the steps that it can be asked for:
+`child.run(Producer.offer, loads)` has the method of that name called there and returns what it returns. The end of the
+pipe means: close everything and exit.
+
+Children are spawned, never forked: a forked NIXL agent hangs. They die with their parent, even while they are stopped.
+A rank that spins is stopped by SIGSTOP whenever it is not its turn, so that it takes no core from the others; nothing
+is in flight then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+
+import uvloop
+
+_REPLY_TIMEOUT_S = 300.0
+_EXIT_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+Environment: TypeAlias = Mapping[str, str | None]
+"""Variables for a child; None removes one."""
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+class BenchError(RuntimeError):
+    """A child failed, died or kept silent; the message names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProcess:
+    """A rank to be started: `setup` is called in its process and holds the rank as long as that lives.
+
+    `on_loop`: on uvloop, with the pipe read in another thread; else without any event loop, in steps that never wait.
+    """
+
+    name: str
+    setup: Callable[[], contextlib.AbstractAsyncContextManager[object]]
+    memory_bytes: int = 0
+    _: KW_ONLY
+    on_loop: bool = True
+    spins: bool = False
+
+
+class Call(NamedTuple):
+    step: str
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+class Reply(NamedTuple):
+    value: object
+
+
+class Failed(NamedTuple):
+    """A child's last words."""
+
+    traceback: str
+
+
+class Child:
+    """A process and the pipe to it."""
+
+    def __init__(self, rank: RankProcess, environment: Environment) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._rank = rank
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, os.getpid(), rank, environment)
+        self._process = context.Process(target=_child_main, args=arguments, name=rank.name, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None, "started in __init__"
+        return pid
+
+    def wait_ready(self) -> None:
+        """Until the rank is set up."""
+        self._receive("setup")
+        self.rest()
+
+    def run(
+        self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
+    ) -> ResultT:
+        """Have the rank do a step; BenchError with its traceback if that fails."""
+        try:
+            self._pipe.send(Call(step.__name__, args, kwargs))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise BenchError(f"{self._rank.name}: died before {step.__name__}") from error
+        return cast(ResultT, self._receive(step.__name__))
+
+    def _receive(self, what: str) -> object:
+        name = self._rank.name
+        if not self._pipe.poll(_REPLY_TIMEOUT_S):
+            raise BenchError(f"{name}: no end of {what} within {_REPLY_TIMEOUT_S:.0f} s")
+        try:
+            reply: Reply | Failed = self._pipe.recv()
+        except (EOFError, ConnectionResetError) as error:
+            self._process.join(_EXIT_TIMEOUT_S)
+            raise BenchError(f"{name}: died in {what}, exit code {self._process.exitcode}") from error
+        if isinstance(reply, Failed):
+            raise BenchError(f"{name}: {reply.traceback}")
+        return reply.value
+
+    def wake(self) -> None:
+        if self._rank.spins:
+            self._signal(signal.SIGCONT)
+
+    def rest(self) -> None:
+        if self._rank.spins:
+            self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Let the process end and wait for it; kill it if it does not."""
+        self._signal(signal.SIGCONT)
+        self._pipe.close()
+        self._process.join(_EXIT_TIMEOUT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.is_alive():
+            os.kill(self.pid, number)
+
+
+@contextlib.contextmanager
+def awake(children: Sequence[Child]) -> Iterator[None]:
+    """The children may run inside the block; those that spin are stopped outside of it."""
+    for child in children:
+        child.wake()
+    try:
+        yield
+    finally:
+        for child in children:
+            child.rest()
+
+
+@contextlib.contextmanager
+def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Mapping[str, Child]]:
+    """Start all ranks at once; at the end of the block their processes are gone, those started last first."""
+    with contextlib.ExitStack() as stack:
+        children = {rank.name: stack.enter_context(contextlib.closing(Child(rank, environment))) for rank in ranks}
+        for child in children.values():
+            # A producer must make progress when its reader leaves: otherwise it may die of it (tcp).
+            stack.callback(child.wake)
+            child.wait_ready()
+        yield children
+
+
+def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environment: Environment) -> None:
+    _die_with(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes its children in order
+    for name in environment:
+        os.environ.pop(name, None)
+    os.environ.update({name: value for name, value in environment.items() if value is not None})
+    try:
+        if rank.on_loop:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_serve(pipe, rank, lambda: asyncio.to_thread(pipe.recv)))
+        else:
+            _run_without_loop(_serve(pipe, rank, lambda: _receive_blocking(pipe)))
+    except Exception:  # noqa: BLE001  (the border of the process: everything becomes the parent's BenchError)
+        with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe: it wants to know nothing more
+            pipe.send(Failed(traceback.format_exc()))
+
+
+async def _serve(pipe: Connection, rank: RankProcess, receive: Callable[[], Awaitable[Call]]) -> None:
+    async with rank.setup() as steps:
+        pipe.send(Reply(None))
+        while True:
+            try:
+                call = await receive()
+            except EOFError:
+                return
+            pipe.send(Reply(await getattr(steps, call.step)(*call.arguments, **call.named)))
+
+
+async def _receive_blocking(pipe: Connection) -> Call:
+    call: Call = pipe.recv()
+    return call
+
+
+def _run_without_loop(main: Coroutine[Any, Any, None]) -> None:
+    with contextlib.suppress(StopIteration):
+        main.send(None)
+        raise RuntimeError("a rank without an event loop has waited for one")
+
+
+def _die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent ends, however it ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)

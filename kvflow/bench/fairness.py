@@ -1,0 +1,255 @@
+"""What one-block loads wait for while huge loads run beside them.
+
+A round measures everything once, and a ratio is always within a round, so what else the machine does counts on both
+sides of it. Small loads come one after the other with random pauses, so that they meet a huge load's slices at any
+moment. Those that were not needed when the huge loads ended are made afterwards, untimed: the producer waits for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
+
+import kvflow
+from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.child import BenchError, RankProcess
+from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
+from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
+from kvflow.bench.targets import at_most, percentile
+
+READER = config_of("fairness-reader")
+DELAY_SLICES_MAX = float(READER.slices_in_flight_max)
+"""What one other load has in flight at most; where small reads can go first (shared memory) it is one slice."""
+
+_LAYERS = 8
+_SLICE_LOADS = 3
+_PAUSE_MAX_S = 0.004
+_LEGEND = (
+    "One-block loads, one after the other with random pauses, alone and while huge loads run. The delay is how much "
+    "longer they take behind huge ones, in times of a load of one slice: the median of the rounds' ratios."
+)
+
+Loads: TypeAlias = dict[str, tuple[PlannedLoad, ...]]
+"""A round's, by kind: wake, alone, slice, huge, behind."""
+Job: TypeAlias = Callable[[], Coroutine[Any, Any, float]]
+"""Does a load; how long it took."""
+
+
+class Round(NamedTuple):
+    """How long each load took: one block while nothing else ran, one slice, huge, one block behind the huge ones."""
+
+    alone_s: Sequence[float]
+    slice_s: Sequence[float]
+    huge_s: Sequence[float]
+    behind_s: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """One kind of load over all rounds."""
+
+    label: str
+    samples: int
+    p50_s: float
+    p99_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairnessResult:
+    """`delay_p50` and `delay_p99`: how much longer small loads took behind huge ones, in times of one slice.
+
+    The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each.
+    """
+
+    kinds: tuple[Spread, ...]
+    delay_p50: float
+    delay_p99: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fairness:
+    """Measure how long one-block loads take alone, and while huge loads run beside them."""
+
+    transport: Annotated[Transport, "Which way the bytes go: shm or tcp (UCX_TLS=tcp)."] = Transport.SHM
+    size: Annotated[int, "MB (2**20 bytes) of a huge load."] = 1024
+    huge_loads: Annotated[int, "How many huge loads run at once."] = 1
+    rounds: Annotated[int, "Rounds; each measures everything once."] = 9
+    quick: bool = False
+
+    SCHEMA_VERSION: ClassVar = 2
+    QUICK: ClassVar[Mapping[str, Any]] = {"size": 256, "huge_loads": 1, "rounds": 1}
+
+    @property
+    def counts(self) -> dict[str, list[int]]:
+        """Blocks of each load of a round. SettingsError if a huge one is no whole number of them, or too small."""
+        block_bytes = CacheShape(layers=_LAYERS, blocks=1).block_size_bytes
+        slice_bytes = READER.slice_bytes_max
+        huge_blocks, rest = divmod(self.size * MIB, block_bytes)
+        if rest or self.size * MIB < 2 * slice_bytes:
+            raise SettingsError(
+                f"--size: {self.size} MB is no multiple of a block, which has {block_bytes} bytes, "
+                f"or less than two slices, which have {2 * slice_bytes}"
+            )
+        return {
+            "wake": [1],
+            "alone": [1] * (3 if self.quick else 30),
+            "slice": [slice_bytes // block_bytes] * _SLICE_LOADS,
+            "huge": [huge_blocks] * self.huge_loads,
+            "behind": [1] * (20 if self.quick else 200),
+        }
+
+    @property
+    def shape(self) -> CacheShape:
+        return CacheShape(layers=_LAYERS, blocks=sum(chain(*self.counts.values()))).checked("--size, --huge-loads")
+
+    def sets(self) -> Sequence[RankSet]:
+        shape = self.shape
+        ranks = (
+            RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape), shape.process_bytes),
+            RankProcess("reader", partial(open_reader, shape), shape.process_bytes),
+        )
+        note, environment = f"{self.transport}: {self.rounds} rounds", self.transport.environment
+        return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
+
+    def loads_of_round(self, index: int) -> Loads:
+        """Scattered blocks for every load of a round, which share none."""
+        name, counts, blocks = f"round {index}", self.counts, self.shape.blocks
+        local_ids, remote_ids = (scattered(f"{name} {side}", blocks, blocks) for side in ("local", "remote"))
+        loads = iter(share_out(name, list(chain(*counts.values())), local_ids, remote_ids))
+        return {kind: tuple(islice(loads, len(some))) for kind, some in counts.items()}
+
+    def _turns(self, children: Children) -> Iterator[Turn]:
+        for index in range(self.rounds):
+            note = f"round {index + 1} of {self.rounds}"
+            yield Turn(key="round", run=partial(_run_round, self.loads_of_round(index), children), note=note)
+
+    def judge(self, samples: Samples) -> Outcome:
+        result = summarize(samples.of(Round)["round"])
+        return Outcome(
+            results={"result": result},
+            tables=[self._table(result)],
+            targets=[at_most("one block behind huge, p99, slices", DELAY_SLICES_MAX, [(result.delay_p99, "")])],
+        )
+
+    def _table(self, result: FairnessResult) -> Table:
+        slices = f"slices of {READER.slice_bytes_max >> 20} MB"
+        delays = {"one block, behind": (f"{result.delay_p50:.2f}", f"{result.delay_p99:.2f}")}
+        return Table(
+            title=f"{self.transport}: one block behind {self.huge_loads} x {self.size} MB, {slices}",
+            headings=("load", "n", "p50 ms", "p99 ms", "max ms", "delay p50", "delay p99"),
+            rows=[
+                (
+                    kind.label,
+                    str(kind.samples),
+                    *(f"{seconds * 1e3:.2f}" for seconds in (kind.p50_s, kind.p99_s, kind.max_s)),
+                    *delays.get(kind.label, ()),
+                )
+                for kind in result.kinds
+            ],
+            caption=_LEGEND,
+        )
+
+
+def _run_round(loads: Loads, children: Children) -> Round:
+    tickets = children["producer"].run(EngineProducer.offer, list(chain(*loads.values())))
+    result = children["reader"].run(FairnessReader.round, loads, tickets)
+    children["producer"].run(EngineProducer.settle)
+    if not result.behind_s:
+        raise BenchError("no small load met a huge one: ask for a larger --size")
+    return result
+
+
+def summarize(rounds: Sequence[Round]) -> FairnessResult:
+    return FairnessResult(
+        kinds=(
+            _spread("one block, alone", [one.alone_s for one in rounds]),
+            _spread("one block, behind", [one.behind_s for one in rounds]),
+            _spread("one slice, alone", [one.slice_s for one in rounds]),
+            _spread("huge", [one.huge_s for one in rounds]),
+        ),
+        delay_p50=statistics.median(_delay(one, 50) for one in rounds),
+        delay_p99=statistics.median(_delay(one, 99) for one in rounds),
+    )
+
+
+def _spread(label: str, rounds: Sequence[Sequence[float]]) -> Spread:
+    seconds = list(chain(*rounds))
+    p50_s, p99_s = (percentile(seconds, percent) for percent in (50, 99))
+    return Spread(label=label, samples=len(seconds), p50_s=p50_s, p99_s=p99_s, max_s=max(seconds))
+
+
+def _delay(one: Round, percent: float) -> float:
+    more_s = percentile(one.behind_s, percent) - percentile(one.alone_s, percent)
+    return more_s / statistics.median(one.slice_s)
+
+
+# --- in the process that loads
+
+
+@contextlib.asynccontextmanager
+async def open_reader(shape: CacheShape) -> AsyncIterator[FairnessReader]:
+    cache = PatternCache(shape)
+    async with open_runtime(READER, cache) as runtime:
+        yield FairnessReader(runtime, cache)
+
+
+class FairnessReader:
+    """Does the loads of a round."""
+
+    def __init__(self, runtime: kvflow.Runtime, cache: PatternCache) -> None:
+        self._runtime = runtime
+        self._cache = cache
+
+    async def round(self, loads: Loads, tickets: Sequence[Ticket]) -> Round:
+        """The tickets are in the order of all loads."""
+        local_ids, remote_ids = compared(chain(*loads.values()), check_all=False)
+        self._cache.poison(local_ids)
+        rest = iter(tickets)
+        jobs: dict[str, list[Job]] = {
+            kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()
+        }
+        result = await _run_jobs(jobs, random.Random(loads["wake"][0].request_id))
+        self._cache.check(local_ids, remote_ids)
+        return result
+
+    async def _time(self, load: PlannedLoad, ticket: Ticket) -> float:
+        request = kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
+        start = time.perf_counter()
+        await self._runtime.load_blocks(request)
+        return time.perf_counter() - start
+
+
+async def _run_jobs(jobs: dict[str, list[Job]], pauses: random.Random) -> Round:
+    await _one_by_one(jobs["wake"], None)
+    alone_s = await _one_by_one(jobs["alone"], pauses)
+    slice_s = await _one_by_one(jobs["slice"], pauses)
+    behind, behind_s = jobs["behind"], list[float]()
+    async with asyncio.TaskGroup() as group:
+        huge = [group.create_task(job()) for job in jobs["huge"]]
+        await asyncio.sleep(_PAUSE_MAX_S)
+        while behind:
+            seconds = await _one_by_one([behind.pop()], pauses)
+            if any(task.done() for task in huge):
+                break  # and this small load may have had the machine for itself
+            behind_s += seconds
+    await _one_by_one(behind, None)
+    return Round(alone_s, slice_s, [task.result() for task in huge], behind_s)
+
+
+async def _one_by_one(jobs: Sequence[Job], pauses: random.Random | None) -> list[float]:
+    seconds = []
+    for job in jobs:
+        if pauses is not None:
+            await asyncio.sleep(pauses.uniform(0, _PAUSE_MAX_S))
+        seconds.append(await job())
+    return seconds

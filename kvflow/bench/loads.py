@@ -1,0 +1,69 @@
+"""Which way the bytes go, and which blocks a load moves. Pure."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+MIB = 1 << 20
+
+Ticket: TypeAlias = dict[str, object]
+
+
+class SettingsError(ValueError):
+    """Options that cannot be measured; the message names the option and both values."""
+
+
+class Transport(enum.StrEnum):
+    SHM = "shm"
+    TCP = "tcp"
+
+    @property
+    def environment(self) -> Mapping[str, str | None]:
+        """What a child's environment has to say for its bytes to go this way, whatever the caller has set."""
+        return {**QUIET, "UCX_TLS": "tcp" if self is Transport.TCP else None}
+
+
+QUIET: Mapping[str, str | None] = {"NIXL_LOG_LEVEL": "WARN", "UCX_LOG_LEVEL": "error"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedLoad:
+    """Read the producer's blocks `remote_ids` into the reader's blocks `local_ids`, in this order."""
+
+    request_id: str
+    local_ids: tuple[int, ...]
+    remote_ids: tuple[int, ...]
+
+
+class PeerAddress(NamedTuple):
+    """What a reader has to know of a producer before it loads; nothing where tickets say where to go."""
+
+    agent: str = ""
+    metadata: bytes = b""
+    bases: tuple[int, ...] = ()
+
+
+def scattered(seed: str, blocks: int, count: int) -> tuple[int, ...]:
+    """`count` different blocks out of `blocks`; equal seeds give equal ones."""
+    rng = np.random.default_rng(list(seed.encode()))
+    return tuple(rng.permutation(blocks)[:count].tolist())
+
+
+def share_out(
+    name: str, counts: Sequence[int], local_ids: Sequence[int], remote_ids: Sequence[int]
+) -> tuple[PlannedLoad, ...]:
+    """Loads of so many blocks each, which share none."""
+    return tuple(
+        PlannedLoad(
+            request_id=f"{name} {index}",
+            local_ids=tuple(local_ids[end - count : end]),
+            remote_ids=tuple(remote_ids[end - count : end]),
+        )
+        for index, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True))
+    )

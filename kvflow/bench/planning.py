@@ -1,0 +1,252 @@
+"""What does not need a peer: how long planning a load takes, and what a peer costs in memory.
+
+What is timed is what a load pays on the reader: checking both lists of block ids, matching the chunks, and all slices.
+Pairing the regions happens once per peer and is not part of it. Prompts have 128k tokens of a model with the shape of
+the common 70B ones: 80 layers, 8 KV heads of 128 fp16 elements, blocks of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import tracemalloc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from kvflow.bench.cache import ITEMSIZE, PARTS, Order
+from kvflow.bench.loads import MIB, scattered
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
+from kvflow.bench.targets import at_most
+from kvflow.config import Config
+from kvflow.core.layout import BlockShape
+from kvflow.core.pairing import HeadSlice, Pairing
+from kvflow.core.plan import check_block_ids, match_chunks, plan_slices
+from kvflow.core.regions import Device, Regions
+
+PEER_MEMORY_GROWTH_MAX = 1.01
+_BLOCK_SIZE = 16
+_RUN_BYTES = 128 * ITEMSIZE
+_PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
+_LIMITS = Config(engine_id="limits")
+_MEMORY_BLOCKS = (1 << 12, 1 << 16)
+_MEMORY_LAYERS = (20, 80)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCase:
+    """Planning a load of `blocks` blocks for a rank with `kv_heads` heads, from one with `remote_kv_heads`."""
+
+    label: str
+    kv_heads: int = 8
+    remote_kv_heads: int = 8
+    layers: int = 80
+    blocks: int = _PROMPT_BLOCKS
+    pool_blocks: int = 2 * _PROMPT_BLOCKS
+    slice_bytes: int = _LIMITS.slice_bytes_max
+    ms_max: float = 30.0
+
+
+CASES = (
+    PlanCase(label="100,000 descriptors", layers=32, blocks=1564, pool_blocks=2048, slice_bytes=16 * MIB, ms_max=20.0),
+    PlanCase(label="1 of 1 head", kv_heads=1, remote_kv_heads=1),
+    PlanCase(label="1 of 2 heads", kv_heads=1, remote_kv_heads=2),
+    PlanCase(label="8 of 8 heads"),
+)
+
+
+class PlanSample(NamedTuple):
+    """Seconds for all slices, seconds until the first, and the descriptors of each."""
+
+    seconds: float
+    first_s: float
+    counts: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """`first_s` is when the first slice can be posted; the others are planned while bytes move."""
+
+    label: str
+    descriptors: int
+    slices: int
+    median_s: float
+    min_s: float
+    max_s: float
+    first_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerMemory:
+    """Bytes that a peer's regions, the pairing with it and its region pairs take, for two sizes of its pool."""
+
+    label: str
+    regions: int
+    blocks: tuple[int, int]
+    bytes_of_blocks: tuple[int, int]
+
+    @property
+    def growth(self) -> float:
+        return self.bytes_of_blocks[1] / self.bytes_of_blocks[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """Measure how long kvflow plans loads of 100,000 descriptors and of 128k tokens, and what a peer costs in memory.
+
+    Nothing is transferred.
+    """
+
+    repeats: Annotated[int, "How often each load is planned."] = 15
+    quick: bool = False
+
+    SCHEMA_VERSION: ClassVar = 1
+    QUICK: ClassVar[Mapping[str, Any]] = {"repeats": 3}
+
+    def sets(self) -> Sequence[RankSet]:
+        return [RankSet(note="planning", turns=self._turns)]
+
+    def _turns(self, _: Children) -> Iterator[Turn]:
+        for case in CASES:
+            pairing = _pair_ranks(case)
+            yield from (Turn(key=case, run=partial(_timed_plan, case, pairing)) for _ in range(self.repeats))
+        for layers, order in product(_MEMORY_LAYERS, Order):
+            yield Turn(key=(layers, order), run=partial(peer_memory, layers, order))
+
+    def judge(self, samples: Samples) -> Outcome:
+        plans = {case: _summarize(case, taken) for case, taken in samples.of(PlanSample).items()}
+        memory = [peer for (peer,) in samples.of(PeerMemory).values()]
+        growths = [(peer.growth, f"{peer.regions} regions") for peer in memory]
+        targets = [
+            at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.median_s * 1e3, "")])
+            for case, plan in plans.items()
+        ]
+        return Outcome(
+            results={"planning": list(plans.values()), "memory": memory},
+            tables=[_plan_table(plans.values()), _memory_table(memory)],
+            targets=[*targets, at_most("peer memory, 16 x blocks / 1", PEER_MEMORY_GROWTH_MAX, growths)],
+        )
+
+
+def _plan_table(plans: Iterable[PlanResult]) -> Table:
+    return Table(
+        title="planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16",
+        headings=("rank reads", "descriptors", "slices", "p50 ms", "range", "first slice ms"),
+        rows=[
+            (
+                plan.label,
+                f"{plan.descriptors:,}",
+                f"{plan.slices:,}",
+                f"{plan.median_s * 1e3:.1f}",
+                f"{plan.min_s * 1e3:.1f}..{plan.max_s * 1e3:.1f}",
+                f"{plan.first_s * 1e3:.2f}",
+            )
+            for plan in plans
+        ],
+    )
+
+
+def _memory_table(memory: Sequence[PeerMemory]) -> Table:
+    small, large = _MEMORY_BLOCKS
+    return Table(
+        title="memory of a peer: its regions, the pairing, the pieces",
+        headings=("pairing", "regions", f"{small:,} blocks", f"{large:,} blocks"),
+        rows=[
+            (peer.label, str(peer.regions), *(f"{size / 1024:.1f} KiB" for size in peer.bytes_of_blocks))
+            for peer in memory
+        ],
+    )
+
+
+def _pair_ranks(case: PlanCase) -> Pairing:
+    local = _regions(layers=case.layers, blocks=case.pool_blocks, heads=case.kv_heads, base=1 << 40)
+    remote = _regions(layers=case.layers, blocks=case.pool_blocks, heads=case.remote_kv_heads, base=1 << 42)
+    return _pair(local, remote, HeadSlice(0, case.remote_kv_heads - case.kv_heads, case.kv_heads))
+
+
+def _timed_plan(case: PlanCase, pairing: Pairing) -> PlanSample:
+    local_ids, remote_ids = (list(scattered(side, case.pool_blocks, case.blocks)) for side in ("local", "remote"))
+    start = time.perf_counter()
+    local = check_block_ids(local_ids, num_blocks=case.pool_blocks, what="local block_ids")
+    remote = check_block_ids(remote_ids, num_blocks=case.pool_blocks, what="remote block_ids")
+    tokens = _BLOCK_SIZE * case.blocks
+    chunks = match_chunks(
+        local, len(remote), local_block_size=_BLOCK_SIZE, remote_block_size=_BLOCK_SIZE, num_tokens=tokens
+    )
+    slices = plan_slices(
+        pairing,
+        [some.locate(remote) for some in chunks],
+        bytes_max=case.slice_bytes,
+        descriptors_max=_LIMITS.slice_descriptors_max,
+    )
+    counts = [len(next(slices))]
+    first_s = time.perf_counter() - start
+    counts += [len(some) for some in slices]  # each is dropped before the next, as a load drops what it has posted
+    return PlanSample(time.perf_counter() - start, first_s, counts)
+
+
+def _summarize(case: PlanCase, taken: list[PlanSample]) -> PlanResult:
+    seconds = [sample.seconds for sample in taken]
+    return PlanResult(
+        label=case.label,
+        descriptors=sum(taken[0].counts),
+        slices=len(taken[0].counts),
+        median_s=statistics.median(seconds),
+        min_s=min(seconds),
+        max_s=max(seconds),
+        first_s=statistics.median(sample.first_s for sample in taken),
+    )
+
+
+def peer_memory(layers: int, order: Order) -> PeerMemory:
+    small, large = (_traced_peer(layers, blocks, order) for blocks in _MEMORY_BLOCKS)
+    return PeerMemory(
+        label="pieces of whole blocks" if order is Order.HND else "smallest pieces (NHD to HND)",
+        regions=PARTS * layers,
+        blocks=_MEMORY_BLOCKS,
+        bytes_of_blocks=(small, large),
+    )
+
+
+def _traced_peer(layers: int, blocks: int, order: Order) -> int:
+    """Bytes that stay allocated for one more peer."""
+    local = _regions(layers=layers, blocks=blocks, heads=8, base=1 << 40)
+    _make_peer(local, layers, blocks, order)  # what is made once for all peers, such as caches of numpy
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    peer = _make_peer(local, layers, blocks, order)
+    after, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peer is not None
+    return after - before
+
+
+def _make_peer(local: Regions, layers: int, blocks: int, order: Order) -> tuple[Pairing, object]:
+    remote = _regions(layers=layers, blocks=blocks, heads=8, base=1 << 44, order=order)
+    pairing = _pair(local, remote, HeadSlice(0, 0, 8))
+    return pairing, pairing.groups(_BLOCK_SIZE)
+
+
+def _pair(local: Regions, remote: Regions, heads: HeadSlice) -> Pairing:
+    layers = range(len(local) // PARTS)
+    return Pairing(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
+
+
+def _regions(*, layers: int, blocks: int, heads: int, base: int, order: Order = Order.HND) -> Regions:
+    """K and V of all layers, K and V apart by a whole pool, as [2, blocks, ...] tensors have them."""
+    strides = (_RUN_BYTES, _BLOCK_SIZE * _RUN_BYTES) if order is Order.HND else (heads * _RUN_BYTES, _RUN_BYTES)
+    block = BlockShape(_BLOCK_SIZE, heads, _RUN_BYTES, *strides)
+    count = PARTS * layers
+    bases = base + np.arange(count, dtype=np.uint64) * np.uint64(blocks * block.size_bytes)
+    return Regions(
+        bases=bases.astype(np.uint64),
+        strides=np.full(count, block.size_bytes, dtype=np.uint64),
+        block=block,
+        parts=("K", "V"),
+        num_blocks=blocks,
+        device=Device("cpu", 0),
+    )

@@ -1,0 +1,152 @@
+"""The harness: a scenario's ranks are started, take turns, and its judge looks at the samples.
+
+While a turn runs the parent sleeps in a read; it draws no progress bars.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field
+from importlib.metadata import version
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from kvflow.bench.child import BenchError, Child, Environment, RankProcess, awake, open_children
+from kvflow.bench.targets import TargetRow
+
+Children = Mapping[str, Child]
+Note = Callable[[str], None]
+ContenderT = TypeVar("ContenderT")
+SampleT = TypeVar("SampleT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What some children do while the others rest. What `run` returns is a sample, kept under `key`.
+
+    `note` is told the user, of turns in a row that have the same one once.
+    """
+
+    key: Hashable
+    run: Callable[[], object]
+    children: Sequence[Child] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSet:
+    """Ranks that live at the same time, and the turns that they take, in order; without ranks, turns of the parent."""
+
+    note: str
+    turns: Callable[[Children], Iterable[Turn]]
+    ranks: Sequence[RankProcess] = ()
+    environment: Environment = field(default_factory=dict)
+
+
+class Samples:
+    """What turns returned, in their order."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[Hashable, object]] = []
+
+    def add(self, key: Hashable, sample: object) -> None:
+        self._all.append((key, sample))
+
+    def of(self, kind: type[SampleT]) -> dict[Any, list[SampleT]]:
+        """The samples of one kind, by key."""
+        found: dict[Any, list[SampleT]] = {}
+        for key, sample in self._all:
+            if isinstance(sample, kind):
+                found.setdefault(key, []).append(sample)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table for people. A row of one cell is a heading, an empty one a gap."""
+
+    title: str
+    headings: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    caption: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a judge makes of the samples: `results` by name, for programs, the same as tables, and the targets."""
+
+    results: Mapping[str, Any]
+    tables: Sequence[Table]
+    targets: Sequence[TargetRow]
+
+
+class Scenario(Protocol):
+    """What is measured: a dataclass whose fields are the options of its command, and its docstring the help."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+    SCHEMA_VERSION: ClassVar[int]
+    QUICK: ClassVar[Mapping[str, Any]]
+    """Options that show that it works in the least time."""
+
+    def sets(self) -> Sequence[RankSet]:
+        """They live one after the other. SettingsError if the options make no sense."""
+        ...
+
+    def judge(self, samples: Samples) -> Outcome:
+        """Pure. BenchError if what was measured proves nothing; a target that is missed is no error."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """Everything one run found out."""
+
+    scenario: Scenario
+    machine: Mapping[str, str | int | float]
+    outcome: Outcome
+
+
+def run_scenario(scenario: Scenario, note: Note) -> Report:
+    """Measure everything; raises BenchError when a child fails or a block does not hold the right bytes."""
+    sets = scenario.sets()
+    _check_memory(max(sum(rank.memory_bytes for rank in some.ranks) for some in sets))
+    machine = describe_machine()
+    note(f"load average {machine['load_average_1m']:.1f} before the start; others' work is in every number")
+    samples, said = Samples(), ""
+    for some in sets:
+        note(some.note)
+        with open_children(some.ranks, some.environment) as children:
+            for turn in some.turns(children):
+                if turn.note not in ("", said):
+                    note(f"  {turn.note}")
+                said = turn.note
+                with awake(turn.children):
+                    samples.add(turn.key, turn.run())
+    return Report(scenario=scenario, machine=machine, outcome=scenario.judge(samples))
+
+
+def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iterator[tuple[int, ContenderT]]:
+    """Every contender once a round, in an order that rotates, so that noise and the caches' state hit all alike."""
+    for index in rounds:
+        start = index % len(contenders)
+        for contender in (*contenders[start:], *contenders[:start]):
+            yield index, contender
+
+
+def _check_memory(need: int) -> None:
+    """Refuse to start what the machine cannot hold: swapping would be measured otherwise."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        (available,) = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    if need > available:
+        raise BenchError(f"{need >> 20} MB are needed, available are {available >> 20} MB; ask for a smaller size")
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """What a number depends on besides the code. The load is taken before we add our own."""
+    return {
+        "cpus": os.cpu_count() or 0,
+        "load_average_1m": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "nixl", "numpy", "uvloop")},
+    }

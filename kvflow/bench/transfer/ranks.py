@@ -1,0 +1,202 @@
+"""A reader's turn, the same for all contenders, and what the processes of (a), (b) and (d) do.
+
+None of kvflow's runtime is in it: the floor does not move with it. (a) and (b) live without an event loop; a producer
+waits for its parent in a blocking read while its agent's progress thread serves the reads. (d) is (b) behind one thread
+and an event loop, nothing else: the reader's agent belongs to one thread; a coroutine on uvloop hands it each load,
+which is word for word (b)'s, and awaits the end. What (c) takes longer than this is kvflow's own work; what this takes
+longer than (b) are two changes of thread. The producer is (b)'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from kvflow.bench.cache import CacheShape, PatternCache, compared
+from kvflow.bench.clocks import loop_ticker, process_cpu_s
+from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.transfer.raw import ExampleAgent, RawAgent, TunedAgent
+
+if TYPE_CHECKING:
+    from kvflow import LoadReport
+
+Job: TypeAlias = Callable[[], Awaitable["LoadReport | None"]]
+"""Does a load; only kvflow reports on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """What a reader measured in one turn, and how many bytes it compared. `cpu_s` is its producer's, too."""
+
+    seconds: Sequence[float]
+    cpu_s: float
+    checked_bytes: int
+    lags_s: Sequence[float] = ()
+    reports: Sequence[LoadReport] = ()
+
+
+class Way(Protocol):
+    """How a contender loads."""
+
+    async def connect(self, address: PeerAddress) -> None: ...
+    def prepare(self, load: PlannedLoad, ticket: Ticket | None) -> Job: ...
+
+
+class Reader:
+    """The rank of a reader's process. Only on a loop there is a ticker beside the loads; its CPU time counts."""
+
+    def __init__(self, cache: PatternCache, way: Way, *, on_loop: bool = True) -> None:
+        self._cache = cache
+        self._way = way
+        self._ticker = loop_ticker if on_loop else contextlib.nullcontext
+        self._pids = [os.getpid()]
+
+    async def connect(self, address: PeerAddress, producer_pid: int) -> None:
+        await self._way.connect(address)
+        self._pids.append(producer_pid)
+
+    async def turn(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket], *, check_all: bool) -> TurnResult:
+        """The first load wakes everybody up, the others are timed."""
+        local_ids, remote_ids = compared(loads, check_all=check_all)
+        self._cache.poison(local_ids)
+        wake, *timed = (self._way.prepare(load, ticket) for load, ticket in zip_longest(loads, tickets))
+        await wake()
+        seconds: list[float] = []
+        lags_s: list[float] = []
+        reports: list[LoadReport | None] = []
+        async with self._ticker(lags_s):
+            cpu_before_s = self._cpu_s()
+            for job in timed:
+                start = time.perf_counter()
+                reports.append(await job())
+                seconds.append(time.perf_counter() - start)
+            cpu_s = self._cpu_s() - cpu_before_s
+        return TurnResult(
+            seconds=seconds,
+            cpu_s=cpu_s,
+            checked_bytes=self._cache.check(local_ids, remote_ids),
+            lags_s=lags_s,
+            reports=[report for report in reports if report is not None],
+        )
+
+    async def tick(self, seconds: float) -> Sequence[float]:
+        """What the ticker shows on a loop that has nothing else to do."""
+        lags_s: list[float] = []
+        async with self._ticker(lags_s):
+            await asyncio.sleep(seconds)
+        return lags_s
+
+    def _cpu_s(self) -> float:
+        return sum(map(process_cpu_s, self._pids))
+
+
+class Producer(Protocol):
+    """The rank of a producer's process."""
+
+    async def address(self) -> PeerAddress: ...
+    async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]: ...
+    async def settle(self) -> None: ...
+
+
+class RawProducer:
+    """Its tickets are none."""
+
+    def __init__(self, agent: RawAgent) -> None:
+        self._agent = agent
+
+    async def address(self) -> PeerAddress:
+        return self._agent.address()
+
+    async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]:
+        return ()
+
+    async def settle(self) -> None:
+        self._agent.drain()
+
+
+class Blocking:
+    """Contenders (a) and (b)."""
+
+    def __init__(self, agent: RawAgent) -> None:
+        self._agent = agent
+
+    async def connect(self, address: PeerAddress) -> None:
+        self._agent.connect(address)
+
+    def prepare(self, load: PlannedLoad, ticket: Ticket | None) -> Job:
+        async def job() -> None:
+            self._agent.load(load.local_ids, load.remote_ids)
+
+        return job
+
+
+class Hop:
+    """Contender (d): jobs run in order on one thread, with the least that does it."""
+
+    def __init__(self, agent: RawAgent) -> None:
+        self._agent = agent
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="bench-hop", daemon=True)
+        self._thread.start()
+
+    async def connect(self, address: PeerAddress) -> None:
+        await self.call(partial(self._agent.connect, address))
+
+    def prepare(self, load: PlannedLoad, ticket: Ticket | None) -> Job:
+        return partial(self.call, partial(self._agent.load, load.local_ids, load.remote_ids))
+
+    async def call(self, job: Callable[[], None]) -> None:
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  (raised where the job was handed over)
+                self._loop.call_soon_threadsafe(done.set_exception, error)
+            else:
+                self._loop.call_soon_threadsafe(done.set_result, None)
+
+        self._jobs.put(run)
+        await done
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+def _make_agent(role: str, cache: PatternCache, *, tuned: bool) -> RawAgent:
+    return TunedAgent(role, cache, producer=role == "producer") if tuned else ExampleAgent(role, cache)
+
+
+@contextlib.asynccontextmanager
+async def open_raw_producer(shape: CacheShape, *, tuned: bool) -> AsyncIterator[RawProducer]:
+    cache = PatternCache(shape)
+    cache.fill()
+    yield RawProducer(_make_agent("producer", cache, tuned=tuned))
+
+
+@contextlib.asynccontextmanager
+async def open_raw_reader(shape: CacheShape, *, tuned: bool) -> AsyncIterator[Reader]:
+    cache = PatternCache(shape)
+    yield Reader(cache, Blocking(_make_agent("reader", cache, tuned=tuned)), on_loop=False)
+
+
+@contextlib.asynccontextmanager
+async def open_hop_reader(shape: CacheShape) -> AsyncIterator[Reader]:
+    cache = PatternCache(shape)
+    with contextlib.closing(Hop(_make_agent("reader", cache, tuned=True))) as way:
+        yield Reader(cache, way)

@@ -1,0 +1,81 @@
+"""The way to a peer's side channel, step by step: its name, a connection, and what answers there."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from kvflow.config import Config, split_address
+from kvflow.core import wire
+from kvflow.doctor.findings import Finding, ok
+from kvflow.doctor.findings import fail as failed
+from kvflow.errors import ConfigError, KVFlowError
+from kvflow.runtime.world import SystemClock
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+
+_NO_FINGERPRINT = bytes(16)
+
+
+async def examine_peer(config: Config, address: str, engine_id: str) -> list[Finding]:
+    """Findings up to the first step that fails. `engine_id` is whom we expect; empty if that is to be found out."""
+    try:
+        host, port = split_address(address, what="--peer")
+    except ConfigError as error:
+        return [failed("peer", str(error), "give the address that tickets of the peer name")]
+    found = [await _check_name(host)]
+    if found[-1].fix:
+        return found
+    found.append(await _check_connection(host, port, config.handshake_timeout_s))
+    if found[-1].fix:
+        return found
+    question = wire.MetadataRequest(reader="kvflow-doctor", target=wire.Target(engine_id or "?", 0, 0, 0))
+    channel = ZmqSideChannel(config, SystemClock().now_s)
+    try:
+        reply = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
+    except KVFlowError as error:
+        fix = "is it a kvflow side channel, and are the CURVE keys of both sides in order?"
+        return [*found, failed("peer's answer", str(error), fix)]
+    finally:
+        channel.close()
+    return [*found, judge_answer(reply, engine_id)]
+
+
+def judge_answer(reply: wire.Reply, engine_id: str) -> Finding:
+    """We come with no cache, so a "no" is what is expected; it says who is there."""
+    name = "peer's answer"
+    if not isinstance(reply, wire.Refusal):
+        return ok(name, f"a kvflow rank: {type(reply).__name__}")
+    if reply.version != wire.PROTOCOL_VERSION:
+        found = f"kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {reply.version}"
+        return failed(name, found, "run the same version of kvflow on both sides")
+    if reply.compatibility is not None:
+        facts = msgspec.structs.asdict(reply.compatibility).items()
+        cache = ", ".join(f"{fact} {value!r}" for fact, value in facts)
+        return ok(name, f"kvflow protocol {reply.version}; its cache: {cache}")
+    found = f"kvflow protocol {reply.version}: {reply.reason}"
+    if engine_id and not reply.passing:
+        return failed(name, found, "give the id and the base port of the engine that tickets name")
+    return ok(name, found)
+
+
+async def _check_name(host: str) -> Finding:
+    try:
+        entries = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)
+    except OSError as error:
+        return failed("peer's name", f"{host}: {error}", "check the name, or use the address (Config.advertise_host)")
+    return ok("peer's name", f"{host}: {', '.join(sorted({str(entry[4][0]) for entry in entries}))}")
+
+
+async def _check_connection(host: str, port: int, timeout_s: float) -> Finding:
+    name, start_s = "connection to peer", time.perf_counter()
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    except (OSError, TimeoutError) as error:
+        found = f"{host}:{port}: {error or f'nothing within {timeout_s} s'}"
+        return failed(name, found, "is the engine up, does it listen there (Config.listen), does a firewall let it in?")
+    took_ms = (time.perf_counter() - start_s) * 1e3
+    writer.close()
+    return ok(name, f"{host}:{port} in {took_ms:.1f} ms")

@@ -1,0 +1,97 @@
+"""Processes of the bench: steps have results, a child that fails or dies is reported, and none outlives its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from bench_ranks import Rank, open_never, open_rank
+
+from kvflow.bench.child import BenchError, Child, RankProcess, awake, open_children
+
+
+@contextlib.contextmanager
+def started(*, on_loop: bool = True, spins: bool = False) -> Iterator[Child]:
+    rank = RankProcess("child", open_rank, on_loop=on_loop, spins=spins)
+    with open_children([rank], {"GIVEN": "value", "HOME": None}) as children:
+        yield children["child"]
+
+
+def process_state(pid: int) -> str:
+    """R, S, T (stopped), Z (dead, not collected), or nothing for a process that is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def wait_for_state(pid: int, states: str) -> str:
+    end = time.monotonic() + 10
+    while (state := process_state(pid)) and state not in states and time.monotonic() < end:
+        time.sleep(0.01)
+    return state
+
+
+@pytest.mark.parametrize("on_loop", [True, False])
+def test_steps_have_results_with_and_without_a_loop(on_loop: bool) -> None:
+    with started(on_loop=on_loop) as child:
+        assert child.run(Rank.has_loop) is on_loop
+        assert child.run(Rank.add, 1, other=2) == 3
+        assert child.run(Rank.variable, "GIVEN") == "value"
+        assert child.run(Rank.variable, "HOME") is None
+        with pytest.raises(BenchError, match=r"(?s)child: Traceback.*ZeroDivisionError: as it was told to"):
+            child.run(Rank.fail)
+        with pytest.raises(BenchError, match=r"child: died .*add"):
+            child.run(Rank.add, 1, other=2)
+        assert "HOME" in os.environ
+
+
+def test_a_rank_that_cannot_be_set_up_and_one_that_waits_for_no_loop_are_errors() -> None:
+    never = RankProcess("never", open_never)
+    with pytest.raises(BenchError, match=r"(?s)never: .*ZeroDivisionError"), open_children([never], {}):
+        pass
+    with started(on_loop=False) as child, pytest.raises(BenchError, match="has waited for one"):
+        child.run(Rank.wait)
+
+
+def test_a_child_that_dies_is_an_error() -> None:
+    with started() as child, pytest.raises(BenchError, match="child: died in die, exit code 3"):
+        child.run(Rank.die)
+
+
+def test_a_rank_that_spins_is_stopped_between_its_turns_and_ends_all_the_same() -> None:
+    with started(spins=True) as child:
+        assert wait_for_state(child.pid, "T") == "T"
+        with awake([child]):
+            assert child.run(Rank.add, 1, other=2) == 3
+        assert wait_for_state(child.pid, "T") == "T"
+    assert process_state(child.pid) == ""
+
+
+PARENT_THAT_DIES = """
+import os
+from bench_ranks import open_rank
+from kvflow.bench.child import Child, RankProcess
+
+if __name__ == "__main__":
+    child = Child(RankProcess("child", open_rank, spins=True), {})
+    child.wait_ready()
+    print(child.pid, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_stopped_child_dies_with_its_parent(tmp_path: Path) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT_THAT_DIES, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60, env=environment
+    )
+    assert wait_for_state(int(done.stdout), "Z") in ("", "Z")

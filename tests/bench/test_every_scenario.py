@@ -1,0 +1,108 @@
+"""`kvflow bench NAME --quick` as a user runs it: real NIXL, all processes. No bound on time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvflow.bench.topology.cuts import CASES
+from kvflow.cli.bench import SCENARIOS
+
+MIB = 1 << 20
+Report = dict[str, Any]
+
+
+def check_transfer(report: Report) -> None:
+    assert [result["transport"] for result in report["transports"]] == ["shm", "tcp"]
+    for result in report["transports"]:
+        assert [size["label"] for size in result["sizes"]] == ["one block", "1 MB"]
+        assert 0 <= result["idle_cpu_percent"] < 200
+        assert 0 <= result["huge_page_share"] <= 1
+        for lag in [result["idle_lag"], *(size["lag"] for size in result["sizes"])]:
+            assert 0 <= lag["p50_ms"] <= lag["p99_ms"] <= lag["max_ms"]
+        for size in result["sizes"]:
+            assert list(size["contenders"]) == ["raw_example", "raw_tuned", "kvflow", "bare_hop"]
+            assert size["descriptors"] == size["blocks"] * 4  # two layers, K and V
+            assert 0 < size["kvflow_descriptors"] <= size["descriptors"]
+            assert size["phases_median_s"]["wire"] >= 0
+            for found in size["contenders"].values():
+                check_contender(found, size)
+    assert [row["target"].split(":")[0] for row in report["targets"]] == ["shm"] * 6 + ["tcp"] * 4
+
+
+def check_contender(found: Report, size: Report) -> None:
+    """In one round of 20 loads; ratios are to contenders of the same run."""
+    assert found["samples"] == len(found["seconds"]) == 20
+    assert found["checked_blocks"] >= found["samples"]
+    assert found["pair_medians_s"] == [found["median_s"]]
+    assert 0 < min(found["seconds"]) <= found["median_s"] <= found["p99_s"] == max(found["seconds"])
+    assert found["gb_per_s"] == pytest.approx(size["size_bytes"] / found["median_s"] / 1e9)
+    for name, ratio in (("raw_example", "ratio_to_a"), ("raw_tuned", "ratio_to_b")):
+        assert found[ratio] == pytest.approx(found["gb_per_s"] / size["contenders"][name]["gb_per_s"])
+    assert found["cpu_s_per_gb"] > 0
+
+
+def check_topology(report: Report) -> None:
+    cases = {case["label"]: case for case in report["cases"]}
+    assert list(cases) == [case.label for case in CASES]
+    for case in cases.values():
+        assert len(case["seconds"]) == 2
+        assert 0 < case["low_s"] <= case["median_s"] <= case["high_s"]
+        assert case["gb_per_s"] == pytest.approx(case["size_bytes"] / case["median_s"] / 1e9)
+        assert case["ratio_low"] <= case["ratio"] <= case["ratio_high"]
+        assert case["checked_bytes"] == 2 * case["size_bytes"]  # one load in full, two loads one of two layers
+        assert case["read_bytes"] >= case["size_bytes"]
+        assert case["phases_median_s"]["wire"] > 0
+    assert cases["HND, cut alike"]["size_bytes"] == MIB
+    for label in ("decode TP 2x, head slice", "decode TP 4x, head slice"):
+        assert (cases[label]["descriptors"], cases[label]["piece_bytes"]) == (32, 32 << 10)
+    assert cases["prefill TP 2x, two ranks"]["piece_bytes"] == 16 << 10
+    assert cases["NHD to HND, no scratch"]["piece_bytes"] == 256
+    assert cases["thin rank, decode TP 4x"]["piece_bytes"] == 8 << 10
+
+
+def check_fairness(report: Report) -> None:
+    samples = {kind["label"]: kind["samples"] for kind in report["result"]["kinds"]}
+    assert samples.pop("one block, behind") >= 1
+    assert samples == {"one block, alone": 3, "one slice, alone": 3, "huge": 1}
+
+
+def check_planning(report: Report) -> None:
+    assert report["planning"][0]["descriptors"] >= 100_000
+    for plan in report["planning"]:
+        assert 0 < plan["first_s"] < plan["median_s"] <= plan["max_s"]
+    assert {plan["descriptors"] for plan in report["planning"][1:]} == {8192 * 160}
+    assert [peer["regions"] for peer in report["memory"]] == [40, 40, 160, 160]
+
+
+CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
+    "transfer": (check_transfer, ("(a) example", "(b) tuned", "(c) kvflow", "(d) bare hop", "idle CPU", "(idle loop)")),
+    "topology": (check_topology, ("to 8 heads HND 16: 1 MB", "thin rank, cut alike", "quartiles")),
+    "fairness": (check_fairness, ("one block behind 1 x 256 MB, slices of 8 MB", "delay p99")),
+    "planning": (check_planning, ("8 of 8 heads", "first slice ms", "memory of a peer", "65,536 blocks")),
+}
+
+
+@pytest.mark.nixl
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_runs_with_its_smallest_settings_and_prints_a_table_and_json(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "kvflow.cli.main", "bench", name, "--quick", "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(path.read_text(encoding="utf-8"))
+    check, words = CHECKS[name]
+    check(report)
+    assert report["settings"]["quick"] is True
+    assert report["machine"]["load_average_1m"] >= 0
+    for row in report["targets"]:
+        assert (row["measured"] is None) == (row["verdict"] == "not measured")
+    for word in (*words, "targets"):
+        assert word in done.stdout

@@ -1,0 +1,87 @@
+"""The harness: who takes turns, whose samples come together, and what a report is made of."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+from bench_ranks import Rank, open_rank
+from rich.console import Console
+
+from kvflow.bench.child import BenchError, RankProcess
+from kvflow.bench.report import as_json, print_report
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn, interleaved, run_scenario
+from kvflow.bench.targets import at_least, at_most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adding:
+    """Two ranks add numbers."""
+
+    rounds: int = 3
+    memory_bytes: int = 0
+    fails: bool = False
+    SCHEMA_VERSION: ClassVar[int] = 7
+    QUICK: ClassVar[Mapping[str, Any]] = {}
+
+    def sets(self) -> Sequence[RankSet]:
+        ranks = [RankProcess(name, open_rank, self.memory_bytes) for name in ("one", "two")]
+        return [RankSet(note="first", ranks=ranks, turns=self._turns), RankSet(note="second", turns=self._turns_alone)]
+
+    def _turns(self, children: Children) -> Iterator[Turn]:
+        for index, name in interleaved(("one", "two"), range(self.rounds)):
+            child = children[name]
+            step = partial(child.run, Rank.fail) if self.fails else partial(child.run, Rank.add, index, other=10)
+            yield Turn(key=name, run=step, children=(child,), note=f"round {index}")
+
+    def _turns_alone(self, children: Children) -> Iterator[Turn]:
+        assert not children
+        yield Turn(key="alone", run=lambda: "done")
+
+    def judge(self, samples: Samples) -> Outcome:
+        sums = samples.of(int)
+        rows = [("all",), *((name, str(sum(found))) for name, found in sums.items()), ()]
+        return Outcome(
+            results={"sums": sums, "alone": samples.of(str)},
+            tables=[Table(title="sums", headings=("who", "sum"), rows=rows, caption="a legend")],
+            targets=[at_least("large", 30, [(33.0, "one")]), at_most("small", 1, [])],
+        )
+
+
+def test_contenders_take_turns_in_an_order_that_rotates() -> None:
+    assert list(interleaved("abc", range(1, 4))) == [
+        *((1, name) for name in "bca"),
+        *((2, name) for name in "cab"),
+        *((3, name) for name in "abc"),
+    ]
+
+
+def test_a_scenario_runs_from_its_ranks_to_its_report() -> None:
+    notes: list[str] = []
+    report = run_scenario(Adding(), notes.append)
+    found = json.loads(json.dumps(as_json(report)))
+    assert (found["schema_version"], found["settings"]["rounds"]) == (7, 3)
+    assert found["sums"] == {"one": [10, 11, 12], "two": [10, 11, 12]}
+    assert found["alone"] == {"alone": ["done"]}
+    assert [row["verdict"] for row in found["targets"]] == ["pass", "not measured"]
+    assert found["machine"]["nixl"]
+    assert notes[1:3] == ["first", "  round 0"]
+    output = io.StringIO()
+    print_report(report, Console(width=100, file=output))
+    for words in ("sums", "who", "33", "a legend", "targets", "PASS", "NOT MEASURED"):
+        assert words in output.getvalue()
+
+
+def test_a_step_that_fails_ends_the_run() -> None:
+    with pytest.raises(BenchError, match=r"(?s)one: Traceback.*ZeroDivisionError"):
+        run_scenario(Adding(fails=True), lambda note: None)
+
+
+def test_what_the_machine_cannot_hold_is_not_started() -> None:
+    with pytest.raises(BenchError, match="MB are needed, available are"):
+        run_scenario(Adding(memory_bytes=1 << 50), lambda note: None)

@@ -1,0 +1,133 @@
+"""`kvflow bench topology`: the cases, the blocks that follow from its options, and from loads to rows and verdicts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from kvflow.bench.cache import Order
+from kvflow.bench.child import BenchError
+from kvflow.bench.loads import SettingsError
+from kvflow.bench.scenario import Samples
+from kvflow.bench.targets import Verdict
+from kvflow.bench.topology.cuts import BASELINE, CASES, MODEL_KV_HEADS, THIN_BASELINE, Case
+from kvflow.bench.topology.ranks import LoadResult
+from kvflow.bench.topology.results import CaseResult, judge, slice_target, summarize
+from kvflow.bench.topology.scenario import CONSUMERS, PRODUCERS, Topology
+from kvflow.core.topology import head_sources
+
+SCENARIO = Topology(size=64, layers=32, rounds=3)
+SLICE = "decode TP 2x, head slice"
+SIZE_BYTES = 1 << 20
+
+
+def find(label: str) -> Case:
+    return next(case for case in CASES if case.label == label)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_a_case_names_all_ranks_that_its_consumer_reads_from(case: Case) -> None:
+    ours, theirs = case.consumer, case.producers[0]
+    sources = head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, MODEL_KV_HEADS)
+    assert [source.tp_rank for source in sources] == [cut.tp_rank for cut in case.producers]
+    assert len({cut.engine_id for cut in case.producers}) == 1
+
+
+def test_cases_are_compared_with_the_same_consumer_cut_alike() -> None:
+    assert len({case.label for case in CASES}) == len(CASES)
+    for case in CASES:
+        baseline = find(case.baseline or case.label)
+        assert baseline.baseline == ""
+        assert baseline.producers == (baseline.consumer,)
+        assert baseline.consumer.order is Order.HND
+        assert (case.consumer.tp_rank, case.consumer.tp_size) == (baseline.consumer.tp_rank, baseline.consumer.tp_size)
+    assert {case.label for case in CASES if not case.baseline} == {BASELINE, THIN_BASELINE}
+
+
+def test_only_what_differs_in_nothing_but_its_heads_is_a_head_slice() -> None:
+    assert [case.label for case in CASES if case.is_head_slice] == [
+        "decode TP 2x, head slice",
+        "decode TP 4x, head slice",
+        "thin rank, decode TP 2x",
+        "thin rank, decode TP 4x",
+    ]
+    assert not find(SLICE).is_all
+    assert find("prefill TP 2x, two ranks").is_all
+
+
+def test_sizes_are_those_of_the_usual_model() -> None:
+    consumer = find(BASELINE).consumer
+    assert SCENARIO.tokens == 512
+    assert SCENARIO.useful_bytes(consumer) == 64 << 20
+    assert SCENARIO.shape(consumer).region_block_size_bytes == 32 << 10
+    assert len({cut.name for cut in PRODUCERS}) == len(PRODUCERS) == 10
+    assert (CONSUMERS[0], len(CONSUMERS)) == (consumer, 6)
+    (ranks,) = SCENARIO.sets()
+    assert sum(rank.memory_bytes for rank in ranks.ranks) < 4e9
+
+
+@pytest.mark.parametrize(("size", "message"), [(3, "no multiple"), (12, "no multiple"), (16 << 10, "32 bits")])
+def test_sizes_that_cannot_be_measured(size: int, message: str) -> None:
+    with pytest.raises(SettingsError, match=f"--size: .* MB is .*{message}"):
+        Topology(size=size).sets()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_the_loads_of_a_turn_fill_whole_blocks_and_share_none(case: Case) -> None:
+    wake, load = SCENARIO.loads_of_turn(case, "round 0")
+    for cut, ids in ((case.consumer, "local_ids"), (case.producers[0], "remote_ids")):
+        first, others = getattr(wake, ids), getattr(load, ids)
+        assert (len(first) * cut.block_size, len(others) * cut.block_size) == (64, SCENARIO.tokens)
+        assert len({*first, *others}) == len(first) + len(others)
+        assert 0 <= min(first + others) <= max(first + others) < SCENARIO.shape(cut).blocks
+
+
+def test_all_cases_of_a_round_move_the_same_blocks() -> None:
+    loads = [SCENARIO.loads_of_turn(case, "round 0")[1] for case in CASES if case.consumer.block_size == 16]
+    assert len({load.local_ids for load in loads}) == 1
+    later = SCENARIO.loads_of_turn(CASES[0], "round 1")[1]
+    assert later.local_ids not in (loads[0].local_ids, later.remote_ids)
+
+
+# --- results
+
+
+def load(seconds: float, checked_bytes: int = 5) -> LoadResult:
+    return LoadResult(seconds, SIZE_BYTES, 32, {"wire": 1.0}, checked_bytes)
+
+
+def rows(**seconds: list[float]) -> dict[str, CaseResult]:
+    loads = {case.label: [load(1.0)] * 4 for case in CASES}
+    loads |= {name: [load(9.0), *map(load, values)] for name, values in seconds.items()}
+    return {case.label: case for case in summarize(loads, lambda cut: SIZE_BYTES * 4 // cut.tp_size)}
+
+
+def test_ratios_are_taken_within_rounds() -> None:
+    found = rows(**{BASELINE: [1.0, 2.0, 4.0], SLICE: [2.0, 4.0, 4.0]})
+    ours = found[SLICE]
+    assert (ours.baseline, ours.median_s, ours.low_s, ours.high_s) == (BASELINE, 4.0, 2.0, 4.0)
+    assert (ours.ratio, ours.ratio_low, ours.ratio_high) == (0.5, 0.5, 1.0)
+    assert ours.gb_per_s == pytest.approx(SIZE_BYTES / 4.0 / 1e9)
+    assert (ours.piece_bytes, ours.checked_bytes, ours.seconds) == (32 << 10, 4 * 5, (2.0, 4.0, 4.0))
+    assert ours.phases_median_s == {"wire": 1.0}
+    assert (found[BASELINE].baseline, found[BASELINE].ratio) == (BASELINE, 1.0)
+    thin = found["thin rank, decode TP 2x"]
+    assert (thin.baseline, thin.size_bytes) == (THIN_BASELINE, SIZE_BYTES // 4)
+
+
+def test_a_first_load_that_was_not_compared_as_a_whole_is_an_error() -> None:
+    samples = Samples()
+    for case in CASES:
+        samples.add(("check", case), load(1.0, SIZE_BYTES - (case.label == SLICE)))
+        samples.add(("rounds", case), load(1.0))
+    with pytest.raises(BenchError, match=f"{SLICE}: 1048575 bytes compared of 1048576"):
+        judge(samples, lambda cut: SIZE_BYTES, "title")
+
+
+def test_large_head_slices_are_judged() -> None:
+    case = replace(rows()[SLICE], ratio=0.8)
+    assert slice_target([case]).verdict is Verdict.PASS
+    assert slice_target([case, replace(case, ratio=0.79)]).verdict is Verdict.FAIL
+    small, alike = replace(case, piece_bytes=16 << 10), replace(case, is_head_slice=False)
+    assert slice_target([small, alike]).verdict is Verdict.NOT_MEASURED

@@ -1,0 +1,158 @@
+"""`kvflow bench transfer`: its options, the blocks that follow from them, a reader's turn, the thread of (d)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+import pytest
+
+from kvflow.bench.cache import PatternCache, WrongBytes
+from kvflow.bench.child import Child
+from kvflow.bench.loads import MIB, PeerAddress, SettingsError, Transport
+from kvflow.bench.transfer.contenders import Contender
+from kvflow.bench.transfer.ranks import Blocking, Hop, Reader, TurnResult
+from kvflow.bench.transfer.raw import RawAgent
+from kvflow.bench.transfer.scenario import Pattern, Transfer
+
+SMALL = Transfer(sizes="1", layers=2)
+
+
+def test_sizes_are_sorted_and_small_ones_are_loaded_more_often() -> None:
+    sizes = Transfer(sizes="256, 1,block").load_sizes
+    assert [(size.label, size.blocks, size.loads_per_turn) for size in sizes] == [
+        ("one block", 1, 20),
+        ("1 MB", 2, 20),
+        ("256 MB", 512, 1),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "3", "block,,1"])
+def test_sizes_that_cannot_be_measured(text: str) -> None:
+    with pytest.raises(SettingsError, match="--sizes"):
+        Transfer(sizes=text, layers=32).sets()
+
+
+def test_the_cache_holds_every_turn_with_its_wake_up_block() -> None:
+    scenario = Transfer(sizes="block,1,16,256")
+    assert scenario.transports == (Transport.SHM, Transport.TCP)
+    assert scenario.shape.region_block_size_bytes == 32 << 10
+    assert scenario.shape.block_size_bytes == MIB // 2
+    assert scenario.shape.blocks == 512 + 1
+
+
+@pytest.mark.parametrize(("pairs", "rounds"), [(1, 1), (1, 10), (3, 3), (3, 10), (3, 12), (4, 7)])
+def test_the_pairs_share_the_rounds(pairs: int, rounds: int) -> None:
+    scenario = Transfer(pairs=pairs, rounds=rounds)
+    shares = [scenario.rounds_of_pair(index) for index in range(pairs)]
+    assert [index for share in shares for index in share] == list(range(rounds))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    with pytest.raises(SettingsError, match=rf"--rounds: {pairs - 1} .* --pairs {pairs}"):
+        Transfer(pairs=pairs, rounds=pairs - 1).sets()
+
+
+@pytest.mark.parametrize("pattern", Pattern)
+def test_a_turn_uses_no_block_twice(pattern: Pattern) -> None:
+    scenario = Transfer(sizes="block,1,16", pattern=pattern)
+    for size in scenario.load_sizes:
+        loads = scenario.loads_of_turn(size, "round 0")
+        assert [len(load.local_ids) for load in loads] == [1] + [size.blocks] * size.loads_per_turn
+        for ids in ([load.local_ids for load in loads], [load.remote_ids for load in loads]):
+            flat = [block_id for part in ids for block_id in part]
+            assert len(set(flat)) == len(flat)
+            assert set(flat) <= set(range(scenario.shape.blocks))
+            assert (flat == sorted(flat)) is (pattern is Pattern.CONTIGUOUS or len(flat) == 1)
+        assert len({load.request_id for load in loads}) == len(loads)
+        assert scenario.loads_of_turn(size, "round 0") == loads != scenario.loads_of_turn(size, "round 1")
+
+
+def test_each_pair_of_each_contender_has_its_turns_and_the_spinning_one_rests() -> None:
+    scenario = Transfer(sizes="block,1", pairs=2, rounds=5)
+    found = Counter[object]()
+    for ranks in scenario.sets():
+        assert [rank.name for rank in ranks.ranks if rank.spins] == ["raw_example producer", "raw_example reader"]
+        assert [rank.name for rank in ranks.ranks if rank.on_loop] == [
+            "kvflow producer",
+            "kvflow reader",
+            "bare_hop reader",
+        ]
+        children = {rank.name: cast(Child, rank.name) for rank in ranks.ranks}
+        for turn in ranks.turns(children):
+            found[turn.key] += 1
+            if isinstance(turn.key, tuple):
+                assert set(turn.children) == set(turn.key[2].of(children))
+    sizes = scenario.load_sizes
+    for transport in Transport:
+        assert {found[transport, size, name, 0] for size in sizes for name in Contender} == {2}
+        assert {found[transport, size, name, 1] for size in sizes for name in Contender} == {3}
+    assert found["check"] == 2 * 2 * len(sizes) * len(Contender)
+
+
+# --- a reader's turn
+
+
+class Copying:
+    """Moves blocks inside this process, all of them or all but the last."""
+
+    def __init__(self, target: PatternCache, *, left_out: int) -> None:
+        self._source = PatternCache(target.shape)
+        self._source.fill()
+        self._target = target
+        self._left_out = left_out
+
+    def address(self) -> PeerAddress:
+        return PeerAddress()
+
+    def connect(self, address: PeerAddress) -> None: ...
+
+    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
+        count = len(local_ids) - self._left_out
+        self._target.layers[:, :, local_ids[:count]] = self._source.layers[:, :, remote_ids[:count]]
+
+    def drain(self) -> None: ...
+
+
+async def take_turn(*, left_out: int, check_all: bool) -> TurnResult:
+    cache = PatternCache(SMALL.shape)
+    reader = Reader(cache, Blocking(Copying(cache, left_out=left_out)))
+    await reader.connect(PeerAddress(), os.getpid())
+    return await reader.turn(SMALL.loads_of_turn(SMALL.load_sizes[0], "any"), [], check_all=check_all)
+
+
+async def test_a_turn_times_all_loads_but_the_first_and_compares_blocks_of_each() -> None:
+    result, sampled = [await take_turn(left_out=0, check_all=check_all) for check_all in (True, False)]
+    (size,) = SMALL.load_sizes
+    blocks = 1 + size.loads_per_turn * size.blocks
+    assert (len(result.seconds), result.cpu_s > 0) == (size.loads_per_turn, True)
+    assert result.checked_bytes == blocks * SMALL.shape.block_size_bytes
+    assert 0 < sampled.checked_bytes <= result.checked_bytes
+
+
+@pytest.mark.parametrize("check_all", [True, False])
+async def test_a_contender_that_moves_wrong_bytes_is_found(check_all: bool) -> None:
+    with pytest.raises(WrongBytes, match="of the producer"):
+        await take_turn(left_out=1, check_all=check_all)
+
+
+# --- the thread of contender (d)
+
+
+async def test_jobs_run_in_order_on_one_other_thread() -> None:
+    hop, ran = Hop(cast(RawAgent, None)), list[tuple[int, int]]()
+    await asyncio.gather(*(hop.call(lambda i=i: ran.append((i, threading.get_ident()))) for i in range(3)))
+    hop.close()
+    assert [index for index, _ in ran] == [0, 1, 2]
+    assert len({ident for _, ident in ran} | {threading.get_ident()}) == 2
+
+
+async def test_an_error_is_raised_where_the_job_was_handed_over_and_ends_nothing() -> None:
+    hop, ran = Hop(cast(RawAgent, None)), list[str]()
+    with pytest.raises(ZeroDivisionError):
+        await hop.call(lambda: cast(None, 1 // 0))
+    await hop.call(lambda: ran.append("after"))
+    hop.close()
+    assert ran == ["after"]

@@ -1,0 +1,44 @@
+"""Ranks that tests of the bench start in processes of their own, which have to be able to import them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator
+
+
+class Rank:
+    """Has a step for every way in which one can end."""
+
+    async def add(self, one: int, *, other: int) -> int:
+        return one + other
+
+    async def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    async def has_loop(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is not None
+        except RuntimeError:
+            return False
+
+    async def fail(self) -> None:
+        raise ZeroDivisionError("as it was told to")
+
+    async def wait(self) -> None:
+        await asyncio.sleep(0)
+
+    async def die(self) -> None:
+        os._exit(3)
+
+
+@contextlib.asynccontextmanager
+async def open_rank() -> AsyncIterator[Rank]:
+    yield Rank()
+
+
+@contextlib.asynccontextmanager
+async def open_never() -> AsyncIterator[Rank]:
+    raise ZeroDivisionError("as it was told to")
+    yield

@@ -1,0 +1,288 @@
+"""`kvflow doctor`: every check with scripted facts, the steps to a peer for real, and one run as a user does it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tests_support import small_cache
+
+import kvflow
+from kvflow import Config, Runtime
+from kvflow.bench.child import BenchError
+from kvflow.core import wire
+from kvflow.doctor import host as host_checks
+from kvflow.doctor.files import QUESTION_FILES, check_open_files, files_needed
+from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
+from kvflow.doctor.host import Host, check_host, read_host
+from kvflow.doctor.peer import examine_peer, judge_answer
+from kvflow.doctor.report import as_json, print_findings
+from kvflow.doctor.transfer import judge_plugins, last_line
+from kvflow.doctor.ucx import ReadPath, check_path, read_path
+from kvflow.runtime.world import SystemClock
+from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+
+GOOD = Host(
+    python=(3, 12, 1),
+    locked_bytes_max=None,
+    open_files_max=1 << 20,
+    open_files_hard_max=1 << 20,
+    capabilities=0,
+    shared_memory_free_bytes=8 << 30,
+    ptrace_scope=0,
+    huge_pages="always",
+    rdma_devices=("mlx5_0",),
+    networks=("eth0",),
+    gpus=(),
+    environment={},
+)
+CONFIG = Config(engine_id="doctor", handshake_timeout_s=2.0)
+NEEDED = files_needed(CONFIG)
+CAP_IPC_LOCK, CAP_SYS_PTRACE = 1 << 14, 1 << 19
+
+
+def test_a_good_machine_has_nothing_to_fix() -> None:
+    findings = list(check_host(GOOD, CONFIG))
+    assert {finding.status for finding in findings} == {Status.OK}
+    assert not any(finding.fix for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "status", "found", "fix"),
+    [
+        ({"python": (3, 10, 9)}, "Python", Status.FAIL, "3.10.9", "install Python 3.11"),
+        ({"locked_bytes_max": 8 << 20}, "memory locking", Status.FAIL, "at most 8192 KiB", "ulimit -l"),
+        ({"open_files_max": 1024}, "open files", Status.WARN, "some 106 other ranks", f"ulimit -n {NEEDED}"),
+        ({"open_files_max": 50}, "open files", Status.FAIL, "too few for a runtime", f"LimitNOFILE={NEEDED}"),
+        (
+            {"open_files_max": 1024, "open_files_hard_max": 4096},
+            "open files",
+            Status.WARN,
+            "at most 1024 (hard limit 4096)",
+            "only root can raise the hard limit of 4096",
+        ),
+        ({"shared_memory_free_bytes": 64 << 20}, "/dev/shm", Status.WARN, "64 MiB free", "--shm-size"),
+        ({"shared_memory_free_bytes": None}, "/dev/shm", Status.WARN, "does not exist", "tmpfs"),
+        ({"ptrace_scope": 1}, "reading other processes", Status.WARN, "ptrace_scope 1", "yama.ptrace_scope=0"),
+        ({"huge_pages": "madvise"}, "huge pages", Status.WARN, "does not ask", "THP_MEM_ALLOC_ENABLE=1"),
+        ({"huge_pages": "never"}, "huge pages", Status.WARN, "never", "echo madvise"),
+    ],
+)
+def test_each_trouble_is_found_and_has_its_fix(
+    changes: dict[str, object], name: str, status: Status, found: str, fix: str
+) -> None:
+    findings = list(check_host(replace(GOOD, **changes), CONFIG))  # type: ignore[arg-type]
+    (trouble,) = [finding for finding in findings if finding.status is not Status.OK]
+    assert (trouble.name, trouble.status) == (name, status)
+    assert found in trouble.found
+    assert fix in trouble.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "found"),
+    [
+        ({"locked_bytes_max": 1 << 16, "capabilities": CAP_IPC_LOCK}, "memory locking", "CAP_IPC_LOCK"),
+        ({"open_files_max": None, "open_files_hard_max": None}, "open files", f"no limit, {NEEDED} needed at most"),
+        ({"open_files_max": NEEDED}, "open files", f"at most {NEEDED}, {NEEDED} needed"),
+        ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, "memory locking", "only RDMA would need"),
+        ({"ptrace_scope": 3, "capabilities": CAP_SYS_PTRACE}, "reading other processes", "CAP_SYS_PTRACE"),
+        ({"ptrace_scope": None}, "reading other processes", "no Yama"),
+        ({"huge_pages": "madvise", "environment": {"THP_MEM_ALLOC_ENABLE": "1"}}, "huge pages", "torch asks"),
+        ({"environment": {"UCX_TLS": "tcp"}}, "devices", "RDMA: mlx5_0; network: eth0; GPU: none; UCX_TLS=tcp"),
+    ],
+)
+def test_what_makes_a_limit_harmless_is_seen(changes: dict[str, object], name: str, found: str) -> None:
+    (finding,) = [one for one in check_host(replace(GOOD, **changes), CONFIG) if one.name == name]  # type: ignore[arg-type]
+    assert finding.status is Status.OK
+    assert found in finding.found
+
+
+def test_an_engine_with_few_peers_needs_few_files() -> None:
+    few = replace(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
+    assert files_needed(few) < 512
+    assert check_open_files(512, 512, few).status is Status.OK
+
+
+def test_the_docs_say_how_many_files_the_defaults_need() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    assert f"LimitNOFILE={NEEDED}" in text
+
+
+async def test_a_question_has_no_more_files_than_the_check_says() -> None:
+    count = 20
+    asked, left = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.release()
+        while await reader.read(1024):
+            pass
+        writer.close()
+        await writer.wait_closed()
+        left.release()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    question = wire.MetadataRequest(reader="r", target=wire.Target("silent", 0, 0, 0))
+    channel = ZmqSideChannel(CONFIG, SystemClock().now_s)
+
+    async def asking(count: int) -> int:
+        """How many files are open while so many questions wait for their answers."""
+        questions = [asyncio.create_task(channel.ask(address, question, fingerprint=b"")) for _ in range(count)]
+        for _ in range(count):
+            await asked.acquire()
+        files = len(os.listdir("/proc/self/fd"))
+        for one in questions:
+            one.cancel()
+        await asyncio.gather(*questions, return_exceptions=True)
+        for _ in range(count):
+            await left.acquire()
+        return files
+
+    async with server:
+        # The server's ends of the connections are in this process too.
+        assert await asking(count + 1) - await asking(1) <= count * (QUESTION_FILES + 1)
+    channel.close()
+
+
+def test_this_machine_can_be_read() -> None:
+    host = read_host()
+    assert (host.open_files_max, host.open_files_hard_max) == resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert host.python == sys.version_info[:3]
+    assert host_checks.check_python(host).status is Status.OK
+    assert host.huge_pages in (None, "always", "madvise", "never")
+
+
+# --- NIXL and UCX
+
+
+def test_nixl_needs_its_plugin() -> None:
+    assert judge_plugins("1.5.1", ("POSIX", "UCX")) == ok("NIXL", "1.5.1, plugins: POSIX, UCX")
+    assert judge_plugins("1.5.1", ("POSIX",)).status is Status.FAIL
+    broken = judge_plugins("1.5.1", (), problem="ImportError: libcudart.so.12")
+    assert (broken.status, "libcudart.so.12" in broken.found) == (Status.FAIL, True)
+    assert last_line(BenchError("NIXL: Traceback\n  File ...\nImportError: no\n")) == "ImportError: no"
+
+
+def ucx_log(owner: str, operation: str, *rows: str) -> str:
+    lines = ["+---+", f"| {owner} |", f"| {operation} |", "+---+", "| Range | Description | Config |", *rows, "+---+"]
+    return "".join(f"[1795264635.911658] [vm:25199:0]   {line}\n" for line in lines)
+
+
+READING = "remote memory read by ucp_get*(multi) into host memory from host"
+
+
+def test_the_way_is_what_ucx_chose_for_reads_from_others_of_that_size() -> None:
+    log = (
+        ucx_log("reader self cfg#0", READING, "| 0..inf | zero-copy | self/memory |")
+        + ucx_log("reader intra-node cfg#1", "remote memory write by ucp_put*", "| 0..inf | copy-in | tcp/lo |")
+        + ucx_log(
+            "reader intra-node cfg#1",
+            READING,
+            "| 0 | short | tcp/lo |",
+            "| 1..16383 | copy-in | posix/memory |",
+            "| 16384..inf | zero-copy | cma/memory |",
+        )
+        + ucx_log("reader intra-node cfg#1", "active message by ucp_am_send*", "| 0..inf | copy-in | tcp/lo |")
+    )
+    assert read_path(log, 32 << 10) == ReadPath("zero-copy", "cma/memory")
+    assert read_path(log, 64) == ReadPath("copy-in", "posix/memory")
+    assert read_path(log, 0) == ReadPath("short", "tcp/lo")
+    assert read_path("", 1) is None
+    assert read_path(ucx_log("reader self cfg#0", READING, "| 0..inf | zero-copy | self/memory |"), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "ucx_tls", "status", "found"),
+    [
+        (ReadPath("zero-copy", "cma/memory"), None, Status.OK, "shared memory: cma/memory"),
+        (ReadPath("software emulation", "tcp/lo"), "tcp", Status.OK, "UCX_TLS=tcp is set"),
+        (ReadPath("software emulation", "tcp/lo"), None, Status.WARN, "tcp, on one machine"),
+        (ReadPath("zero-copy", "rc_mlx5/mlx5_0:1"), None, Status.OK, "rc_mlx5/mlx5_0:1 (zero-copy)"),
+        (None, None, Status.WARN, "UCX did not say"),
+    ],
+)
+def test_tcp_on_one_machine_is_fine_only_if_it_was_asked_for(
+    path: ReadPath | None, ucx_tls: str | None, status: Status, found: str
+) -> None:
+    finding = check_path(path, ucx_tls)
+    assert finding.status is status
+    assert found in finding.found
+    assert bool(finding.fix) == (status is not Status.OK)
+
+
+# --- a peer
+
+
+async def steps(address: str, engine_id: str = "") -> list[tuple[str, Status]]:
+    return [(finding.name, finding.status) for finding in await examine_peer(CONFIG, address, engine_id)]
+
+
+async def test_a_peer_that_answers_says_who_it_is() -> None:
+    kv_caches, layout = small_cache()
+    config = Config(engine_id="prefill-7", listen="tcp://127.0.0.1:0", transport="inproc", model="llama")
+    async with Runtime(config) as runtime:
+        await runtime.register_kv_caches(kv_caches, layout)
+        name, connection, answer = await examine_peer(CONFIG, runtime.address, "")
+        assert (name.status, connection.status, answer.status) == (Status.OK,) * 3
+        assert "this is 'prefill-7'" in answer.found
+        expected = (await examine_peer(CONFIG, runtime.address, "prefill-7"))[-1]
+        assert expected.status is Status.OK
+        assert "model 'llama', dtype 'float32'" in expected.found
+        assert (await steps(runtime.address, "prefill-8"))[-1] == ("peer's answer", Status.FAIL)
+
+
+async def test_the_first_step_that_fails_is_the_last() -> None:
+    assert await steps("ipc:///tmp/x") == [("peer", Status.FAIL)]
+    assert await steps("tcp://no-such-host.invalid:5600") == [("peer's name", Status.FAIL)]
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        found = await steps(f"tcp://127.0.0.1:{port}")
+        assert found[1:] == [("connection to peer", Status.OK), ("peer's answer", Status.FAIL)]
+    assert (await steps(f"tcp://127.0.0.1:{port}"))[1:] == [("connection to peer", Status.FAIL)]
+
+
+def test_another_protocol_version_is_broken_and_a_rank_without_a_cache_is_not() -> None:
+    old = wire.Refusal(reason="version", version=wire.PROTOCOL_VERSION + 1)
+    assert judge_answer(old, "").status is Status.FAIL
+    assert f"ours {wire.PROTOCOL_VERSION}, theirs {wire.PROTOCOL_VERSION + 1}" in judge_answer(old, "").found
+    early = wire.Refusal(reason="no KV cache registered yet", version=wire.PROTOCOL_VERSION, passing=True)
+    assert judge_answer(early, "prefill-0").status is Status.OK
+
+
+# --- the whole
+
+
+def test_the_report_has_every_finding_and_its_fix() -> None:
+    findings: list[Finding] = [ok("one", "fine"), warn("two", "slow [1]", "do this"), fail("three", "no", "do that")]
+    output = io.StringIO()
+    print_findings(findings, Console(width=100, file=output))
+    printed = output.getvalue()
+    for text in ("one", "fine", "WARN", "slow [1]", "-> do this", "FAIL", "-> do that", "something is broken"):
+        assert text in printed
+    report = as_json(findings)
+    assert (report["schema_version"], report["broken"], len(report["findings"])) == (1, True, 3)
+    assert not is_broken(findings[:2])
+
+
+@pytest.mark.nixl
+@pytest.mark.timeout(120)
+def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
+    command = [sys.executable, "-m", "kvflow.cli.main", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["kvflow"]["found"].startswith(f"kvflow {kvflow.__version__}, nixl ")
+    assert "needed at most" in found["open files"]["found"] or "ulimit -n" in found["open files"]["fix"]
+    assert "UCX" in found["NIXL"]["found"]
+    assert "every byte compared" in found["self-transfer"]["found"]
+    assert found["way of the bytes"]["found"].partition(":")[0] in ("shared memory", "tcp, on one machine", "tcp")
