@@ -1,4 +1,4 @@
-"""A side channel whose answers a test decides on, over the real one."""
+"""A side channel whose answers a test decides on, over another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvflow import Config
 from kvflow.core import wire
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.side_channel import Answer, Listener
+from kvflow.runtime.side_channel import Answer, Listener, SideChannel
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 
@@ -25,9 +25,11 @@ class ScriptedSideChannel:
     asked: list[wire.Request] = field(default_factory=list)
     mute: tuple[type[wire.Request], ...] = ()
     """Kinds of questions that never arrive."""
+    beneath: Callable[[Config], SideChannel] = World().side_channel
+    """What carries the others."""
 
     def __call__(self, config: Config) -> ScriptedSideChannel:
-        self._real = World().side_channel(config)
+        self._real = self.beneath(config)
         return self
 
     async def listen(self, answer: Answer) -> Listener:

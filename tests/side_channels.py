@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from tests_support import PATIENT, WAIT_S
 
 from kvflow import Config
 from kvflow.core import wire
@@ -12,7 +15,7 @@ from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.zmq_listener import ZmqListener
 from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 
-PLAIN = Config(engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1.0)
+PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
 REQUEST = wire.MetadataRequest(reader="reader/0.0.0#1", target=wire.Target("producer", 0, 0, 0))
 
 
@@ -58,7 +61,7 @@ async def ask(config: Config, listener: ZmqListener, request: wire.Request = REQ
 async def seen(listener: ZmqListener, **expected: int) -> ListenerStatistics:
     """Wait until the listener has counted that."""
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while any(getattr(listener.statistics, name) != value for name, value in expected.items()):
                 await asyncio.sleep(0)
     except TimeoutError:

@@ -3,13 +3,65 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, ParamSpec
 
 import msgspec
 import torch
 
-from kvflow import CacheLayout, Runtime, RuntimeState, Ticket
+from kvflow import CacheLayout, Config, Runtime, RuntimeState, Ticket
+from kvflow.core.states import LeaseState, lease_open
 from kvflow.core.ticket import RankLease
+from kvflow.runtime.world import Clock
+from kvflow.testing import InprocCluster, InprocPair, LoopClock, assert_quiet, inproc_pair, run_virtual
+
+Parameters = ParamSpec("Parameters")
+
+WAIT_S = 60.0
+"""How long a test waits at most for what has to happen: a host may be slow, and only a failing test waits so long."""
+
+PATIENT = Config(
+    engine_id="any",
+    lease_ttl_s=10 * WAIT_S,
+    load_deadline_s=WAIT_S,
+    handshake_timeout_s=WAIT_S,
+    lease_wait_s=WAIT_S,
+    goodbye_timeout_s=WAIT_S,
+    cancel_grace_s=WAIT_S,
+    drain_timeout_s=1.0,  # closing waits so long for what a failed test has left open
+)
+"""No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
+
+
+def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
+    """Time passes only while nothing else can happen, so what a bound is to end has always begun before it passes."""
+
+    @functools.wraps(test)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+        run_virtual(test(*arguments, **options))
+
+    return run
+
+
+@contextlib.asynccontextmanager
+async def virtual_pair(
+    config: Config = PATIENT, *, consumer_clock: Callable[[], Clock] = LoopClock
+) -> AsyncIterator[InprocPair]:
+    """A pair for virtual time, its side channel in process too; afterwards all blocks are free again."""
+    cluster = InprocCluster()
+    producer, consumer = cluster.world(), cluster.world(clock=consumer_clock)
+    async with inproc_pair(config=config, producer_world=producer, consumer_world=consumer) as pair:
+        yield pair
+        await assert_all_ended(pair)
+
+
+async def assert_all_ended(pair: InprocPair) -> None:
+    """After a test all blocks are free again (invariant I5)."""
+    for engine in (pair.producer, pair.consumer):
+        await leases_ended(engine.runtime)
+        assert_quiet(engine.runtime.statistics())
 
 
 def small_cache(
@@ -23,9 +75,15 @@ def small_cache(
 
 async def leases_ended(runtime: Runtime) -> None:
     """Wait until the blocks of ended leases are back; a lease that a test left open fails it."""
-    if runtime._supervisor.cache is not None and runtime.state is not RuntimeState.CLOSED:
-        async with asyncio.timeout(1.0):
-            await runtime._supervisor.cache.serving.drained()
+    cache = runtime._supervisor.cache
+    if cache is None or runtime.state is RuntimeState.CLOSED:
+        return
+    leases = [offer.lease for offer in cache.serving._offers.values()]
+    open_now = [lease for lease in leases if lease_open(lease.state)]  # what ends them may be on its way
+    async with asyncio.timeout(WAIT_S):
+        await cache.serving.drained()
+    left_open = [lease for lease in open_now if lease.state is LeaseState.EXPIRED]
+    assert not left_open, f"nothing ended them but their time: {left_open}"
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:

@@ -22,19 +22,25 @@ from typing import Any
 import psutil
 import torch
 import uvloop
+from steered_loop import SteeredLoop
 
 import kvflow
+from kvflow.runtime.world import World
+from kvflow.testing import LoopClock
 
 BLOCK_SIZE = 16
 LAYERS = 4
 KV_HEADS, HEAD_SIZE = 4, 64
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
+LOAD_DEADLINE_S, HANDSHAKE_S = 50.0, 30.0  # long: a test that is about them lets them pass
+_STUCK_TURNS = 1000
 _LINE_BYTES_MAX = 1 << 24
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 _LIMITS = {
     "drain_timeout_s": 1.0,
-    "handshake_timeout_s": 10.0,
+    "handshake_timeout_s": HANDSHAKE_S,
+    "load_deadline_s": LOAD_DEADLINE_S,
     "peer_backoff_first_s": 1e-6,  # tests try again at once
     "peer_backoff_max_s": 1e-6,
 }
@@ -51,6 +57,8 @@ class EngineSetup:
     port: int = 0
     namespace: str | None = None
     """The network namespace that it lives in."""
+    steered: bool = False
+    """Whether the test moves its time on."""
     config: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -59,7 +67,8 @@ def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environm
     os.environ.update(environment)
     if setup.namespace is not None:
         enter_namespace(setup.namespace)
-    uvloop.run(Engine(commands, brake, setup).run())
+    with asyncio.Runner(loop_factory=SteeredLoop if setup.steered else uvloop.new_event_loop) as runner:
+        runner.run(Engine(commands, brake, setup).run())
 
 
 def enter_namespace(name: str) -> None:
@@ -87,6 +96,7 @@ class Engine:
         self._caches = {f"layers.{index}": torch.full(shape, setup.fill).half() for index in range(LAYERS)}
         self._leases: dict[str, kvflow.Lease] = {}
         self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
+        self._stalling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         setup = self._setup
@@ -94,12 +104,15 @@ class Engine:
             engine_id=setup.engine_id, listen=f"tcp://{setup.host}:{setup.port}", **{**_LIMITS, **setup.config}
         )
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
-        async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config) as self._runtime:
+        world = World(clock=LoopClock) if setup.steered else World()
+        async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config, world=world) as self._runtime:
             layout = kvflow.CacheLayout.infer(self._caches, order="HND", block_size=BLOCK_SIZE)
             await self._runtime.register_kv_caches(self._caches, layout)
             self._answer({"call": 0, "value": "ready"})
             while (command := json.loads(await reader.readline()))["verb"] != "quit":
                 self._verbs.create_task(self._do(**command))
+            for task in self._stalling:
+                task.cancel()
         self._assert_nothing_left()
 
     def _assert_nothing_left(self) -> None:
@@ -137,16 +150,29 @@ class Engine:
     async def do_outcome(self, request_id: str) -> str:
         return str(await self._leases.pop(request_id))
 
-    async def do_load(
-        self, request_id: str, ticket: dict[str, Any], block_ids: list[int], deadline_s: float = 30.0
-    ) -> dict[str, int]:
-        request = kvflow.LoadRequest(request_id, ticket, block_ids, deadline_s=deadline_s)
+    async def do_load(self, request_id: str, ticket: dict[str, Any], block_ids: list[int]) -> dict[str, int]:
+        request = kvflow.LoadRequest(request_id, ticket, block_ids)
         task = self._loads[request_id] = asyncio.ensure_future(self._runtime.load_blocks(request))
         try:
             report = await task
         finally:
             del self._loads[request_id]
         return {"bytes": report.bytes, "descriptors": report.descriptors}
+
+    async def do_until_stuck(self, request_id: str) -> None:
+        """Wait until reads are in flight of which nothing more lands, or the load has ended."""
+        before, quiet_turns = None, 0
+        while request_id in self._loads and quiet_turns < _STUCK_TURNS:
+            transport = self._runtime.statistics().transport
+            progress = (transport.reads, transport.open_reads, transport.bytes_read)
+            quiet_turns = quiet_turns + 1 if transport.open_reads and progress == before else 0
+            before = progress
+            await asyncio.sleep(0)
+
+    async def do_pass_time(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SteeredLoop), f"{self._setup.engine_id} is not steered"
+        loop.pass_time(seconds)
 
     async def do_cancel(self, request_id: str) -> None:
         self._loads[request_id].cancel()
@@ -220,14 +246,21 @@ class Engine:
         Waits before until the transport has been given `after_reads` more reads. With `hold_gil` no other thread can
         run Python either.
         """
-        wanted = self._runtime.statistics().transport.reads + after_reads
-        while self._runtime.statistics().transport.reads < wanted:
-            await asyncio.sleep(0)
+        stalling = asyncio.create_task(self._until_reads(self._runtime.statistics().transport.reads + after_reads))
+        self._stalling.add(stalling)
+        try:
+            await stalling
+        finally:
+            self._stalling.discard(stalling)
         self._brake.send_bytes(b"stalled")
         if hold_gil:
             ctypes.PyDLL(None).read(self._brake.fileno(), ctypes.create_string_buffer(64), 64)
         else:
             os.read(self._brake.fileno(), 64)
+
+    async def _until_reads(self, count: int) -> None:
+        while self._runtime.statistics().transport.reads < count:
+            await asyncio.sleep(0)
 
     async def do_resources(self) -> dict[str, int]:
         process = psutil.Process()

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from engine_main import HANDSHAKE_S, LOAD_DEADLINE_S
 from engine_process import Call, EngineError, EngineProcess
 
 BLOCKS = list(range(32))
 
 
-def start_load(
-    consumer: EngineProcess, request_id: str, ticket: Mapping[str, object], *, deadline_s: float | None = None
-) -> Call:
-    arguments = {} if deadline_s is None else {"deadline_s": deadline_s}
-    return consumer.start("load", request_id=request_id, ticket=ticket, block_ids=BLOCKS, **arguments)
+def start_load(consumer: EngineProcess, request_id: str, ticket: Mapping[str, object]) -> Call:
+    return consumer.start("load", request_id=request_id, ticket=ticket, block_ids=BLOCKS)
+
+
+def pass_deadline(consumer: EngineProcess, request_id: str) -> None:
+    """Let the deadline of a load pass once nothing of it lands any more. No effect on a load that has ended."""
+    consumer.call("until_stuck", request_id=request_id)
+    consumer.call("pass_time", seconds=LOAD_DEADLINE_S)
+
+
+def pass_handshake(consumer: EngineProcess) -> None:
+    """Let the bound of a handshake pass once it has begun."""
+    consumer.wait_until(lambda statistics: any(peer["state"] == "connecting" for peer in statistics["peers"]))
+    consumer.call("pass_time", seconds=HANDSHAKE_S)
 
 
 def how_it_ended(load: Call) -> str:

@@ -34,6 +34,7 @@ class Proxy(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Forwarder)
         self.target = ("", 0)
         self.way = Way.OPEN
+        self.swallowed = threading.Event()
         self.connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
 
@@ -81,6 +82,8 @@ class _Forwarder(socketserver.BaseRequestHandler):
                     return
                 if self.server.way is Way.OPEN:
                     other_end[ready].sendall(data)
+                else:
+                    self.server.swallowed.set()
 
 
 @dataclass(frozen=True, slots=True)

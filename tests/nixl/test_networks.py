@@ -7,15 +7,23 @@ from dataclasses import replace
 
 import pytest
 from engine_main import BLOCK_BYTES, EngineSetup
-from engine_process import EngineProcess, Engines
-from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, start_load
+from engine_process import TIMEOUT_S, EngineProcess, Engines
+from hand_over import (
+    BLOCKS,
+    assert_healthy,
+    hand_over,
+    how_it_ended,
+    pass_deadline,
+    pass_handshake,
+    start_load,
+)
 from networks import Cable, Proxy, Way, cable
 
 pytestmark = pytest.mark.nixl
 
-LIMITS = {"slice_bytes_max": BLOCK_BYTES, "handshake_timeout_s": 2.0, "cancel_grace_s": 0.1}
+LIMITS = {"slice_bytes_max": BLOCK_BYTES, "cancel_grace_s": 0.1}
 PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
-CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS, steered=True)
 
 
 @pytest.fixture
@@ -31,7 +39,11 @@ def test_a_handshake_without_a_side_channel_fails_and_can_be_tried_again(
     producer, consumer = engines.start(PRODUCER, CONSUMER)
     ticket = proxy.redirect(producer.call("offer", request_id="r", block_ids=BLOCKS))
     proxy.set_way(way)
-    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    load = start_load(consumer, "r", ticket)
+    if way is Way.SWALLOWS:
+        assert proxy.swallowed.wait(TIMEOUT_S)
+        pass_handshake(consumer)
+    assert how_it_ended(load) == "PeerUnreachable"
     proxy.set_way(Way.OPEN)
     assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"
     assert producer.call("outcome", request_id="r") == "read"
@@ -80,11 +92,12 @@ def test_a_link_goes_down_and_up(apart: list[EngineProcess], hosts: Cable, poste
     consumer.stall(after_reads=posted_before)
     if posted_before == 0:
         consumer.wait_until_stalled()
-    load = start_load(consumer, "r", ticket, deadline_s=1.0)
+    load = start_load(consumer, "r", ticket)
     if posted_before > 0:
         consumer.wait_until_stalled()
     hosts.unplug()
     consumer.go_on()
+    pass_deadline(consumer, "r")
     assert how_it_ended(load) == "DeadlineExceeded"
     assert consumer.call("statistics")["blocks"]["quarantined"] == len(BLOCKS)
     hand_over(spare, consumer, "from the same host", blocks=[40, 41], value=7.0)
@@ -99,6 +112,8 @@ def test_a_handshake_over_a_link_that_is_down(apart: list[EngineProcess], hosts:
     producer, consumer, _ = apart
     ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
     hosts.unplug()
-    assert how_it_ended(start_load(consumer, "r", ticket)) == "PeerUnreachable"
+    load = start_load(consumer, "r", ticket)
+    pass_handshake(consumer)
+    assert how_it_ended(load) == "PeerUnreachable"
     hosts.plug_in()
     assert how_it_ended(start_load(consumer, "r", ticket)) == "loaded"

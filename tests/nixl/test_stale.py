@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from random import Random
 
@@ -12,10 +13,10 @@ from hand_over import BLOCKS, how_it_ended, start_load
 
 pytestmark = pytest.mark.nixl
 
-BATCHES, BATCH_SIZE = 10, 100
+BATCHES, BATCHES_MAX, BATCH_SIZE = 10, 100, 100
 BLOCKS_EACH = 2
-TTL_S = 0.08
-AROUND_END_S = (0.04, 0.12)
+FIRST_TTL_S = 0.08
+TTL_STEP = 1.5
 REUSED = -2.0
 
 
@@ -28,7 +29,10 @@ def test_a_ticket_of_an_expired_lease_is_refused(engines: Engines) -> None:
 
 
 def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines: Engines) -> None:
-    """1,000 loads at random moments around the end of their leases; the producer reuses blocks as soon as it may."""
+    """Loads at random moments around the end of their leases; the producer reuses blocks as soon as it may.
+
+    How long leases last is tried out: about as long as half of the loads take on this host to be quick enough.
+    """
     random = Random(4)
     setup = {"num_blocks": BATCH_SIZE * BLOCKS_EACH}
     producer, consumer = engines.start(
@@ -37,21 +41,27 @@ def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines:
     every_block = list(range(BATCH_SIZE * BLOCKS_EACH))
     block_ids = [every_block[start : start + BLOCKS_EACH] for start in every_block[::BLOCKS_EACH]]
     endings: Counter[str] = Counter()
-    for batch in range(BATCHES):
-        offered = float(batch + 1)
+    ttl_s = FIRST_TTL_S
+    for batch in itertools.count():
+        offered, before = float(batch + 1), endings["fresh"]
         producer.call("fill", block_ids=every_block, value=offered)
         names = [f"{batch}-{index}" for index in range(BATCH_SIZE)]
         offers = [
-            {"request_id": name, "block_ids": ids, "ttl_s": TTL_S} for name, ids in zip(names, block_ids, strict=True)
+            {"request_id": name, "block_ids": ids, "ttl_s": ttl_s} for name, ids in zip(names, block_ids, strict=True)
         ]
         tickets = producer.call("offer_many", offers=offers, then=REUSED)
         loads = [
-            {"request_id": name, "ticket": ticket, "block_ids": ids, "delay_s": random.uniform(*AROUND_END_S)}
+            {"request_id": name, "ticket": ticket, "block_ids": ids, "delay_s": random.uniform(0.5, 1.5) * ttl_s}
             for name, ticket, ids in zip(names, tickets, block_ids, strict=True)
         ]
         for found in consumer.call("load_many", loads=loads):
             endings[str(found) if found != [offered] * BLOCKS_EACH else "fresh"] += 1
         producer.wait_until(lambda statistics: statistics["serving"]["open_leases"] == 0)
-    assert set(endings) == {"fresh", "LeaseExpired"}, endings
-    assert min(endings.values()) > BATCHES, endings  # the moments were well chosen
+        assert set(endings) <= {"fresh", "LeaseExpired"}, endings
+        ttl_s *= TTL_STEP if endings["fresh"] - before < BATCH_SIZE / 2 else 1 / TTL_STEP
+        if batch + 1 >= BATCHES and min(endings["fresh"], endings["LeaseExpired"]) > BATCHES:
+            break
+        assert batch < BATCHES_MAX, (
+            f"no ttl was found for which some loads are quick enough and some are not: {endings}"
+        )
     assert consumer.call("statistics")["blocks"]["free"] == BATCH_SIZE * BLOCKS_EACH

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
-from tests_support import leases_ended
+from tests_support import PATIENT, assert_all_ended
 
-from kvflow.testing import InprocPair, assert_quiet, inproc_pair
+from kvflow.testing import InprocPair, inproc_pair
 
 
 def pytest_asyncio_loop_factories(
@@ -31,8 +31,6 @@ def no_blocking_calls() -> Iterator[None]:
 @pytest.fixture
 async def pair() -> AsyncIterator[InprocPair]:
     """A registered pair; after the test all blocks are free again (invariant I5)."""
-    async with inproc_pair() as pair:
+    async with inproc_pair(config=PATIENT) as pair:
         yield pair
-        for engine in (pair.producer, pair.consumer):
-            await leases_ended(engine.runtime)
-            assert_quiet(engine.runtime.statistics())
+        await assert_all_ended(pair)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
+from tests_support import PATIENT, WAIT_S
 
-from kvflow import Config
 from kvflow.errors import KVFlowError
 from kvflow.testing import InprocCluster, Pair
 
-BRIEF = Config(engine_id="any", drain_timeout_s=0.05, handshake_timeout_s=0.2)
+BRIEF = replace(PATIENT, drain_timeout_s=0.05, handshake_timeout_s=0.2)
 
 
 @asynccontextmanager
@@ -35,7 +36,7 @@ async def test_a_load_gets_a_typed_error_at_every_step(steps: int) -> None:
     async with breaking(steps) as pair:
         lease = pair.offer([3])
         with pytest.raises(KVFlowError):
-            await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0], deadline_s=1.0))
+            await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
         await lease.revoke()
 
 
@@ -44,7 +45,7 @@ async def test_who_waits_for_a_handshake_that_never_ran_is_told(steps: int) -> N
     """A task that is cancelled before its first step cannot settle anything itself."""
     async with breaking(steps) as pair:
         ticket = pair.offer([3]).ticket
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             with pytest.raises(KVFlowError):
                 (result,) = await pair.consumer.runtime.prewarm([ticket])
                 assert result.error is not None, "connected, to a transport that is dead"

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests_support import leases_ended, small_cache
+from tests_support import PATIENT, in_virtual_time, leases_ended, small_cache, virtual_pair
 
 from kvflow import Config, Lease, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
@@ -22,8 +22,8 @@ from kvflow.transport.inproc import InprocRead, InprocTransport
 BLOCK_BYTES = 1024
 SEAL_BYTES = 16
 # A slice is one block; a load has one in flight, and so has a peer.
-ONE_BY_ONE = Config(
-    engine_id="any",
+ONE_BY_ONE = replace(
+    PATIENT,
     slice_bytes_max=BLOCK_BYTES,
     slices_in_flight_max=1,
     peer_in_flight_reads_max=1,
@@ -181,14 +181,16 @@ async def test_a_load_that_is_cancelled_as_its_turn_comes_passes_it_on(narrow: I
     revoke_all(narrow)
 
 
-async def test_a_deadline_that_passes_while_waiting_names_the_phase(narrow: InprocPair) -> None:
-    (held,) = await start_in_order(narrow, ([0], 0))
-    late = start(narrow, narrow.offer([1], "late"), [1], deadline_s=0.1)
-    with pytest.raises(DeadlineExceeded, match="in phase 'queued'") as caught:
-        await late
-    assert (caught.value.phase, caught.value.quarantine) == ("queued", None)
-    await step(narrow, held)
-    revoke_all(narrow)
+@in_virtual_time
+async def test_a_deadline_that_passes_while_waiting_names_the_phase() -> None:
+    async with virtual_pair(ONE_BY_ONE, consumer_clock=ManualClock) as pair:
+        (held,) = await start_in_order(pair, ([0], 0))
+        late = start(pair, pair.offer([1], "late"), [1], deadline_s=0.1)
+        with pytest.raises(DeadlineExceeded, match="in phase 'queued'") as caught:
+            await late
+        assert (caught.value.phase, caught.value.quarantine) == ("queued", None)
+        await step(pair, held)
+        revoke_all(pair)
 
 
 async def test_the_wait_for_a_turn_counts_as_queued(narrow: InprocPair) -> None:
@@ -278,8 +280,9 @@ async def test_loads_over_the_limit_wait_and_one_more_is_overloaded() -> None:
         await pair.consumer.runtime.load_blocks(replace(refused, block_ids=[]))
 
 
+@in_virtual_time
 async def test_a_load_waits_for_a_place_under_its_deadline() -> None:
-    async with inproc_pair(config=ONE_LOAD, consumer_world=World(clock=ManualClock)) as pair:
+    async with virtual_pair(ONE_LOAD, consumer_clock=ManualClock) as pair:
         (first,) = await start_in_order(pair, ([0], 0))
         with pytest.raises(DeadlineExceeded, match="in phase 'queued'"):
             await start(pair, pair.offer([1], "late"), [1], deadline_s=0.1)

@@ -7,12 +7,13 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests_support import leases_ended
+from tests_support import PATIENT, WAIT_S, in_virtual_time, leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.core.tensors import KVCaches
@@ -28,7 +29,8 @@ from kvflow.errors import (
 from kvflow.runtime.copies import canonical_parts, copy_blocks
 from kvflow.runtime.staging import CopyDirection
 from kvflow.runtime.world import World
-from kvflow.testing import assert_closed, assert_quiet
+from kvflow.testing import InprocCluster, assert_closed, assert_quiet
+from kvflow.testing.copier import InlineCopier
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 HEADS, HEAD_SIZE, LAYERS, BLOCKS = 4, 8, 2, 12
@@ -84,7 +86,7 @@ async def engines(
         yield one, other
 
 
-BASE = Config(engine_id="any", listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1.0)
+BASE = replace(PATIENT, listen="tcp://127.0.0.1:0", transport="inproc")
 ALWAYS = replace(BASE, scratch="always")
 STAGED = replace(BASE, always_stage=True, host_buffer_bytes_max=6 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
 
@@ -174,7 +176,7 @@ class EngineCopier:
 
     def __call__(self, host_caches: Any, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
         self.calls.append((list(pairs), direction))
-        self.gate.wait(10)
+        self.gate.wait(WAIT_S)
         if self.problem is not None:
             raise self.problem
         device_ids, host_ids = (np.array(ids, dtype=np.int64) for ids in zip(*pairs, strict=True))
@@ -187,7 +189,10 @@ class EngineCopier:
 
 @contextlib.asynccontextmanager
 async def unreachable(
-    network: InprocNetwork, config: Config, fill: float | None
+    network: InprocNetwork,
+    config: Config,
+    fill: float | None,
+    world: World = World(),  # noqa: B008 - frozen
 ) -> AsyncIterator[tuple[Side, EngineCopier]]:
     """An engine whose cache the transport cannot reach."""
     caches = {f"layers.{index}": torch.full((2, BLOCKS, HEADS, 4, HEAD_SIZE), UNTOUCHED) for index in range(LAYERS)}
@@ -201,7 +206,7 @@ async def unreachable(
         made.append(InprocTransport(name, network))
         return made[0]
 
-    async with Runtime(config, world=World(transport=make)) as runtime:
+    async with Runtime(config, world=replace(world, transport=make)) as runtime:
         side = Side(runtime, made[0], caches, layout)
         copier = EngineCopier(side)
         outside: KVCaches = {name: Elsewhere(tensor) for name, tensor in caches.items()}
@@ -216,26 +221,27 @@ async def unreachable(
 @contextlib.asynccontextmanager
 async def unreachable_pair(
     config: Config = BASE,
+    world: World = World(),  # noqa: B008 - frozen
 ) -> AsyncIterator[tuple[tuple[Side, EngineCopier], tuple[Side, EngineCopier]]]:
     network = InprocNetwork()
     async with (
-        unreachable(network, replace(config, engine_id="producer"), None) as producer,
-        unreachable(network, replace(config, engine_id="consumer"), UNTOUCHED) as consumer,
+        unreachable(network, replace(config, engine_id="producer"), None, world) as producer,
+        unreachable(network, replace(config, engine_id="consumer"), UNTOUCHED, world) as consumer,
     ):
         yield producer, consumer
 
 
-def offer(side: Side, block_ids: Sequence[int], request_id: str = "req", ttl_s: float = 5.0) -> Lease:
+def offer(side: Side, block_ids: Sequence[int], request_id: str = "req", ttl_s: float | None = None) -> Lease:
     tokens = len(block_ids) * side.layout.block_size
     return side.runtime.serve_blocks(ServeRequest(request_id, block_ids=block_ids, num_tokens=tokens, ttl_s=ttl_s))
 
 
 async def ended(lease: Lease) -> LeaseOutcome:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         return await lease
 
 
-def wanted(lease: Lease, block_ids: Sequence[int], deadline_s: float = 5.0) -> LoadRequest:
+def wanted(lease: Lease, block_ids: Sequence[int], deadline_s: float | None = None) -> LoadRequest:
     return LoadRequest(lease.request_id, ticket=lease.ticket.to_params(), block_ids=block_ids, deadline_s=deadline_s)
 
 
@@ -268,13 +274,13 @@ async def test_a_reader_that_comes_early_waits_for_the_blocks() -> None:
         assert torch.equal(other.tokens([0, 1], 8), one.tokens([3, 7], 8))
 
 
-async def test_blocks_that_never_come_cost_the_deadline_and_nothing_else() -> None:
-    async with unreachable_pair() as ((one, saved), (other, _)):
-        saved.gate.clear()
+@in_virtual_time
+async def test_blocks_that_come_too_late_cost_the_deadline_and_nothing_else() -> None:
+    slow = replace(InprocCluster().world(), copier=partial(InlineCopier, duration_s=lambda: 1.0))
+    async with unreachable_pair(world=slow) as ((one, _), (other, _)):
         lease = offer(one, [3])
         with pytest.raises(DeadlineExceeded, match="in phase 'wire'"):
-            await other.runtime.load_blocks(wanted(lease, [0], deadline_s=0.05))
-        saved.gate.set()
+            await other.runtime.load_blocks(wanted(lease, [0], deadline_s=0.5))
         await other.runtime.load_blocks(wanted(lease, [0]))
         assert await ended(lease) is LeaseOutcome.READ
 
@@ -311,7 +317,7 @@ async def test_closing_says_that_a_copy_still_writes() -> None:
             await load
         (quarantine,) = other.runtime.quarantines
         loaded.gate.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             await quarantine.settled()
         lease.revoke()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests_support import WAIT_S
 
 from kvflow import Config, Runtime, ServeRequest
 from kvflow.errors import RuntimeBroken
@@ -45,7 +46,7 @@ async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_goo
     async with cluster.engine("producer") as producer:
         world = replace(cluster.world(), transport=lambda _, name: InprocTransport(name, network, carrier=late))
         lease = producer.runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
-        config = replace(IMPATIENT, engine_id="consumer", transport_close_timeout_s=5.0 if in_time else 0.01)
+        config = replace(IMPATIENT, engine_id="consumer", transport_close_timeout_s=WAIT_S if in_time else 0.01)
         runtime = Runtime(config, world=world)
         await runtime.__aenter__()
         await runtime.register_kv_caches(producer.kv_caches, producer.layout)

@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
-from tests_support import small_cache
+from tests_support import WAIT_S, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core import wire
@@ -131,7 +131,7 @@ async def test_curve_on_one_side_only_is_said_on_both(
     configs = {name: replace(PLAIN, engine_id=name) for name in ("producer", "reader")}
     configs[secure] = config_of(keys, secure)
     expected = "it may not use CURVE, as we do" if secure == "reader" else "it may use CURVE, which we do not"
-    async with listening(configs["producer"]) as listener, asyncio.timeout(10):
+    async with listening(configs["producer"]) as listener, asyncio.timeout(WAIT_S):
         while listener.statistics.rejected == 0:  # the side that closes first may leave the other without a reason
             with pytest.raises(PeerUnreachable, match=f"failed in its handshake: {expected}"):
                 await ask(configs["reader"], listener)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 from scripted import ScriptedWorld
-from tests_support import altered, leases_ended
+from tests_support import PATIENT, WAIT_S, altered, assert_all_ended
 
 from kvflow import (
     Config,
@@ -29,9 +29,9 @@ from kvflow.core.topology import Rank
 from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, TransferFailed, UsageError
 from kvflow.runtime.readers import Readers
 from kvflow.runtime.world import World
-from kvflow.testing import InprocPair, assert_quiet, inproc_pair
+from kvflow.testing import InprocPair, inproc_pair
 
-CONFIG = Config(engine_id="any", drain_timeout_s=1.0, goodbye_timeout_s=0.5, cancel_grace_s=0.05)
+CONFIG = replace(PATIENT, drain_timeout_s=WAIT_S, cancel_grace_s=0.05)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ async def open_sides(config: Config = CONFIG) -> AsyncIterator[Sides]:
     world = World(side_channel=scripted.channel)
     async with inproc_pair(config=config, producer_world=world) as pair:
         yield Sides(pair, pair.producer.runtime, pair.consumer.runtime, scripted.channel.asked)
-        for engine in (pair.producer, pair.consumer):
-            await leases_ended(engine.runtime)
-            assert_quiet(engine.runtime.statistics())
+        await assert_all_ended(pair)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from tests_support import altered
+from tests_support import PATIENT, altered
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core import wire
@@ -24,7 +24,7 @@ from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.world import Timer, World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
 
-BASE = Config(engine_id="any", lease_ttl_s=30.0, seal_hold_s=0.05, cancel_grace_s=0.05, drain_timeout_s=0.2)
+BASE = replace(PATIENT, lease_ttl_s=30.0, seal_hold_s=0.05, cancel_grace_s=0.05, drain_timeout_s=0.2)
 SLICED = replace(BASE, slice_bytes_max=256, slices_in_flight_max=1)
 SEAL_BYTES = 16
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
+from dataclasses import replace
 
 import pytest
-from tests_support import small_cache
+from hand_overs import free_ports
+from tests_support import PATIENT, WAIT_S, in_virtual_time, small_cache, virtual_pair
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocPair, InprocTransport, assert_closed, inproc_pair
 
-QUICK = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05)
+QUICK = replace(PATIENT, drain_timeout_s=0.05, cancel_grace_s=0.05)
+DRAINING = replace(PATIENT, drain_timeout_s=WAIT_S)
 
 
 def config(**changes: object) -> Config:
@@ -68,7 +70,7 @@ async def test_an_early_notification_is_counted() -> None:
 
     async with Runtime(config(), world=World(transport=make)) as runtime:
         transports[0].deliver(b"too early")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while not runtime.statistics().early_notifications:
                 await asyncio.sleep(0)
 
@@ -101,10 +103,8 @@ async def test_a_taken_port_is_a_config_error_and_leaves_nothing() -> None:
 
 
 async def test_ranks_listen_at_their_offset() -> None:
-    async with Runtime(config()) as probe:
-        base = int(probe.address.rpartition(":")[2]) + 1
-    address = f"tcp://127.0.0.1:{base}"
-    shape = Config(engine_id="e", listen=address, transport="inproc", tp_size=2, tp_rank=1, dp_rank=1)
+    base = free_ports(4)
+    shape = Config(engine_id="e", listen=f"tcp://127.0.0.1:{base}", transport="inproc", tp_size=2, tp_rank=1, dp_rank=1)
     async with Runtime(shape) as runtime:
         assert runtime.address == f"tcp://127.0.0.1:{base + 1 * 2 + 1}"
 
@@ -118,7 +118,7 @@ async def test_closing_waits_for_leases_then_revokes_them() -> None:
 
 
 async def test_a_reader_that_comes_while_the_producer_closes_still_gets_its_blocks() -> None:
-    async with inproc_pair() as pair:
+    async with inproc_pair(config=DRAINING) as pair:
         lease = pair.offer([3])
         closing = asyncio.create_task(pair.producer.runtime.aclose())
         await asyncio.sleep(0)
@@ -130,7 +130,7 @@ async def test_a_reader_that_comes_while_the_producer_closes_still_gets_its_bloc
 
 
 async def test_closing_lets_a_load_finish() -> None:
-    async with inproc_pair() as pair:
+    async with inproc_pair(config=DRAINING) as pair:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
         load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
@@ -162,22 +162,18 @@ async def test_closing_ends_a_load_that_does_not_finish() -> None:
                     await load
 
 
+@in_virtual_time
 async def test_closing_while_a_load_is_past_its_deadline_and_waits_for_its_bytes() -> None:
-    config = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=5.0)
-    async with inproc_pair(config=config) as pair:
+    async with virtual_pair(replace(PATIENT, drain_timeout_s=0.05)) as pair:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
         wanted = pair.wanted(lease, [0], deadline_s=0.3)
         load = asyncio.create_task(pair.consumer.runtime.load_blocks(wanted))
         await until_held(pair)
-        cache = pair.consumer.runtime._supervisor.cache
-        assert cache is not None
-        (under_way,) = cache.loader._loads
-        while not under_way.timeout.expired():
-            await asyncio.sleep(0)
+        await asyncio.wait([load], timeout=1.0)
         closing = asyncio.create_task(pair.consumer.runtime.aclose())
-        while not cache.loader._closed and not closing.done():
-            await asyncio.sleep(0)
+        await asyncio.wait([closing], timeout=1.0)
+        assert not load.done(), "its bytes may still land"
         pair.consumer.transport.perform()
         with pytest.raises(RuntimeClosed):
             await load
@@ -273,9 +269,7 @@ async def until_held(pair: InprocPair) -> None:
 @pytest.mark.parametrize("steps", range(1, 6))
 async def test_opening_can_be_cancelled_anywhere(steps: int) -> None:
     """Then it is closed, and its port is free."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    config = Config(engine_id="engine", listen=address, transport="inproc")
+    config = Config(engine_id="engine", listen=f"tcp://127.0.0.1:{free_ports(1)}", transport="inproc")
     runtime = Runtime(config)
     opening = asyncio.create_task(runtime.__aenter__())
     for _ in range(steps):

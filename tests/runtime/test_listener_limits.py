@@ -13,6 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
+from tests_support import WAIT_S
 
 from kvflow.core import wire
 from kvflow.errors import PeerUnreachable
@@ -88,7 +89,7 @@ async def test_a_flood_leaves_the_loop_its_turns() -> None:
             flood.connect(f"tcp://127.0.0.1:{listener.port}")
             for _ in range(500):  # from another thread of ZeroMQ's; they wait while this does not
                 flood.send_multipart(QUESTION)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 while listener.statistics.answered < 500:
                     before = listener.statistics.answered
                     await asyncio.sleep(0)
@@ -160,7 +161,7 @@ async def test_who_never_finishes_the_handshake_is_dropped() -> None:
     config = replace(PLAIN, handshake_timeout_s=0.05)
     async with listening(config) as listener:
         reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             await reader.read()
         await seen(listener, connections=0)
         writer.close()

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 from hand_overs import free_ports
-from scripted import ScriptedWorld, refusal
-from tests_support import altered, leases_ended, small_cache
+from scripted import ScriptedSideChannel, ScriptedWorld, refusal
+from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, in_virtual_time, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, ServeRequest, Ticket
 from kvflow.core import wire
@@ -30,10 +30,10 @@ from kvflow.errors import (
 )
 from kvflow.runtime.peers import PeerStatistics
 from kvflow.runtime.world import World
-from kvflow.testing import InprocPair, InprocTransport, ManualClock, assert_quiet, inproc_pair
+from kvflow.testing import InprocCluster, InprocPair, InprocTransport, ManualClock, inproc_pair
 from kvflow.transport.base import PeerGone
 
-CONFIG = Config(engine_id="any", drain_timeout_s=1.0, handshake_timeout_s=1.0)
+CONFIG = PATIENT
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Reader:
             await asyncio.sleep(0)
 
     async def until_agents(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while self.agents != count:
                 await asyncio.sleep(0)
 
@@ -89,11 +89,27 @@ class Reader:
 @contextlib.asynccontextmanager
 async def open_reader(config: Config = CONFIG, producer: World = World()) -> AsyncIterator[Reader]:  # noqa: B008
     scripted = ScriptedWorld()
-    async with inproc_pair(config=config, producer_world=producer, consumer_world=scripted.world) as pair:
+    async with open_scripted(scripted, config, producer, scripted.world) as reader:
+        yield reader
+
+
+@contextlib.asynccontextmanager
+async def open_virtual_reader(config: Config) -> AsyncIterator[Reader]:
+    """For virtual time: the side channel is in process too."""
+    world = InprocCluster().world()
+    scripted = ScriptedWorld(ScriptedSideChannel(beneath=world.side_channel))
+    consumer = replace(world, side_channel=scripted.channel, clock=lambda: scripted.clock)
+    async with open_scripted(scripted, config, world, consumer) as reader:
+        yield reader
+
+
+@contextlib.asynccontextmanager
+async def open_scripted(
+    scripted: ScriptedWorld, config: Config, producer: World, consumer: World
+) -> AsyncIterator[Reader]:
+    async with inproc_pair(config=config, producer_world=producer, consumer_world=consumer) as pair:
         yield Reader(pair, scripted)
-        for engine in (pair.producer, pair.consumer):
-            await leases_ended(engine.runtime)
-            assert_quiet(engine.runtime.statistics())
+        await assert_all_ended(pair)
     assert scripted.clock.pending == 0, "a closed runtime leaves no timer"
 
 
@@ -272,8 +288,9 @@ async def test_no_flipped_bit_of_agent_metadata_reaches_the_transport(reader: Re
     assert reader.agents == 1
 
 
+@in_virtual_time
 async def test_a_handshake_that_ends_while_the_transport_adds_the_agent_leaves_no_trace() -> None:
-    async with open_reader(replace(CONFIG, handshake_timeout_s=0.05)) as reader:
+    async with open_virtual_reader(replace(CONFIG, handshake_timeout_s=0.05)) as reader:
         lease = reader.pair.offer([3])
         transport = reader.pair.consumer.transport
         add_peer = transport.add_peer
@@ -298,7 +315,7 @@ async def test_a_handshake_that_ends_while_the_transport_adds_the_agent_leaves_n
 async def reborn_producer(reader: Reader, port: int) -> AsyncIterator[Runtime]:
     """Another life of the producer under the same name and address; its blocks hold fives."""
     network = reader.pair.producer.transport._network
-    config = Config(engine_id="producer", listen=f"tcp://127.0.0.1:{port}", drain_timeout_s=1.0)
+    config = replace(CONFIG, engine_id="producer", listen=f"tcp://127.0.0.1:{port}")
     kv_caches, layout = small_cache(num_blocks=16, fill=5.0)
     async with Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network))) as runtime:
         await runtime.register_kv_caches(kv_caches, layout)
@@ -313,7 +330,10 @@ async def test_a_producer_that_died_without_a_word_and_came_back() -> None:
         first, unread = reader.pair.offer([3]), reader.pair.offer([4], "unread", ttl_s=0.001)
         await reader.load(first.ticket)
         port = first.ticket.first.port
-        await reader.pair.producer.runtime.aclose()
+        closing = asyncio.create_task(reader.pair.producer.runtime.aclose())
+        while not closing.done():  # it waits for its leases
+            dying.clock.advance(1.0)
+            await asyncio.sleep(0)
         with pytest.raises(TransferFailed, match="is gone"):
             await reader.load(unread.ticket)
         with pytest.raises(PeerUnreachable, match=r"[Cc]onnect"):
@@ -438,8 +458,9 @@ async def test_forgetting_a_peer_forgets_its_failures(reader: Reader) -> None:
     await reader.load(lease.ticket)
 
 
+@in_virtual_time
 async def test_a_load_from_a_peer_that_is_forgotten_goes_on() -> None:
-    async with open_reader(replace(CONFIG, handshake_timeout_s=0.1)) as reader:
+    async with open_virtual_reader(replace(CONFIG, handshake_timeout_s=0.1)) as reader:
         lease = reader.pair.offer([3])
         transport = reader.pair.consumer.transport
         transport.faults.hold = True

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import os
 import resource
-import socket
 from dataclasses import replace
 
 import pytest
+from hand_overs import free_ports
 from side_channels import PLAIN, REQUEST, Hands, listening
 
 from kvflow.core import wire
@@ -19,20 +19,17 @@ from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 
 async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
     """ZeroMQ tries again; what ends the question is that the system says no as well."""
-    config = replace(PLAIN, handshake_timeout_s=10.0)
-    channel = ZmqSideChannel(config, Hands().now_s)
+    channel = ZmqSideChannel(PLAIN, Hands().now_s)
     probes = 0
 
     async with contextlib.AsyncExitStack() as stack:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        port = free_ports(1)
 
         async def probe(address: str) -> None:
             nonlocal probes
             probes += 1
             if probes == 1:
-                await stack.enter_async_context(listening(replace(config, listen=f"tcp://127.0.0.1:{port}")))
+                await stack.enter_async_context(listening(replace(PLAIN, listen=f"tcp://127.0.0.1:{port}")))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvflow.runtime.zmq_side_channel._probe", probe)
@@ -47,7 +44,7 @@ async def test_many_questions_at_once() -> None:
     count = 400
     config = replace(PLAIN, side_channel_connections_max=2 * count, side_channel_requests_per_s_max=10**6)
     async with listening(config) as listener:
-        channel = ZmqSideChannel(replace(config, handshake_timeout_s=30.0), Hands().now_s)
+        channel = ZmqSideChannel(config, Hands().now_s)
         address = f"tcp://127.0.0.1:{listener.port}"
         asked = [channel.ask(address, REQUEST, fingerprint=b"") for _ in range(count)]
         assert await asyncio.gather(*asked) == [wire.NoLease(ended=True)] * count

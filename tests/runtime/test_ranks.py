@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests_support import altered, leases_ended
+from tests_support import PATIENT, WAIT_S, altered, leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
@@ -40,7 +40,7 @@ class Engines:
         return self.reader.statistics().transport.open_peers
 
     async def load(self, ticket: Ticket) -> None:
-        request = LoadRequest("req", ticket=ticket.to_params(), block_ids=[5, 6], deadline_s=5.0)
+        request = LoadRequest("req", ticket=ticket.to_params(), block_ids=[5, 6])
         await self.reader.load_blocks(request)
 
     def assert_loaded(self) -> None:
@@ -67,10 +67,20 @@ async def open_rank(
 
 @contextlib.asynccontextmanager
 async def engines(
-    *, fixed_ports: bool = True, lease_wait_s: float = 5.0, clock: Callable[[], Clock] = SystemClock
+    *,
+    fixed_ports: bool = True,
+    lease_wait_s: float = WAIT_S,
+    lease_ttl_s: float = PATIENT.lease_ttl_s,
+    clock: Callable[[], Clock] = SystemClock,
 ) -> AsyncIterator[Engines]:
     network = InprocNetwork()
-    base = Config(engine_id="decode", listen="tcp://127.0.0.1:0", drain_timeout_s=1.0, lease_wait_s=lease_wait_s)
+    base = replace(
+        PATIENT,
+        engine_id="decode",
+        listen="tcp://127.0.0.1:0",
+        lease_wait_s=lease_wait_s,
+        lease_ttl_s=lease_ttl_s,
+    )
     async with AsyncExitStack() as stack:
         while True:
             port = free_ports(2) if fixed_ports else 0
@@ -112,7 +122,7 @@ async def test_a_rank_that_serves_late_is_waited_for() -> None:
 
 async def test_the_lease_of_one_rank_is_renewed_while_another_is_waited_for() -> None:
     clock = ManualClock()
-    async with engines(clock=lambda: clock) as both:
+    async with engines(clock=lambda: clock, lease_ttl_s=30.0) as both:
         first = both.offer(0)
         load = asyncio.create_task(both.load(first.ticket))
         while (seen := both.ranks[1].statistics().listener) is None or seen.answered < 3:
@@ -146,7 +156,7 @@ async def test_a_release_that_reaches_some_ranks_only_says_so() -> None:
 
 async def test_every_rank_of_a_reader_has_to_release() -> None:
     """What share of the lease a rank answers for is worked out by the producer, from what the rank holds."""
-    base = Config(engine_id="decode", listen="tcp://127.0.0.1:0", drain_timeout_s=1.0)
+    base = replace(PATIENT, engine_id="decode", listen="tcp://127.0.0.1:0")
     network = InprocNetwork()
     async with AsyncExitStack() as stack:
         producer, _ = await open_rank(stack, network, replace(base, engine_id="prefill"), HEADS, 1.0)

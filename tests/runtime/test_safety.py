@@ -6,15 +6,15 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests_support import leases_ended
+from tests_support import PATIENT, in_virtual_time, leases_ended, virtual_pair
 
-from kvflow import Config, LeaseOutcome, LoadReport
+from kvflow import LeaseOutcome, LoadReport
 from kvflow.core import wire
 from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFailed
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 from kvflow.transport.base import PeerGone, TransportError
 
-SLICED = Config(engine_id="any", slice_bytes_max=256, slices_in_flight_max=2, cancel_grace_s=0.05, drain_timeout_s=0.2)
+SLICED = replace(PATIENT, slice_bytes_max=256, slices_in_flight_max=2, cancel_grace_s=0.05, drain_timeout_s=0.2)
 
 
 async def start_held_load(pair: InprocPair, lease_blocks: list[int], local: list[int]) -> asyncio.Task[LoadReport]:
@@ -74,7 +74,7 @@ async def test_a_cancelled_load_whose_bytes_do_not_stop_leaves_a_quarantine() ->
 
 
 async def test_a_cancelled_load_posts_no_more_slices() -> None:
-    async with inproc_pair(config=replace(SLICED, cancel_grace_s=5.0)) as pair:
+    async with inproc_pair(config=replace(SLICED, cancel_grace_s=PATIENT.cancel_grace_s)) as pair:
         transport = pair.consumer.transport
         task = await start_held_load(pair, list(range(8)), list(range(8)))
         transport.perform()  # the seal, which large loads fetch before
@@ -101,8 +101,9 @@ async def test_a_second_cancel_is_held_back_too_and_not_lost(pair: InprocPair) -
     revoke_all(pair)
 
 
+@in_virtual_time
 async def test_a_deadline_in_the_wire_phase_names_it_and_carries_the_quarantine() -> None:
-    async with inproc_pair(config=SLICED) as pair:
+    async with virtual_pair(SLICED) as pair:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
         with pytest.raises(DeadlineExceeded, match=r"request 'req' from 'producer' .* in phase 'wire'") as caught:
@@ -227,12 +228,14 @@ async def test_one_failed_slice_fails_the_load_after_the_others_have_stopped() -
         revoke_all(pair)
 
 
-async def test_a_lost_notification_costs_time_and_nothing_else(pair: InprocPair) -> None:
-    pair.consumer.transport.faults.drop_notifications = True
-    lease = pair.offer([3], ttl_s=0.05)
-    await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
-    assert await lease is LeaseOutcome.EXPIRED
-    pair.assert_loaded([0], [3])
+@in_virtual_time
+async def test_a_lost_notification_costs_time_and_nothing_else() -> None:
+    async with virtual_pair() as pair:
+        pair.consumer.transport.faults.drop_notifications = True
+        lease = pair.offer([3])
+        await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
+        assert await lease is LeaseOutcome.EXPIRED
+        pair.assert_loaded([0], [3])
 
 
 async def test_duplicate_and_late_notifications_change_nothing(pair: InprocPair) -> None:

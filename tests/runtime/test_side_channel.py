@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests_support import altered, small_cache
+from tests_support import PATIENT, WAIT_S, altered, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core import wire
@@ -30,7 +30,7 @@ from kvflow.errors import (
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 
-FAST = Config(engine_id="any", handshake_timeout_s=0.2, drain_timeout_s=1.0)
+BRIEF = replace(PATIENT, handshake_timeout_s=0.2)
 Answer = Callable[[list[bytes]], list[bytes] | None]
 
 
@@ -103,13 +103,13 @@ async def test_a_host_is_found_by_its_name(pair: InprocPair) -> None:
 
 
 async def test_a_mute_peer_costs_the_timeout_and_names_it() -> None:
-    async with inproc_pair(config=FAST) as pair, fake_peer(lambda frames: None) as port:
+    async with inproc_pair(config=BRIEF) as pair, fake_peer(lambda frames: None) as port:
         with pytest.raises(PeerUnreachable, match=r"within 0\.2 s"):
             await load_from(pair, ticket_for(pair, port))
 
 
 async def test_a_mute_producer_costs_a_release_its_bound() -> None:
-    async with inproc_pair(config=FAST) as pair, fake_peer(lambda _: None) as port:
+    async with inproc_pair(config=BRIEF) as pair, fake_peer(lambda _: None) as port:
         ticket = ticket_for(pair, port)
         assert not await pair.consumer.runtime.release_blocks(ticket)
         request = LoadRequest("req", ticket=ticket, block_ids=[], deadline_s=0.01)
@@ -144,7 +144,7 @@ async def test_an_answer_that_is_no_kvflow_message(pair: InprocPair, frames: lis
 
 
 async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
-    config = replace(FAST, side_channel_message_bytes_max=1000)
+    config = replace(PATIENT, side_channel_message_bytes_max=1000)
     async with inproc_pair(config=config) as pair, fake_peer(lambda _: [b"x", b"y" * 2000]) as port:
         with pytest.raises(PeerUnreachable):
             await load_from(pair, ticket_for(pair, port))
@@ -314,7 +314,7 @@ async def test_a_restarted_producer_never_satisfies_an_old_ticket(pair: InprocPa
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=4))
 async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
-    async with inproc_pair() as pair:
+    async with inproc_pair(config=PATIENT) as pair:
         await send_only(pair.producer.runtime.address, [frames, [b"", *frames], [wire.MAGIC.encode()] * 2])
         lease = pair.offer([3])
         await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
@@ -322,7 +322,7 @@ async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
 
 
 async def test_garbage_is_counted() -> None:
-    config = replace(FAST, side_channel_message_bytes_max=10_000)
+    config = replace(PATIENT, side_channel_message_bytes_max=10_000)
     async with inproc_pair(config=config) as pair:
         runtime = pair.producer.runtime
         valid_header = msgspec.msgpack.encode(wire.our_header(b""))
@@ -331,7 +331,7 @@ async def test_garbage_is_counted() -> None:
         statistics = runtime.statistics().listener
         assert statistics is not None
         assert statistics.refused == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(WAIT_S):
             while (now := runtime.statistics().listener) is not None and now.dropped < 2:
                 await asyncio.sleep(0)
         lease = pair.offer([3])
@@ -353,6 +353,6 @@ async def send_only(address: str, messages: list[list[bytes]]) -> None:
     with zmq.asyncio.Context() as context:
         for frames in messages:
             with context.socket(zmq.DEALER) as socket:
-                socket.setsockopt(zmq.LINGER, 1000)
+                socket.setsockopt(zmq.LINGER, int(WAIT_S * 1000))
                 socket.connect(address)
                 await socket.send_multipart(frames)
