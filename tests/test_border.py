@@ -315,6 +315,19 @@ def test_a_field_of_another_type_is_refused_and_named(kind: type, name: str, sid
 
 
 @NAMED_FIELDS
+def test_a_huge_value_is_not_repeated(kind: type, name: str, sides: Sides) -> None:
+    """Whether it is right or not: a message is a line."""
+    right, use, _ = RIGHT[kind]
+    for value in ("x" * 100_000, [0] * 100_000, list(range(100_000)), b"x" * 100_000, {"x" * 100_000: "x" * 100_000}):
+        found: InvalidInput | None = None
+        try:
+            use(sides, **{**right(), name: value})
+        except InvalidInput as error:
+            found = error
+        assert len(str(found)) < 500
+
+
+@NAMED_FIELDS
 def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides) -> None:
     right, use, _ = RIGHT[kind]
     if kind in (Ticket, RankLease):
