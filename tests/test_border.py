@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import inspect
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def sides(opened: Sides) -> Iterator[Sides]:
 # --- fields: each class that is passed, a right one, and what is done with it
 
 
+@functools.cache
 def right_layout() -> CacheLayout:
     return small_cache(layers=1)[1]
 
@@ -312,6 +314,22 @@ def test_a_field_of_another_type_is_refused_and_named(kind: type, name: str, sid
         message = str(caught.value)
         assert name in message, f"{value!r} is not named: {message}"
         assert len(message) < 400
+
+
+async def test_what_is_refused_takes_no_host_buffers() -> None:
+    """With host staging an offer takes them at once."""
+    right, _, _ = RIGHT[ServeRequest]
+    async with inproc_pair(config=replace(CONFIG, always_stage=True)) as pair:
+        runtime = pair.producer.runtime
+        for name, annotation in annotations(ServeRequest).items():
+            for value in REFUSED[annotation]():
+                with pytest.raises(RequestError):
+                    runtime.serve_blocks(ServeRequest(**{**right(), name: value}))
+                assert_quiet(runtime.statistics())
+        lease = runtime.serve_blocks(ServeRequest(**right()))
+        assert runtime.statistics().buffers_used == 1
+        await lease.revoke()
+        assert_quiet(runtime.statistics())
 
 
 @NAMED_FIELDS
@@ -555,7 +573,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(changes=CHANGES)
 @example({"num_tokens": float("nan")})
 @example({"num_tokens": 32.0})
