@@ -34,7 +34,7 @@ from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.lease import Lease as AsyncLease
 from kvflow.runtime.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.load import Load as AsyncLoad
-from kvflow.runtime.load import LoadReport, LoadRequest, checked_load_request, refused_load
+from kvflow.runtime.load import LoadReport, LoadRequest, checked_load_request, refused_load, request_name
 from kvflow.runtime.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.records import Observer
 from kvflow.runtime.staging import BlockCopier
@@ -120,6 +120,7 @@ class Load:
     """
 
     def __init__(self, host: _Host, request: LoadRequest) -> None:
+        self.request_id = request_name(request)
         self._host = host
         self._request = request
         self._load: AsyncLoad | None = None
@@ -132,10 +133,6 @@ class Load:
 
     def __repr__(self) -> str:
         return f"<blocking {self._load!r}>" if self._load else f"<blocking Load {self.request_id} not begun>"
-
-    @property
-    def request_id(self) -> str:
-        return self._request.request_id
 
     @property
     def block_ids(self) -> tuple[int, ...]:

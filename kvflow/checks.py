@@ -92,11 +92,13 @@ def flag(value: object, what: str, *, error: ErrorKind = RequestError) -> bool:
     return value
 
 
-def text(value: object, what: str, *, error: ErrorKind = RequestError) -> str:
-    """Text that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
+def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
+    """Text of up to `most` characters that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
     if not isinstance(value, str):
         raise error(f"{what}: expected a text, got {shown(value)}")
     plain = value if type(value) is str else str.__str__(value)
+    if len(plain) > most:
+        raise error(f"{what}: expected at most {most} characters, got {len(plain)}: {shown(plain)}")
     if not encodes(plain):
         raise error(f"{what}: expected a text that UTF-8 can carry, got {shown(plain)}")
     return plain
@@ -134,8 +136,9 @@ def mapping(value: object, what: str, *, error: ErrorKind = RequestError) -> Map
 
 def count(values: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> int:
     """How many entries a list has that was given."""
-    found = answer(lambda: len(values))  # type: ignore[arg-type]
-    if found is None or isinstance(values, str | bytes | Mapping):
+    plain = type(values) is list or type(values) is tuple
+    found = len(values) if plain else answer(lambda: len(values))  # type: ignore[arg-type]
+    if found is None or (not plain and isinstance(values, str | bytes | Mapping)):
         raise error(f"{what}: expected a list, got {shown(values)}")
     if found > most:
         raise error(f"{what}: expected at most {most} entries, got {found}")

@@ -222,7 +222,7 @@ def _check_curve(config: Config) -> None:
     if (config.curve_secret_key_file is None) != (config.curve_peers_dir is None):
         raise ConfigError(
             f"curve_secret_key_file, curve_peers_dir: expected both or none, "
-            f"got {config.curve_secret_key_file!r} and {config.curve_peers_dir!r}"
+            f"got {shown(config.curve_secret_key_file)} and {shown(config.curve_peers_dir)}"
         )
     if config.curve_peers_dir is not None and not is_key_name(config.engine_id):
         raise ConfigError(f"engine_id: {config.engine_id[:80]!r} cannot name key files, as curve_peers_dir needs")
@@ -243,7 +243,7 @@ def _check_ranks(config: Config) -> None:
 
 def _check_limits(config: Config) -> None:
     if config.scratch not in ("auto", "always", "never"):
-        raise ConfigError(f"scratch: expected 'auto', 'always' or 'never', got {config.scratch!r}")
+        raise ConfigError(f"scratch: expected 'auto', 'always' or 'never', got {shown(config.scratch)}")
     for entry in fields(config):
         if entry.name.endswith("_max") and getattr(config, entry.name) < 1:
             raise ConfigError(f"{entry.name}: expected 1 or more, got {getattr(config, entry.name)}")

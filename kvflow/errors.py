@@ -156,7 +156,8 @@ class PromptMismatch(RequestError):
 
 
 class UsageError(InvalidInput):
-    """A verb was called in the wrong state, such as before registration or twice, or on the wrong loop or thread."""
+    """A verb was called in the wrong state, such as before registration or twice, on the wrong loop or thread, or with
+    an argument of its own that cannot be."""
 
 
 class RuntimeUnavailable(KVFlowError):

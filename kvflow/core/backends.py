@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 from kvflow import checks
 from kvflow.core.layout import CacheLayout, KVStyle
-from kvflow.core.tensors import KVCaches, checked_caches
+from kvflow.core.tensors import NAME_CHARS_MAX, KVCaches, checked_caches
 from kvflow.errors import LayoutError
 
 Version: TypeAlias = tuple[int, int]
@@ -396,7 +396,7 @@ def layout_for_backend(
     if num_kv_heads is not None:
         num_kv_heads = checks.whole(num_kv_heads, "num_kv_heads", least=1, error=LayoutError)
     if kv_format is not None:
-        kv_format = checks.text(kv_format, "kv_format", error=LayoutError)
+        kv_format = checks.text(kv_format, "kv_format", most=NAME_CHARS_MAX, error=LayoutError)
     rows = rows_of(backend, engine_version)
     fitting: list[tuple[BackendLayout, CacheLayout]] = []
     misfits: list[LayoutError] = []

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from kvflow import checks
 from kvflow.checks import answer, shown
-from kvflow.core.tensors import LAYERS_MAX, KVCaches, LayerCache, TensorLike, checked_caches, tensors_of
+from kvflow.core.tensors import LAYERS_MAX, NAME_CHARS_MAX, KVCaches, LayerCache, TensorLike, checked_caches, tensors_of
 from kvflow.errors import LayoutError
 
 PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
@@ -230,6 +230,10 @@ def _order(order: str, what: str) -> str:
     return str.__str__(order)
 
 
+def _name(value: object, what: str) -> str:
+    return checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
+
+
 def _size(value: object, what: str) -> int:
     return checks.whole(value, what, least=1, error=LayoutError)
 
@@ -240,13 +244,13 @@ def _plain_fields(layout: CacheLayout) -> dict[str, object]:
     if not isinstance(names, tuple | list) or not 0 < len(names) <= LAYERS_MAX:
         raise LayoutError(f"layer_names: expected 1 to {LAYERS_MAX} names, got {shown(names)}")
     return {
-        "layer_names": tuple(checks.text(name, "layer_names", error=LayoutError) for name in names),
+        "layer_names": tuple(_name(name, "layer_names") for name in names),
         "layer_indices": _given_indices(layout.layer_indices, len(names)),
-        "kv_format": checks.text(layout.kv_format, "kv_format", error=LayoutError),
+        "kv_format": _name(layout.kv_format, "kv_format"),
         "style": _style_of(layout.style),
         "order": _order(layout.order, "order"),
         "memory_order": _order(layout.memory_order, "memory_order"),
-        "dtype": checks.text(layout.dtype, "dtype", error=LayoutError),
+        "dtype": _name(layout.dtype, "dtype"),
         **{name: _size(getattr(layout, name), name) for name in _SIZES},
     }
 

@@ -16,6 +16,7 @@ from kvflow.checks import answer
 from kvflow.errors import LayoutError
 
 LAYERS_MAX = 1 << 15
+NAME_CHARS_MAX = 1024
 
 
 class DeviceLike(Protocol):
@@ -57,11 +58,13 @@ def checked_caches(kv_caches: KVCaches) -> dict[str, LayerCache]:
     if not 0 < len(layers) <= LAYERS_MAX:
         raise LayoutError(f"kv_caches: expected at least one layer and at most {LAYERS_MAX}, got {len(layers)}")
     for name, layer in layers.items():
+        checks.text(name, "kv_caches: a layer's name", most=NAME_CHARS_MAX, error=LayoutError)
         for tensor in tensors_of(name, layer):
             _check_tensor(name, tensor)
     return layers
 
 
+_DENSE = "torch.strided"
 # What torch says of tensors whose elements are not simply there, one after the other, for everybody to write.
 _UNFIT = ("is_nested", "is_quantized", "is_complex", "is_neg", "requires_grad")
 
@@ -70,8 +73,8 @@ def _check_tensor(name: str, tensor: TensorLike) -> None:
     unfit = next((what for what in _UNFIT if answer(partial(_is, tensor, what))), None)
     if unfit is not None:
         raise LayoutError(f"layer {name!r}: cannot hold a KV cache: {unfit} is true of its tensor")
-    memory_layout = str(getattr(tensor, "layout", "torch.strided"))
-    if memory_layout != "torch.strided":
+    memory_layout = answer(lambda: str(getattr(tensor, "layout", _DENSE)))
+    if memory_layout != _DENSE:
         raise LayoutError(f"layer {name!r}: cannot hold a KV cache: its tensor's layout is {memory_layout}")
     if answer(lambda: (tuple(tensor.shape), tuple(tensor.stride()), tensor.element_size(), tensor.device)) is None:
         raise LayoutError(f"layer {name!r}: expected a tensor, got what has no shape, strides and device")

@@ -306,7 +306,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(
                 f"ticket: block_size {self.block_size}, kv_heads {self.kv_heads}, model_kv_heads {self.model_kv_heads}"
             )
-        check_traceparent(self.traceparent, "ticket")
+        if self.traceparent and not _TRACEPARENT.fullmatch(self.traceparent):
+            raise RequestError(f"ticket: traceparent {self.traceparent[:80]!a} is no W3C trace context")
         if not _PROMPT_DIGEST.fullmatch(self.prompt_digest):
             raise RequestError(f"ticket: prompt_digest {self.prompt_digest[:80]!a} is not 32 hexadecimal digits")
         if not 0 < len(self.ranks) <= RANKS_MAX:
@@ -356,11 +357,11 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     return merged
 
 
-def check_traceparent(value: object, what: str) -> str:
+def checked_traceparent(value: object) -> str:
     """RequestError unless it is "" or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
-    traceparent = checks.text(value, f"{what}: traceparent")
+    traceparent = checks.text(value, "traceparent")
     if traceparent and not _TRACEPARENT.fullmatch(traceparent):
-        raise RequestError(f"{what}: traceparent {traceparent[:80]!a} is no W3C trace context")
+        raise RequestError(f"traceparent {traceparent[:80]!a} is no W3C trace context")
     return traceparent
 
 

@@ -13,7 +13,7 @@ from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.lease_book import LeaseEntry
 from kvflow.core.states import LeaseState
-from kvflow.core.ticket import Ticket, check_traceparent
+from kvflow.core.ticket import Ticket, checked_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
 
@@ -27,6 +27,7 @@ class ServeRequest:
     The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
     need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
     the lease is over once `reader_count` engines have read: how many ranks each of them has, its readers say.
+    Lists may be arrays, numbers may be numpy's: the ticket has them as Python's own.
     """
 
     request_id: str
@@ -47,17 +48,19 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
     """
     given = checks.instance(request, ServeRequest, "serve_blocks")
     request_id = checked_request_id(given.request_id, config)
-    what = f"request {request_id!r}"
-    checks.count(given.block_ids, f"{what}: block_ids", most=config.block_ids_max)
-    return ServeRequest(
-        request_id,
-        given.block_ids,
-        checks.whole(given.num_tokens, f"{what}: num_tokens", least=0),
-        None if given.ttl_s is None else checks.seconds(given.ttl_s, f"{what}: ttl_s"),
-        checks.whole(given.reader_count, f"{what}: reader_count", least=1),
-        check_traceparent(given.traceparent, what),
-        given.prompt,
-    )
+    try:
+        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        return ServeRequest(
+            request_id,
+            given.block_ids,
+            checks.whole(given.num_tokens, "num_tokens", least=0),
+            None if given.ttl_s is None else checks.seconds(given.ttl_s, "ttl_s"),
+            checks.whole(given.reader_count, "reader_count", least=1),
+            checked_traceparent(given.traceparent),
+            given.prompt,
+        )
+    except RequestError as error:
+        raise RequestError(f"request {request_id!r}: {error}") from error
 
 
 def checked_request_id(request_id: object, config: Config) -> str:

@@ -11,7 +11,7 @@ from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan import BlockIds
 from kvflow.core.ticket import Ticket
-from kvflow.errors import KVFlowError, UsageError
+from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.runtime.budget import InFlight
 from kvflow.runtime.lease import checked_request_id
 from kvflow.runtime.own_loop import require_loop
@@ -45,16 +45,15 @@ def checked_load_request(request: object, config: Config) -> LoadRequest:
     """
     given = checks.instance(request, LoadRequest, "load_blocks")
     request_id = checked_request_id(given.request_id, config)
-    what = f"request {request_id!r}"
-    checks.count(given.block_ids, f"{what}: block_ids", most=config.block_ids_max)
-    return LoadRequest(
-        request_id,
-        given.ticket,
-        given.block_ids,
-        None if given.deadline_s is None else checks.seconds(given.deadline_s, f"{what}: deadline_s"),
-        checks.whole(given.priority, f"{what}: priority"),
-        given.prompt,
-    )
+    try:
+        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
+        priority = checks.whole(given.priority, "priority")
+    except RequestError as error:
+        raise RequestError(f"request {request_id!r}: {error}") from error
+    if request_id is given.request_id and deadline_s is given.deadline_s and priority is given.priority:
+        return given  # the usual case, quicker than to make another one
+    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +176,8 @@ def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
 
 def request_name(request: LoadRequest) -> str:
     """The id of a request that may hold anything, as messages and records may show it."""
-    named = getattr(request, "request_id", None)
-    return named[:_NAME_CHARS_MAX] if isinstance(named, str) else repr(named)[:_NAME_CHARS_MAX]
+    named = checks.answer(lambda: request.request_id)
+    return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,9 @@ def choose_buffer_device(device: str, wanted: str | None) -> str:
     if wanted is None:
         return supported[0]
     if wanted not in supported:
-        raise ConfigError(f"kv_buffer_device: {wanted!r} cannot serve a cache on {device!r}; possible: {supported}")
+        raise ConfigError(
+            f"kv_buffer_device: {wanted[:80]!r} cannot serve a cache on {device!r}; possible: {supported}"
+        )
     return wanted
 
 

@@ -26,4 +26,4 @@ def make_transport(config: Config, agent_name: str) -> Transport:
         case "inproc":
             return InprocTransport(agent_name)
         case unknown:
-            raise ConfigError(f"transport: expected 'nixl' or 'inproc', got {unknown!r}")
+            raise ConfigError(f"transport: expected 'nixl' or 'inproc', got {unknown[:80]!r}")
