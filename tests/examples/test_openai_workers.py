@@ -19,6 +19,7 @@ from openai_server.prefill import PrefillWorker
 from openai_server.worker import background_tasks
 from paged_engine import Engine
 from paged_engine.weights import load_model
+from tests_support import WAIT_S
 
 import kvflow
 from kvflow.runtime.world import World
@@ -54,7 +55,7 @@ class Pair:
 
     async def idle(self) -> None:
         """Wait until all blocks of both engines are free."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while self.prefill_engine.statistics().blocks_used or self.decode_engine.statistics().blocks_used:
                 await asyncio.sleep(0)
 
@@ -209,7 +210,7 @@ class TestBlocks:
                 while transport.held:
                     transport.perform()
                 await quarantine.settled()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(WAIT_S):
                     while workers.decode_engine.statistics().blocks_used:
                         await asyncio.sleep(0)
                 workers.prefill.release("r")
