@@ -15,16 +15,16 @@ import os
 import socket
 from collections.abc import Iterable
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from kvflow import Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest, merge_tickets
+from kvflow import Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
 from tests.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache, Reference
+from tests.tests_support import PATIENT, WAIT_S
 
-LEASE_END_S = 5.0
 _FIRST_PORT, _LAST_PORT = 12000, 32000  # below the ports that systems give to outgoing connections
 _port_bases = itertools.count(os.getpid() * 101)
 
@@ -175,7 +175,8 @@ async def _open_engine(
     engine, fill = (case.consumer, CONSUMER_FILL) if side else (case.producer, PRODUCER_FILL)
     ranks = []
     for place in engine.places:
-        config = Config(
+        config = replace(
+            PATIENT,
             engine_id="decode" if side else "prefill",
             listen=f"tcp://127.0.0.1:{port}",
             tp_rank=place.tp,
@@ -184,7 +185,8 @@ async def _open_engine(
             pp_size=len(engine.stages),
             dp_rank=dp_rank,
             num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
-            drain_timeout_s=0.03,  # only counts when something has failed
+            drain_timeout_s=0.03,  # these two only count when something has failed
+            cancel_grace_s=1.0,
             seal_hold_s=0.05 if world is None else 0.004,
             leases_max=4,
             loads_max=64,
@@ -219,7 +221,7 @@ def _offered_tokens(case: HandOver) -> range:
 
 async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) -> list[LoadReport]:
     """Every rank's report, in the order of the ranks."""
-    request = LoadRequest("request", ticket=ticket, block_ids=case.wanted, deadline_s=10.0)
+    request = LoadRequest("request", ticket=ticket, block_ids=case.wanted)
     if case.arrival is Arrival.TOGETHER:
         ends = await asyncio.gather(*(rank.runtime.load_blocks(request) for rank in consumers), return_exceptions=True)
         for end in ends:
@@ -234,10 +236,10 @@ async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) 
 async def _all_read(leases: list[Lease]) -> None:
     """Every lease ends, also those of ranks that nobody read from, and because all readers said so."""
     try:
-        async with asyncio.timeout(LEASE_END_S):
+        async with asyncio.timeout(WAIT_S):
             outcomes = await asyncio.gather(*leases)
     except TimeoutError:
-        raise AssertionError(f"still open after {LEASE_END_S} s: {[x for x in leases if not x.done]}") from None
+        raise AssertionError(f"still open after {WAIT_S} s: {[x for x in leases if not x.done]}") from None
     assert set(outcomes) == {LeaseOutcome.READ}, outcomes
 
 

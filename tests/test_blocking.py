@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_support import small_cache
+from tests_support import PATIENT, WAIT_S, pass_deadlines, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
 from kvflow.blocking import Load, Runtime
@@ -30,11 +30,11 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.world import World
-from kvflow.testing import assert_closed, assert_quiet
+from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
-CONFIG = Config(engine_id="any", listen="tcp://127.0.0.1:0", drain_timeout_s=1.0, seal_hold_s=0.01)
+CONFIG = replace(PATIENT, listen="tcp://127.0.0.1:0", seal_hold_s=0.01)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,14 @@ class Engine:
 
 
 @contextlib.contextmanager
-def engine(engine_id: str, network: InprocNetwork | None, *, fill: float, config: Config = CONFIG) -> Iterator[Engine]:
+def engine(
+    engine_id: str,
+    network: InprocNetwork | None,
+    *,
+    fill: float,
+    config: Config = CONFIG,
+    clock: Callable[[], Clock] = SystemClock,
+) -> Iterator[Engine]:
     """One side; over real NIXL without a network."""
     made: list[InprocTransport] = []
 
@@ -56,7 +63,8 @@ def engine(engine_id: str, network: InprocNetwork | None, *, fill: float, config
 
     kv_caches, layout = small_cache(fill=fill)
     config = replace(config, engine_id=engine_id)
-    with Runtime(config, world=World(transport=make) if network else World(), call_timeout_s=20.0) as runtime:
+    world = World(transport=make, clock=clock) if network else World(clock=clock)
+    with Runtime(config, world=world, call_timeout_s=WAIT_S) as runtime:
         runtime.register_kv_caches(kv_caches, layout)
         yield Engine(runtime, kv_caches, made[0] if made else None)
 
@@ -74,8 +82,12 @@ OFFER = ServeRequest("req", block_ids=[1, 2], num_tokens=8)
 
 
 @pytest.fixture(params=["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    network = InprocNetwork() if request.param == "inproc" else None
+def network(request: pytest.FixtureRequest) -> InprocNetwork | None:
+    return InprocNetwork() if request.param == "inproc" else None
+
+
+@pytest.fixture
+def pair(network: InprocNetwork | None) -> Iterator[Pair]:
     before = set(threading.enumerate())
     with engine("producer", network, fill=1.0) as producer, engine("consumer", network, fill=-1.0) as consumer:
         yield Pair(producer, consumer)
@@ -98,7 +110,7 @@ def test_a_hand_over(pair: Pair) -> None:
     assert (lease.request_id, lease.block_ids) == ("req", (1, 2))
     report = pair.consumer.runtime.load_blocks(pair.request(lease.ticket.to_params()))
     assert report.blocks == 2
-    assert lease.wait(10.0) is LeaseOutcome.READ
+    assert lease.wait(WAIT_S) is LeaseOutcome.READ
     for layer in pair.consumer.kv_caches.values():
         assert (layer[:, [5, 6]] == 1.0).all()
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
@@ -109,46 +121,56 @@ def test_loads_are_started_and_waited_for_later(pair: Pair) -> None:
     pending = pair.consumer.runtime.start_load(pair.request(lease.ticket.to_params()))
     called: concurrent.futures.Future[bool] = concurrent.futures.Future()
     pending.add_done_callback(lambda ended: called.set_result(ended is pending))
-    assert called.result(10.0)
+    assert called.result(WAIT_S)
     assert pending.done
     assert pending.result().bytes > 0
-    assert lease.outcome.result(10.0) is LeaseOutcome.READ
+    assert lease.outcome.result(WAIT_S) is LeaseOutcome.READ
 
 
 def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
     lease = pair.producer.runtime.serve_blocks(OFFER)
     lease.revoke()
-    assert lease.wait(10.0) is LeaseOutcome.REVOKED
+    assert lease.wait(WAIT_S) is LeaseOutcome.REVOKED
     with pytest.raises(LeaseExpired):
         pair.consumer.runtime.load_blocks(pair.request(lease.ticket.to_params()))
 
 
-def test_a_request_that_waits_keeps_its_lease(pair: Pair) -> None:
-    lease = pair.producer.runtime.serve_blocks(replace(OFFER, ttl_s=4.0))
-    ticket = lease.ticket.to_params()
-    tick = threading.Event()
-    with pair.consumer.runtime.keep_leases(ticket):
-        while pair.producer.runtime.statistics().serving.renewals < 1:  # type: ignore[union-attr]
-            assert not lease.outcome.done
-            tick.wait(0.01)
-        report = pair.consumer.runtime.load_blocks(pair.request(ticket))
-    assert report.blocks == 2
-    assert lease.wait(10.0) is LeaseOutcome.READ
-    with pytest.raises(RequestError, match="ticket"), pair.consumer.runtime.keep_leases({}):
-        raise AssertionError("not reached")
+def test_a_request_that_waits_keeps_its_lease(network: InprocNetwork | None) -> None:
+    """Time passes for the consumer alone, as the test says: the lease cannot end before it is renewed."""
+    clock = ManualClock()
+    with (
+        engine("producer", network, fill=1.0) as producer,
+        engine("consumer", network, fill=-1.0, clock=lambda: clock) as consumer,
+    ):
+        pair = Pair(producer, consumer)
+        lease = producer.runtime.serve_blocks(OFFER)
+        ticket = lease.ticket.to_params()
+
+        async def pass_time(_: asynchronous.Runtime) -> None:
+            clock.advance(lease.ticket.ttl_s / 10)
+
+        with consumer.runtime.keep_leases(ticket):
+            while producer.runtime.statistics().serving.renewals < 1:  # type: ignore[union-attr]
+                assert not lease.outcome.done
+                on_loop(consumer.runtime, pass_time)
+            report = consumer.runtime.load_blocks(pair.request(ticket))
+        assert report.blocks == 2
+        assert lease.wait(WAIT_S) is LeaseOutcome.READ
+        with pytest.raises(RequestError, match="ticket"), consumer.runtime.keep_leases({}):
+            raise AssertionError("not reached")
 
 
 def test_the_verbs_about_peers(pair: Pair) -> None:
     producer, consumer = pair.producer.runtime, pair.consumer.runtime
     lease = producer.serve_blocks(OFFER)
-    (warmed,) = consumer.prewarm([lease.ticket], timeout_s=20.0)
+    (warmed,) = consumer.prewarm([lease.ticket], timeout_s=WAIT_S)
     assert warmed.error is None
     assert consumer.release_blocks(lease.ticket)
-    assert lease.wait(10.0) is LeaseOutcome.READ
+    assert lease.wait(WAIT_S) is LeaseOutcome.READ
     assert len(consumer.statistics().peers) == 1
     assert consumer.forget_peer("producer")
     assert consumer.statistics().peers == ()
-    assert consumer.drain(1.0).finished
+    assert consumer.drain(WAIT_S).finished
     with pytest.raises(RuntimeDraining):
         consumer.load_blocks(pair.request(lease.ticket.to_params()))
 
@@ -158,7 +180,7 @@ def test_errors_come_out_where_the_verb_was_called(inproc_pair: Pair) -> None:
         inproc_pair.producer.runtime.serve_blocks(replace(OFFER, block_ids=[99]))
     pending = inproc_pair.consumer.runtime.start_load(inproc_pair.request({}))
     with pytest.raises(RequestError, match="ticket"):
-        pending.result(10.0)
+        pending.result(WAIT_S)
 
 
 def test_many_threads_use_one_runtime(inproc_pair: Pair) -> None:
@@ -167,7 +189,7 @@ def test_many_threads_use_one_runtime(inproc_pair: Pair) -> None:
     def hand_over(index: int) -> LeaseOutcome:
         lease = producer.serve_blocks(ServeRequest(f"r{index}", block_ids=[index], num_tokens=4))
         consumer.load_blocks(LoadRequest(f"r{index}", ticket=lease.ticket, block_ids=[index]))
-        return lease.wait(10.0)
+        return lease.wait(WAIT_S)
 
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         assert set(threads.map(hand_over, range(8))) == {LeaseOutcome.READ}
@@ -179,7 +201,7 @@ def test_a_wait_for_a_lease_has_a_bound_and_changes_nothing(inproc_pair: Pair) -
         lease.wait(0.0)
     assert inproc_pair.producer.runtime.statistics().serving is not None
     assert inproc_pair.consumer.runtime.load_blocks(inproc_pair.request(lease.ticket.to_params())).blocks == 2
-    assert lease.wait(10.0) is LeaseOutcome.READ
+    assert lease.wait(WAIT_S) is LeaseOutcome.READ
 
 
 def test_a_cancelled_load_is_done_when_its_bytes_have_stopped(inproc_pair: Pair) -> None:
@@ -193,9 +215,9 @@ def test_a_cancelled_load_is_done_when_its_bytes_have_stopped(inproc_pair: Pair)
     assert not pending.done
     on_loop(inproc_pair.consumer.runtime, lambda _: perform(transport))
     with pytest.raises(concurrent.futures.CancelledError):
-        pending.result(10.0)
+        pending.result(WAIT_S)
     lease.revoke()
-    assert lease.wait(10.0) is LeaseOutcome.REVOKED
+    assert lease.wait(WAIT_S) is LeaseOutcome.REVOKED
 
 
 def test_a_cancelled_load_says_when_its_blocks_are_safe() -> None:
@@ -252,27 +274,25 @@ def test_quarantined_blocks_can_be_waited_for() -> None:
     ):
         transport = consumer.transport
         assert transport is not None
-        first = producer.runtime.serve_blocks(OFFER)  # the handshake is no part of the deadline below
-        consumer.runtime.load_blocks(LoadRequest("req", ticket=first.ticket, block_ids=[5, 6]))
-        assert first.wait(10.0) is LeaseOutcome.READ
         lease = producer.runtime.serve_blocks(OFFER)
         transport.faults.hold = True
+        pending = consumer.runtime.start_load(LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[5, 6]))
+        on_loop(consumer.runtime, lambda runtime: wait_for_reads(runtime, 1))
+        on_loop(consumer.runtime, pass_deadlines)
         with pytest.raises(DeadlineExceeded) as caught:
-            consumer.runtime.load_blocks(
-                LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[5, 6], deadline_s=0.5)
-            )
+            pending.result(WAIT_S)
         quarantine = caught.value.quarantine
         assert isinstance(quarantine, Load)
         with pytest.raises(TimeoutError):
             quarantine.settled(0.0)
         on_loop(consumer.runtime, lambda _: perform(transport))
-        quarantine.settled(10.0)
+        quarantine.settled(WAIT_S)
         assert quarantine.safe
         lease.revoke()
 
 
 def on_loop(runtime: Runtime, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, None]]) -> None:
-    runtime.start(work).result(10.0)
+    runtime.start(work).result(WAIT_S)
 
 
 async def wait_for_reads(runtime: asynchronous.Runtime, count: int) -> None:
@@ -334,7 +354,7 @@ def on_loop_result(opened: Runtime) -> str:
     async def address(inner: asynchronous.Runtime) -> str:
         return inner.address
 
-    return opened.start(address).result(10.0)
+    return opened.start(address).result(WAIT_S)
 
 
 def test_closing_settles_who_still_waits() -> None:
@@ -343,7 +363,7 @@ def test_closing_settles_who_still_waits() -> None:
     waiting = opened.start(lambda _: asyncio.Event().wait())
     opened.close()
     with pytest.raises(RuntimeClosed):
-        waiting.result(10.0)
+        waiting.result(WAIT_S)
 
 
 def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread() -> None:
@@ -360,7 +380,7 @@ def test_a_loop_that_dies_settles_everybody_and_leaves_no_thread() -> None:
     opened.start(die)
     for pending in (waiting, lease.outcome):
         with pytest.raises((RuntimeBroken, RuntimeClosed, concurrent.futures.CancelledError)):
-            pending.result(10.0)
+            pending.result(WAIT_S)
     with pytest.raises(RuntimeBroken, match="died: killed by a test"):
         opened.close()
     opened.close()
@@ -373,7 +393,7 @@ def test_whatever_work_raises_belongs_to_who_waits() -> None:
 
     with runtime() as opened:
         with pytest.raises(SystemExit):
-            opened.start(leave).result(10.0)
+            opened.start(leave).result(WAIT_S)
         assert opened.statistics().state is RuntimeState.OPEN
 
 
@@ -384,7 +404,7 @@ def test_its_own_thread_cannot_wait_for_itself() -> None:
             opened.serve_blocks(OFFER)
 
         with pytest.raises(UsageError, match="wait for itself"):
-            opened.start(serve_from_within).result(10.0)
+            opened.start(serve_from_within).result(WAIT_S)
 
 
 def test_work_cancelled_before_it_began_never_begins() -> None:
@@ -402,7 +422,7 @@ def test_work_cancelled_before_it_began_never_begins() -> None:
         async def note(_: asynchronous.Runtime) -> None:
             begun.append(True)
 
-        opened.start(block_and_cancel).result(10.0)
+        opened.start(block_and_cancel).result(WAIT_S)
     assert begun == []
 
 
@@ -418,5 +438,7 @@ print(runtime.statistics().state, runtime._host.alive)
 
 
 def test_a_forgotten_runtime_does_not_keep_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "False"])

@@ -25,6 +25,7 @@ WAIT_S = 60.0
 PATIENT = Config(
     engine_id="any",
     lease_ttl_s=10 * WAIT_S,
+    clock_age_s=10 * WAIT_S,
     load_deadline_s=WAIT_S,
     handshake_timeout_s=WAIT_S,
     lease_wait_s=WAIT_S,
@@ -84,6 +85,14 @@ async def leases_ended(runtime: Runtime) -> None:
         await cache.serving.drained()
     left_open = [lease for lease in open_now if lease.state is LeaseState.EXPIRED]
     assert not left_open, f"nothing ended them but their time: {left_open}"
+
+
+async def pass_deadlines(runtime: Runtime) -> None:
+    """Let the deadlines of the loads under way pass now, where a test has brought them to the moment that it means."""
+    assert runtime._supervisor.cache is not None
+    now_s = asyncio.get_running_loop().time()
+    for load in runtime._supervisor.cache.loader._loads:
+        load.timeout.reschedule(now_s)
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:

@@ -109,7 +109,7 @@ def run_python() -> RunPython:
             env=os.environ | {"PYTHONPATH": path, "COLUMNS": "100"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=500,
             check=False,
         )
 

@@ -45,7 +45,7 @@ def answer_of(output: str) -> str:
 
 
 @pytest.mark.nixl
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 class TestDemo:
     @pytest.mark.parametrize(
         ("transport", "tokens", "block_size"), [("shm", 48, 16), ("tcp", 12, 7)], ids=["shm", "tcp"]
@@ -96,6 +96,7 @@ class TestDemo:
 
 
 @pytest.mark.nixl
+@pytest.mark.timeout(300)
 class TestRouter:
     def test_two_engines_answer_as_one(
         self, settings: Callable[..., WorkerSettings], tiny: tuple[Path, Greedy], run: Run

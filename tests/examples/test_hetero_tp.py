@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from disaggregated import example
+from disaggregated import example, router
 from disaggregated.engines import EngineProcesses, start_engine
 from disaggregated.hand_over import answer_alone, hand_over
 from disaggregated.messages import Generate, Ready, Token
 from disaggregated.router import WorkerError, set_worker_environment
 from disaggregated.worker import WorkerSettings
+from paged_engine.all_reduce import SILENCE_TIMEOUT_S
 from paged_engine.sharding import Shard
 
 Greedy = Callable[[Sequence[int], int], list[int]]
@@ -33,7 +34,7 @@ SHARDS = {tp_size: Shard(tp_size=tp_size, kv_head_count=4) for tp_size in (1, 2,
 
 
 @pytest.mark.nixl
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("smollm2_packages")
 def test_runs_as_it_stands(run_python: RunPython) -> None:
     shown = run_python(str(EXAMPLE), "--tokens", "24")
@@ -97,6 +98,7 @@ async def ready_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesse
 
 
 @pytest.mark.nixl
+@pytest.mark.timeout(300)
 class TestRanks:
     @pytest.mark.parametrize(
         ("transport", "prefill_tp", "decode_tp"), [("shm", 2, 1), ("shm", 2, 4), ("tcp", 4, 2), ("tcp", 1, 2)]
@@ -146,13 +148,19 @@ class TestRanks:
 
         asyncio.run(scenario())
 
-    def test_a_rank_that_waits_for_another_leaves_when_it_does(self, settings: Settings) -> None:
+    def test_a_rank_that_waits_for_another_leaves_when_it_does(
+        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By itself: nobody has to end it, and it does not wait until the other one counts as silent."""
+        monkeypatch.setattr(router, "EXIT_TIMEOUT_S", SILENCE_TIMEOUT_S * 0.8)
+
         async def scenario() -> None:
             async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
                 waiting, _ = decode.ranks
                 await waiting.send(Generate(prompt=PROMPT, max_tokens=50))
+            assert all("exitcode=0" in repr(rank) for rank in decode.ranks), decode.ranks
 
-        asyncio.run(asyncio.wait_for(scenario(), timeout=12))
+        asyncio.run(scenario())
 
     def test_ranks_that_disagree_are_an_error(self, settings: Settings) -> None:
         engine = EngineProcesses("decode-0", [])

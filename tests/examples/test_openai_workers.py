@@ -29,6 +29,7 @@ from paged_engine import Engine, Sampling
 from paged_engine.weights import load_model
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tests_support import WAIT_S
 
 import kvflow
 from kvflow.runtime.world import World
@@ -67,7 +68,7 @@ class Pair:
 
     async def idle(self) -> None:
         """Wait until all blocks of both engines are free."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while self.prefill_engine.statistics().blocks_used or self.decode_engine.statistics().blocks_used:
                 await asyncio.sleep(0)
 
@@ -325,7 +326,7 @@ class TestBlocks:
                 while transport.held:
                     transport.perform()
                 await quarantine.settled()
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(WAIT_S):
                     while workers.decode_engine.statistics().blocks_used:
                         await asyncio.sleep(0)
                 workers.prefill.release("r")

@@ -29,6 +29,7 @@ from paged_engine.cache import CacheShape, PagedKVCache, Pages
 from paged_engine.model import Chunk
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import MissingPackageError, load_model, read_checkpoint, require_modules
+from tests_support import WAIT_S
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Greedy = Callable[[Sequence[int], int], list[int]]
@@ -151,7 +152,7 @@ class HeldModel(LlamaModel):
 
     def _wait(self) -> None:
         self.threads.add(get_ident())
-        assert self.gate.wait(timeout=30), "the test never opened the gate"
+        assert self.gate.wait(timeout=WAIT_S), "the test never opened the gate"
 
 
 def engine_of(checkpoint: Path, **settings: Any) -> Engine:
@@ -169,7 +170,7 @@ def poisoned_engine(
         block_size=4,
         batch_size=batch_size,
         shuffle_seed=shuffle_seed,
-        reserve_timeout_s=10,
+        reserve_timeout_s=WAIT_S,
     )
     for tensor in engine.kv_caches.values():
         tensor.fill_(torch.nan)
@@ -394,6 +395,7 @@ class TestEngine:
         run(scenario())
 
 
+@pytest.mark.timeout(600)
 class TestRealModel:
     @pytest.mark.parametrize(
         "prompt",

@@ -14,6 +14,7 @@ from paged_engine import LlamaModel, ModelConfig, all_reduce
 from paged_engine.all_reduce import AllReduce, RankLostError, connected_ranks
 from paged_engine.cache import BlockId, CacheShape, PagedKVCache
 from paged_engine.sharding import Shard, divisible_kv_heads, padded, take_shard
+from tests_support import WAIT_S
 
 KV_HEADS, GROUP_SIZE, HEAD_DIM, HIDDEN, MLP, VOCABULARY = 3, 2, 8, 20, 24, 50
 PROMPT = [5, 17, 3, 41, 9, 33, 2]
@@ -63,7 +64,7 @@ def computed(model: LlamaModel) -> tuple[torch.Tensor, torch.Tensor]:
 def in_threads(ranks: Sequence[Callable[[], Any]]) -> list[Any]:
     """What each rank computes, all at the same time."""
     with ThreadPoolExecutor(len(ranks)) as executor:
-        return [future.result(timeout=30) for future in [executor.submit(rank) for rank in ranks]]
+        return [future.result(timeout=WAIT_S) for future in [executor.submit(rank) for rank in ranks]]
 
 
 def connected(tp_size: int, stack: ExitStack) -> list[AllReduce]:

@@ -21,7 +21,7 @@ print("wave" in sys.modules, factory.names)
 found = factory.find("Deque")
 print(found is sys.modules["wave"].open)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split("\n")[:2] == ["False ('Deque',)", "True"]
 
 

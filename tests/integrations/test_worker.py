@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests_support import small_cache
+from tests_support import PATIENT, WAIT_S, pass_deadlines, small_cache
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
@@ -19,19 +22,12 @@ from kvflow.core.step import Step
 from kvflow.errors import LeaseExpired, RuntimeClosed
 from kvflow.integrations.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.world import World
-from kvflow.testing import assert_quiet
+from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.testing import ManualClock, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 BLOCK_SIZE = 4
-CONFIG = Config(
-    engine_id="any",
-    listen="tcp://127.0.0.1:0",
-    drain_timeout_s=1.0,
-    seal_hold_s=0.01,
-    lease_wait_s=0.05,
-    lease_ttl_s=60,
-)
+CONFIG = replace(PATIENT, listen="tcp://127.0.0.1:0", seal_hold_s=0.01, lease_ttl_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -69,15 +65,16 @@ class Engine:
         assert results.failed.keys() <= results.received
         self.happened += results.happenings
 
-    def until(self, happened: Callable[[Happening], bool]) -> Happening:
-        tick = threading.Event()
-        for _ in range(1000):
+    def until(
+        self, happened: Callable[[Happening], bool], *, meanwhile: Callable[[], object] = lambda: None
+    ) -> Happening:
+        for _ in steps():
+            meanwhile()
             self.step()
             for entry in self.happened:
                 if happened(entry):
                     self.happened.remove(entry)
                     return entry
-            tick.wait(0.01)  # as an idle engine does between its steps
         raise AssertionError(f"did not happen; what did: {self.happened}")
 
     def prefill(self, request_id: str = "r", blocks: Sequence[int] = (1, 2), tokens: int = 7) -> dict[str, Any]:
@@ -97,25 +94,37 @@ class Engine:
 
     def until_settled(self) -> None:
         """Step until the scheduler waits for nothing and the runtime has no lease, load or blocks in use."""
-        tick = threading.Event()
-        for _ in range(1000):
+        for _ in steps():
             self.step()
             blocks = self.runtime.statistics().blocks
             if self.scheduler.open_requests == 0 and blocks is not None and blocks.free == blocks.total:
                 break
-            tick.wait(0.01)
         assert self.scheduler.open_requests == 0
         assert_quiet(self.runtime.statistics())
 
 
-def make(engine_id: str, network: InprocNetwork, fill: float, config: Config) -> Engine:
+def steps() -> Iterator[None]:
+    """One for each step of an engine that is idle between them, for as long as a test waits."""
+    tick, end_s = threading.Event(), time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        yield
+        tick.wait(0.01)
+
+
+def make(
+    engine_id: str,
+    network: InprocNetwork,
+    fill: float,
+    config: Config = CONFIG,
+    clock: Callable[[], Clock] = SystemClock,
+) -> Engine:
     made: list[InprocTransport] = []
 
     def transport(_: Config, name: str) -> InprocTransport:
         made.append(InprocTransport(name, network))
         return made[0]
 
-    runtime = Runtime(replace(config, engine_id=engine_id), world=World(transport=transport))
+    runtime = Runtime(replace(config, engine_id=engine_id), world=World(transport=transport, clock=clock))
     runtime.open()
     kv_caches, layout = small_cache(fill=fill)
     runtime.register_kv_caches(kv_caches, layout)
@@ -133,11 +142,8 @@ class Pair:
     decode: Engine
 
 
-@pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    config = replace(CONFIG, **getattr(request, "param", {}))
-    network = InprocNetwork()
-    both = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))
+@contextlib.contextmanager
+def settled_afterwards(both: Pair) -> Iterator[Pair]:
     try:
         yield both
         for engine in (both.prefill, both.decode):
@@ -145,6 +151,14 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     finally:
         for engine in (both.decode, both.prefill):
             engine.runtime.close()
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    config = replace(CONFIG, **getattr(request, "param", {}))
+    network = InprocNetwork()
+    with settled_afterwards(Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))) as both:
+        yield both
 
 
 def lease_ended(entry: Happening) -> bool:
@@ -194,23 +208,38 @@ def test_a_full_local_hit_frees_the_producers_blocks(pair: Pair) -> None:
     pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
 
 
-@pytest.mark.parametrize("pair", [{"lease_ttl_s": 2.0}], indirect=True)
-def test_a_request_that_waits_for_blocks_keeps_its_prompt(pair: Pair) -> None:
+def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
     """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile."""
-    params = pair.prefill.prefill()
-    pair.decode.scheduler.add(Request("d", 7, params))
-    renewals, tick = 0, threading.Event()
-    while renewals < 4:  # the last of them comes when the lease's first two seconds are over
-        pair.decode.step()
-        tick.wait(0.01)
-        serving = pair.prefill.runtime.statistics().serving
-        assert serving is not None
-        assert serving.open_leases == 1
-        renewals = serving.renewals
-    pair.decode.scheduler.update_after_alloc("d", [5, 6], 7)
-    assert isinstance(pair.decode.until(load_ended), Loaded)
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
-    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+    network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
+    prefill = make("prefill", network, 1.0, clock=lambda: theirs)
+    decode = make("decode", network, -1.0, clock=lambda: ours)
+    with settled_afterwards(Pair(prefill, decode)):
+        decode.scheduler.add(Request("d", 7, prefill.prefill()))
+        for _ in range(4):
+            until_renewed(prefill, decode, ours)
+            on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
+        decode.scheduler.update_after_alloc("d", [5, 6], 7)
+        assert isinstance(decode.until(load_ended), Loaded)
+        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.seal_hold_s))
+        assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
+        decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:
+    """Let time pass for the decode engine until a lease has been renewed once more."""
+    before = renewals_of(prefill)
+    for _ in steps():
+        decode.step()
+        if renewals_of(prefill) > before:
+            return
+        on_loop(decode.runtime, partial(clock.advance, CONFIG.lease_ttl_s / 10))
+    raise AssertionError(f"no renewal after {before}")
+
+
+def renewals_of(engine: Engine) -> int:
+    serving = engine.runtime.statistics().serving
+    assert serving is not None
+    return serving.renewals
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -236,7 +265,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     decode.transport.faults.hold = True
     decode.receive(pair.prefill.prefill(), [5, 6])
     decode.step()
-    decode.runtime.start(reads_are_open).result(10.0)
+    decode.runtime.start(reads_are_open).result(WAIT_S)
     assert decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
     decode.step()
     decode.step()
@@ -249,17 +278,15 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told at once
 
 
-@pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01, "load_deadline_s": 1.0}], indirect=True)
+@pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01}], indirect=True)
 def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     decode = pair.decode
-    decode.receive(pair.prefill.prefill(), [5, 6], "first")  # the handshake is no part of the deadline below
-    decode.until(load_ended)
-    decode.scheduler.request_finished("first", completed=True, now_s=0.0)
-    pair.prefill.until(lease_ended)
     decode.transport.faults.hold = True
     decode.receive(pair.prefill.prefill(), [5, 6])
     decode.step()
-    decode.runtime.start(blocks_are_quarantined).result(10.0)
+    decode.runtime.start(reads_are_open).result(WAIT_S)
+    decode.runtime.start(pass_deadlines).result(WAIT_S)
+    decode.runtime.start(blocks_are_quarantined).result(WAIT_S)
     decode.step()
     assert decode.happened == []
     assert decode.scheduler.blocks_held("d")
@@ -316,6 +343,7 @@ def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> 
     decode.scheduler.request_finished("d", completed=True, now_s=0.0)
 
 
+@pytest.mark.parametrize("pair", [{"lease_wait_s": 0.05}], indirect=True)
 def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: Pair) -> None:
     params = pair.prefill.prefill(blocks=[1, 99])
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
@@ -338,7 +366,7 @@ def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
     decode.transport.faults.hold = True
     decode.receive(prefill.prefill(), [5, 6])
     decode.step()
-    decode.runtime.start(reads_are_open).result(10.0)
+    decode.runtime.start(reads_are_open).result(WAIT_S)
     on_loop(decode.runtime, lambda: decode.transport.faults.__setattr__("hold", False))
     on_loop(decode.runtime, decode.transport.perform)
     decode.until(load_ended)
@@ -355,7 +383,7 @@ def on_loop(runtime: Runtime, call: Callable[[], object]) -> None:
     async def run(_: asynchronous.Runtime) -> None:
         call()
 
-    runtime.start(run).result(10.0)
+    runtime.start(run).result(WAIT_S)
 
 
 async def reads_are_open(runtime: asynchronous.Runtime) -> None:

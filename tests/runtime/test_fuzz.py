@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from fuzz.side_channel import Mode, fuzz
 
+pytestmark = pytest.mark.timeout(600)  # passing takes seconds, on a busy machine a minute
+
 
 @pytest.mark.parametrize(("mode", "messages"), [(Mode.UNLIMITED, 3000), (Mode.LIMITS, 1000), (Mode.CURVE, 1000)])
 async def test_mutants_and_noise_change_nothing_for_honest_engines(mode: Mode, messages: int) -> None:

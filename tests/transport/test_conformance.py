@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from tests_support import WAIT_S
 
 from kvflow.core.plan import Descriptors
 from kvflow.core.regions import Device, Span, UInt64Array
@@ -91,7 +92,7 @@ async def ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
     peer = await reader.transport.add_peer(await writer.transport.metadata())
     yield Ends(reader, writer, peer)
     for side in (reader, writer):
-        await side.transport.aclose(5.0)
+        await side.transport.aclose(WAIT_S)
         statistics = side.transport.statistics
         assert (statistics.open_reads, statistics.open_peers, statistics.open_spans, statistics.open_threads) == (
             0,
@@ -114,7 +115,7 @@ async def end_of(transport: Transport, count: int = 1) -> list[Event]:
     running = asyncio.create_task(transport.run(deliver))
     waiting = asyncio.create_task(enough.wait())
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(WAIT_S):
             await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
         if not enough.is_set():
             await running
@@ -227,7 +228,9 @@ async def test_a_notification_is_sent_before_its_peer_is_forgotten(ends: Ends, e
     ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
     await end_of(ends.reader.transport)
     ends.reader.transport.notify(ends.peer, b"hello")
-    await (ends.reader.transport.remove_peer(ends.peer) if end == "remove_peer" else ends.reader.transport.aclose(5.0))
+    await (
+        ends.reader.transport.remove_peer(ends.peer) if end == "remove_peer" else ends.reader.transport.aclose(WAIT_S)
+    )
     assert await end_of(ends.writer.transport) == [Notified(b"hello")]
 
 
@@ -264,8 +267,8 @@ async def test_closing_ends_the_wait_for_events_and_every_verb(make: Callable[[s
     transport = side.transport
     waiting = asyncio.create_task(end_of(transport))
     await asyncio.sleep(0)
-    await transport.aclose(5.0)
-    await transport.aclose(5.0)
+    await transport.aclose(WAIT_S)
+    await transport.aclose(WAIT_S)
     with pytest.raises(TransportBroken):
         await waiting
     with pytest.raises(TransportBroken):
@@ -285,11 +288,11 @@ async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], 
     side = await open_side(make, "alone", np.zeros(SIZE, dtype=np.uint64))
     with pytest.raises(TransportError, match="cannot reach device 'tpu'"):
         await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None)
-    await side.transport.aclose(5.0)
+    await side.transport.aclose(WAIT_S)
 
 
 def assert_set(gate: threading.Event) -> None:
-    assert gate.wait(10.0)
+    assert gate.wait(WAIT_S)
 
 
 @pytest.mark.nixl
@@ -313,4 +316,4 @@ async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
     events = await end_of(transport, 2)
     assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
     for side in (reader, writer):
-        await side.transport.aclose(5.0)
+        await side.transport.aclose(WAIT_S)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from kvflow.transport.owner import OwnerThread
+from tests_support import WAIT_S
 
-WAIT_S = 10.0
+from kvflow.transport.owner import OwnerThread
 
 
 async def test_jobs_that_wait_are_all_done_before_the_crank_turns() -> None:
