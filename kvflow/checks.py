@@ -111,12 +111,12 @@ def encodes(value: str) -> bool:
 
 def is_name(value: object, chars_max: int) -> bool:
     """Whether it can name something in messages, logs and tickets: printable text without spaces."""
-    return isinstance(value, str) and _is_name(value, chars_max)
+    return isinstance(value, str) and 0 < len(value) <= chars_max and _is_printable(value)
 
 
-@lru_cache(maxsize=1024)
-def _is_name(value: str, chars_max: int) -> bool:
-    return 0 < len(value) <= chars_max and value.isprintable() and " " not in value
+@lru_cache(maxsize=1024)  # only of texts whose length was judged: they are kept
+def _is_printable(value: str) -> bool:
+    return value.isprintable() and " " not in value
 
 
 def instance(value: object, kind: type[ValueT], what: str, *, error: ErrorKind = RequestError) -> ValueT:

@@ -203,8 +203,9 @@ class PeerError(KVFlowError):
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """The same failure as one request met it: waiters that share a handshake each get an error of their own."""
+        what = f"request {request_id!r}" if self.engine_id else f"request {request_id!r} from {engine_id!r}"
         error = type(self)(
-            f"request {request_id!r} from {engine_id!r}: {self}",
+            f"{what}: {self}",  # a message whose error knows the engine names it
             peer=self.peer,
             engine_id=engine_id,
             request_id=request_id,

@@ -386,7 +386,7 @@ def methods(name: str, kind: type, *, constructor: bool) -> Iterator[tuple[str, 
     if constructor:
         yield from ((name, parameter) for parameter in inspect.signature(kind).parameters)
     for method, function in inspect.getmembers(kind, inspect.isroutine):
-        if not method.startswith("_") and method in vars(kind):
+        if not method.startswith("_") and method in vars(kind) and callable(function):
             for parameter in inspect.signature(function).parameters:
                 if parameter != "self":
                     yield f"{name}.{method}", parameter

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence, Sized
+from functools import cached_property, partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -23,12 +23,13 @@ from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
 from kvflow.config import PORT_MAX, RANKS_MAX, REQUEST_ID_CHARS_MAX, is_host, rank_offset
 from kvflow.core.topology import Cut, Rank
-from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION
+from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.errors import RequestError
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 _PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
@@ -102,14 +103,14 @@ class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_decode: bool
     remote_engine_id: str
     remote_request_id: str
-    remote_block_ids: list[Int64]
+    remote_block_ids: tuple[Int64, ...]
     remote_host: str
     remote_port: Int64
     tp_size: Int64
     kvflow: _TicketExtension
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What a consumer needs to read one request's blocks.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
@@ -156,10 +157,20 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         """How its engine is cut."""
         return Cut(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
 
+    @cached_property
+    def blocks_digest(self) -> bytes:
+        """What ranks compare of `block_ids`."""
+        return digest_of(self.block_ids)
+
+    @cached_property
+    def _leases(self) -> dict[tuple[int, int], RankLease]:
+        """By (pp_rank, tp_rank)."""
+        return {(lease.pp_rank, lease.tp_rank): lease for lease in self.ranks}
+
     def find(self, rank: Rank) -> RankLease | None:
         """The lease of that rank, if the ticket names it."""
         checks.instance(rank, Rank, "rank")
-        return next((lease for lease in self.ranks if (lease.pp_rank, lease.tp_rank) == (rank.pp, rank.tp)), None)
+        return self._leases.get((rank.pp, rank.tp))
 
     def address_of(self, rank: Rank) -> str:
         """Where that rank listens. RequestError if it is not named and cannot be worked out."""
@@ -167,10 +178,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         if named is not None:
             return named.address
         if not self.fixed_ports:
-            names = ", ".join(f"({lease.pp_rank}, {lease.tp_rank})" for lease in self.ranks)
+            names = ", ".join(f"({lease.pp_rank}, {lease.tp_rank})" for lease in self.ranks[:8])
             raise RequestError(
                 f"ticket: engine {self.engine_id!r} has ranks on ports of the system's choice (listen port 0), and "
-                f"(pp_rank, tp_rank) {(rank.pp, rank.tp)} is needed, but only {names} named: merge the ranks' tickets"
+                f"(pp_rank, tp_rank) {(rank.pp, rank.tp)} is needed, but only {names}"
+                f"{', ...' if len(self.ranks) > 8 else ''} named: merge the ranks' tickets"
             )
         first = self.first
         here, there = (
@@ -219,7 +231,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 do_remote_decode=False,
                 remote_engine_id=self.engine_id,
                 remote_request_id=self.request_id,
-                remote_block_ids=list(self.block_ids),
+                remote_block_ids=self.block_ids,
                 remote_host=self.first.host,
                 remote_port=self.first.port,
                 tp_size=self.tp_size,
@@ -239,6 +251,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 ),
             )
         )
+        params["remote_block_ids"] = list(self.block_ids)
         for rank in params["kvflow"]["ranks"]:
             if "block_ids" in rank:
                 rank["block_ids"] = list(rank["block_ids"])
@@ -247,7 +260,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
         """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
-        raw = _convert(params if type(params) is dict else checks.mapping(params, "ticket"), _TicketParams)
+        plain = params if type(params) is dict else checks.mapping(params, "ticket")
+        _check_sizes(plain)
+        raw = _convert(plain, _TicketParams)
         extra = raw.kvflow
         if extra.version != PROTOCOL_VERSION:
             raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
@@ -259,7 +274,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         ticket = cls(
             engine_id=raw.remote_engine_id,
             request_id=raw.remote_request_id,
-            block_ids=tuple(raw.remote_block_ids),
+            block_ids=raw.remote_block_ids,
             num_tokens=extra.num_tokens,
             ttl_s=extra.ttl_s,
             tp_size=raw.tp_size,
@@ -318,15 +333,49 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
                 )
+        if len(self._leases) < len(self.ranks):
+            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self._leases)} different ones")
 
 
-def read_ticket(ticket: Ticket | Mapping[str, Any]) -> Ticket:
-    """The ticket, checked; RequestError names what is wrong with it."""
+def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
+    """The ticket, checked; RequestError names what is wrong with it, before much work is done for what is too large."""
+    if isinstance(ticket, Ticket):
+        count = checks.answer(lambda: _block_ids_of(ticket)) or 0  # what cannot be counted has a type that is wrong
+    else:
+        count = _check_sizes(ticket if type(ticket) is dict else checks.mapping(ticket, "ticket"))
+    if count > block_ids_max:
+        raise RequestError(f"ticket: {count} block ids in all, at most {block_ids_max} (block_ids_max)")
     if not isinstance(ticket, Ticket):
         return Ticket.from_params(ticket)
     typed = ticket.typed()
     typed._check_values()
     return typed
+
+
+def _block_ids_of(ticket: Ticket) -> int:
+    return len(ticket.block_ids) + sum(len(rank.block_ids or ()) for rank in ticket.ranks)
+
+
+def _check_sizes(params: Mapping[str, Any]) -> int:
+    """How many block ids a ticket's dict has, whatever else is wrong with it.
+
+    RequestError if there are more ranks or fields than can be right, for reading them would take long.
+    """
+    extra = _get(params, "kvflow")
+    ranks = _get(extra, "ranks")
+    if not isinstance(ranks, list | tuple):
+        ranks = ()
+    if len(ranks) > RANKS_MAX:
+        raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
+    fields = max((len(part) for part in (params, extra, *ranks) if isinstance(part, Sized)), default=0)
+    if fields > _FIELDS_MAX:
+        raise RequestError(f"ticket: {fields} fields in one dict, at most {_FIELDS_MAX}")
+    lists = [_get(params, "remote_block_ids"), *(_get(rank, "block_ids") for rank in ranks)]
+    return sum(len(one) for one in lists if isinstance(one, Sized))
+
+
+def _get(part: Any, name: str) -> Any:
+    return part.get(name) if isinstance(part, Mapping) else None
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
