@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
@@ -367,15 +367,20 @@ def _check_sizes(params: Mapping[str, Any]) -> int:
         ranks = ()
     if len(ranks) > RANKS_MAX:
         raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
-    fields = max((len(part) for part in (params, extra, *ranks) if isinstance(part, Sized)), default=0)
+    fields = max(_count(part) for part in (params, extra, *ranks))
     if fields > _FIELDS_MAX:
         raise RequestError(f"ticket: {fields} fields in one dict, at most {_FIELDS_MAX}")
     lists = [_get(params, "remote_block_ids"), *(_get(rank, "block_ids") for rank in ranks)]
-    return sum(len(one) for one in lists if isinstance(one, Sized))
+    return sum(map(_count, lists))
+
+
+def _count(part: Any) -> int:
+    """How many entries it has; what has none, or does not say, is refused for its type."""
+    return checks.answer(lambda: len(part)) or 0
 
 
 def _get(part: Any, name: str) -> Any:
-    return part.get(name) if isinstance(part, Mapping) else None
+    return checks.answer(lambda: part.get(name)) if isinstance(part, Mapping) else None
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
