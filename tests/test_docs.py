@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
+from doc_blocks import PAGES, ROOT, blocks_of, check_blocks, check_command, inline_commands
+from doc_engines import SURROUNDINGS, nothing
 
+import kvflow
 from kvflow import Config, errors
 from kvflow.core.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
+from kvflow.testing import InprocCluster
 
-ROOT = Path(__file__).parents[1]
 TABLES = {
     "peer": PEER_TABLE,
     "lease": LEASE_TABLE,
@@ -70,3 +74,62 @@ def test_operations_says_of_each_error_what_the_error_says() -> None:
     }
     assert said == {kind.__name__: (str(kind.blame), "retry" if kind.retryable else "do not retry") for kind in raised}
     assert all(f"`{kind.__name__}`" in table for kind in GROUPS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+async def test_every_block_runs_or_parses(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of the decision records, if one gets any."""
+    cluster, blocks = InprocCluster(), blocks_of(page, PAGES[page].read_text())
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(kvflow, "Runtime", partial(kvflow.Runtime, world=cluster.world()))
+        async with SURROUNDINGS.get(page, nothing)(cluster, patch) as names:
+            await check_blocks(blocks, names, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_within_the_text_exist(page: str) -> None:
+    for words in inline_commands(PAGES[page].read_text()):
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "```python\nkvflow.Runtime()\n```",
+        "```python\nimport kvflow\nkvflow.Config(engine='e')\n```",
+        "```python\nimport asyncio\nawait asyncio.wait_for(asyncio.Event().wait(), 0)\n```",
+        "```python\nx = 1\n```\n<!-- anew -->\n```python\nx\n```",
+        "```python\ndef test_nobody_runs(): ...\n```",
+        "<!-- file: test_it.py -->\n```python\ndef test_it(): assert False\n```",
+        "<!-- file: test_it.py -->\n```python\nno_test = True\n```",
+        "```sh\nkvflow bench nothing\n```",
+        "```sh\nkvflow simulate --sedes 5\n```",
+        "```sh\nkvflow simulate --seeds many\n```",
+        "```sh\nkvflow keys new\n```",
+        "```sh\npython3 dev.py nothing\n```",
+        "```sh\npython3 dev.py serve --nothing 2\n```",
+        "```sh\nkvflow trace 'without an end\n```",
+        "```sh\npip install 'kvflow[nothing]'\n```",
+        "```sh\nvllm serve MODEL --kv-transfer-config '{}'\n```",
+        "```sh\ncurl http://127.0.0.1\n```",
+        "```json\n{'a': 1}\n```",
+        "```toml\na = b\n```",
+        "```yaml\na: [\n```",
+        "```mermaid\nstateDiagram-v2\n```",
+        "```\nkvflow doctor\n```",
+        "```rust\nfn main() {}\n```",
+        "- in a list\n  ```sh\n  rm -r /\n  ```",
+        "~~~sh\nrm -r /\n~~~",
+        "```python\n",
+    ],
+)
+async def test_a_block_that_is_wrong_is_found(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises((Exception, SystemExit)):
+        await check_blocks(blocks_of("page.md", wrong + "\n"), {}, tmp_path)
+
+
+def test_a_command_within_the_text_that_is_wrong_is_found() -> None:
+    (words,) = inline_commands("Ask `kvflow doctor --nothing`, not `kvflow-poller`.")
+    with pytest.raises(AssertionError, match="its options are"):
+        check_command(words)

@@ -193,6 +193,8 @@ def called_names() -> set[str]:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             match node:
+                case ast.Call(func=ast.Name(id="failure"), args=[ast.Name(id=name), *_]):
+                    names.add(name)
                 case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
                     names.add(name)
                 case ast.keyword(arg="error", value=ast.Name(id=name)) | ast.IfExp(body=ast.Name(id=name)):

@@ -1,0 +1,307 @@
+"""What people paste from docs/embedding.md, through what can go wrong: every block comes back, once, and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from doc_blocks import PAGES, blocks_of, check_blocks
+from doc_embedding import BLOCKS, Embedded, embedded
+
+import kvflow
+from kvflow import Lease, LoadRequest, ServeRequest, errors
+from kvflow.testing import InprocCluster, run_virtual
+from kvflow.transport.base import TransportError
+
+PAGE = PAGES["docs/embedding.md"].read_text()
+PROMPT = tuple(range(48))
+
+Play = Callable[[Embedded], Coroutine[Any, Any, None]]
+Trouble = Callable[[Embedded, SimpleNamespace, Lease], object]
+
+
+def run_page(play: Play, text: str = PAGE) -> None:
+    """Run the page's program, and `play` while it serves, in virtual time; afterwards every block must be back."""
+
+    async def main() -> None:
+        cluster = InprocCluster()
+        async with embedded(cluster) as engine:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kvflow, "Runtime", partial(kvflow.Runtime, world=cluster.world()))
+                await check_blocks(blocks_of("docs/embedding.md", text), engine.names, Path())
+            running = asyncio.create_task(engine.names["main"]())
+            await engine.serving.wait()
+            try:
+                await play(engine)
+            finally:
+                engine.let_go()
+                engine.ending.set()
+                await running
+            engine.assert_whole()
+
+    run_virtual(main())
+
+
+def wanted(lease: Lease | None = None, request_id: str = "request") -> SimpleNamespace:
+    """A request of the engine, with the ticket of a lease if it is to be loaded."""
+    params = lease.ticket.to_params() if lease else None
+    return SimpleNamespace(id=request_id, prompt=PROMPT, kv_transfer_params=params, seconds_left=20.0)
+
+
+def offer(engine: Embedded) -> Lease:
+    """The other engine has computed a prompt."""
+    request = ServeRequest("request", block_ids=BLOCKS, num_tokens=len(PROMPT), prompt=PROMPT)
+    return engine.other.runtime.serve_blocks(request)
+
+
+async def all_given_back(engine: Embedded) -> None:
+    """Blocks come back by themselves, but not while a read into or from them is held."""
+    if engine.transport.held or engine.other.transport.held:
+        assert engine.background, "given back under a read"
+        done, _ = await asyncio.wait(engine.background, timeout=5.0)
+        assert not done, "given back under a read"
+        engine.let_go()
+    if engine.background:
+        await asyncio.wait(engine.background, timeout=100.0)
+    engine.assert_whole()
+
+
+async def held_load(engine: Embedded) -> asyncio.Task[None]:
+    """A request whose reads are posted and do not end."""
+    engine.transport.faults.hold = True
+    decoding = asyncio.create_task(engine.decode(wanted(offer(engine))))
+    await asyncio.wait([decoding], timeout=1.0)
+    assert engine.transport.held
+    return decoding
+
+
+# --- decode
+
+
+async def a_prompt_is_loaded(engine: Embedded) -> None:
+    await engine.decode(wanted(offer(engine)))
+    assert engine.answer is not None
+    assert torch.equal(engine.answer, engine.other.kv_caches["layers.0"][:, BLOCKS])
+    await all_given_back(engine)
+
+
+def load_fails(kind: type[Exception], trouble: Trouble) -> Play:
+    async def play(engine: Embedded) -> None:
+        lease = offer(engine)
+        request = wanted(lease)
+        trouble(engine, request, lease)
+        with pytest.raises(kind):
+            await engine.decode(request)
+        await all_given_back(engine)
+
+    return play
+
+
+def broken(part: str) -> Trouble:
+    return lambda engine, _, __: engine.broken.add(part)
+
+
+def nobody(_: Embedded, request: SimpleNamespace, __: Lease) -> None:
+    request.kv_transfer_params["remote_port"] = 1
+
+
+def mixed_up(_: Embedded, request: SimpleNamespace, __: Lease) -> None:
+    request.prompt = PROMPT[::-1]
+
+
+def torn(engine: Embedded, _: SimpleNamespace, __: Lease) -> None:
+    engine.transport.faults.fail_next.append(TransportError("torn"))
+
+
+def held(engine: Embedded, _: SimpleNamespace, __: Lease) -> None:
+    engine.transport.faults.hold = True
+
+
+async def cancelled_while_bytes_may_land(engine: Embedded) -> None:
+    decoding = await held_load(engine)
+    decoding.cancel()
+    await asyncio.wait([decoding])
+    assert decoding.cancelled()
+    with pytest.raises(errors.BlocksBusy):
+        await engine.runtime.load_blocks(LoadRequest("another", offer_again(engine), block_ids=BLOCKS))
+    await all_given_back(engine)
+
+
+def offer_again(engine: Embedded) -> dict[str, Any]:
+    request = ServeRequest("another", block_ids=BLOCKS, num_tokens=len(PROMPT))
+    return engine.other.runtime.serve_blocks(request).ticket.to_params()
+
+
+async def cancelled_before_the_load_has_begun(engine: Embedded) -> None:
+    decoding = asyncio.create_task(engine.decode(wanted(offer(engine))))
+    await asyncio.sleep(0)
+    assert engine.taken
+    decoding.cancel()
+    await asyncio.wait([decoding])
+    assert decoding.cancelled()
+    await all_given_back(engine)
+
+
+async def closed_under_a_load(engine: Embedded) -> None:
+    decoding = await held_load(engine)
+    engine.ending.set()
+    with pytest.raises(errors.RuntimeClosed) as caught:
+        await decoding
+    assert caught.value.quarantine is not None
+    await all_given_back(engine)
+
+
+def load_comes_too_late(kind: type[Exception], go: Callable[[kvflow.Runtime], Coroutine[Any, Any, object]]) -> Play:
+    async def play(engine: Embedded) -> None:
+        request = wanted(offer(engine))
+        await go(engine.runtime)
+        with pytest.raises(kind):
+            await engine.decode(request)
+        await all_given_back(engine)
+
+    return play
+
+
+async def asks_for_another_prefill(engine: Embedded) -> None:
+    lease = offer(engine)
+    lease.revoke()
+    with pytest.raises(engine.names["PrefillAgain"]) as caught:
+        await engine.names["answer"](wanted(lease))
+    assert isinstance(caught.value.__cause__, errors.LeaseExpired)
+    await all_given_back(engine)
+
+
+# --- prefill
+
+
+async def an_offer_is_read(engine: Embedded) -> None:
+    params = await engine.prefill(wanted())
+    engine.other.transport.faults.hold = True
+    load = engine.other.runtime.start_load(LoadRequest("request", ticket=params, block_ids=[0, 1, 2]))
+    await asyncio.wait(engine.background, timeout=1.0)
+    await all_given_back(engine)
+    await load
+    assert (engine.other.kv_caches["layers.0"][:, :3] == 1.0).all()
+
+
+async def an_offer_runs_out(engine: Embedded) -> None:
+    await engine.prefill(wanted())
+    assert engine.taken
+    await all_given_back(engine)
+
+
+def prefill_fails(kind: type[Exception], part: str = "", request_id: str = "request") -> Play:
+    async def play(engine: Embedded) -> None:
+        engine.broken.add(part)
+        with pytest.raises(kind):
+            await engine.prefill(wanted(request_id=request_id))
+        await all_given_back(engine)
+
+    return play
+
+
+async def cancelled_while_computing(engine: Embedded) -> None:
+    engine.computing.clear()
+    prefilling = asyncio.create_task(engine.prefill(wanted()))
+    await asyncio.wait([prefilling], timeout=1.0)
+    prefilling.cancel()
+    await asyncio.wait([prefilling])
+    assert prefilling.cancelled()
+    await all_given_back(engine)
+
+
+def gone_before_the_offer(kind: type[Exception], go: Callable[[kvflow.Runtime], Coroutine[Any, Any, object]]) -> Play:
+    async def play(engine: Embedded) -> None:
+        engine.computing.clear()
+        prefilling = asyncio.create_task(engine.prefill(wanted()))
+        await go(engine.runtime)
+        engine.computing.set()
+        with pytest.raises(kind):
+            await prefilling
+        await all_given_back(engine)
+
+    return play
+
+
+async def closed_under_a_lease(engine: Embedded) -> None:
+    await engine.prefill(wanted())
+    engine.ending.set()
+    await all_given_back(engine)
+
+
+PLAYS: dict[str, Play] = {
+    "loaded": a_prompt_is_loaded,
+    "lease over": load_fails(errors.LeaseExpired, lambda _, __, lease: lease.revoke()),
+    "no peer": load_fails(errors.PeerUnreachable, nobody),
+    "mixed up": load_fails(errors.PromptMismatch, mixed_up),
+    "torn": load_fails(errors.TransferFailed, torn),
+    "deadline": load_fails(errors.DeadlineExceeded, held),
+    "no blocks": load_fails(MemoryError, broken("take")),
+    "no prefix": load_fails(MemoryError, broken("cached_blocks")),
+    "generate fails": load_fails(MemoryError, broken("generate")),
+    "cancelled under a read": cancelled_while_bytes_may_land,
+    "cancelled at once": cancelled_before_the_load_has_begun,
+    "closed under a read": closed_under_a_load,
+    "load while draining": load_comes_too_late(errors.RuntimeDraining, kvflow.Runtime.drain),
+    "load when closed": load_comes_too_late(errors.RuntimeClosed, kvflow.Runtime.aclose),
+    "again": asks_for_another_prefill,
+    "read": an_offer_is_read,
+    "runs out": an_offer_runs_out,
+    "no blocks to compute": prefill_fails(MemoryError, "take"),
+    "compute fails": prefill_fails(MemoryError, "compute"),
+    "serve refuses": prefill_fails(errors.RequestError, request_id=""),
+    "cancelled while computing": cancelled_while_computing,
+    "offer while draining": gone_before_the_offer(errors.RuntimeDraining, kvflow.Runtime.drain),
+    "offer when closed": gone_before_the_offer(errors.RuntimeClosed, kvflow.Runtime.aclose),
+    "closed under a lease": closed_under_a_lease,
+}
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_every_block_comes_back_once_and_in_time(name: str) -> None:
+    run_page(PLAYS[name])
+
+
+def test_blocks_stay_taken_when_nobody_can_know_when_they_are_safe() -> None:
+    async def play(engine: Embedded) -> None:
+        decoding = await held_load(engine)
+        engine.transport.die(RuntimeError("no more"))
+        with pytest.raises(errors.RuntimeBroken):
+            await decoding
+        await asyncio.wait(engine.background, timeout=100.0)
+
+    with pytest.raises(AssertionError, match="never given back"):
+        run_page(play)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("    await load.settled()", "    pass", "cancelled under a read"),
+        ("    await load.settled()", "    pass", "deadline"),
+        ("    await load.settled()", "    pass", "closed under a read"),
+        (
+            "    finally:\n        in_background(free_when_s",
+            "    except LookupError:\n        in_background(free_when_s",
+            "mixed up",
+        ),
+        ("    await lease  #", "    pass  #", "read"),
+        ("    await lease  #", "    pass  #", "closed under a lease"),
+        (
+            "    finally:\n        in_background(free_when_r",
+            "    except LookupError:\n        in_background(free_when_r",
+            "compute fails",
+        ),
+        ("    allocator.give_back(block_ids)\n", 2 * "    allocator.give_back(block_ids)\n", "loaded"),
+    ],
+)
+def test_a_mistake_on_the_page_is_found(old: str, new: str, name: str) -> None:
+    assert old in PAGE
+    with pytest.raises(AssertionError):
+        run_page(PLAYS[name], PAGE.replace(old, new))
