@@ -31,6 +31,7 @@ PATIENT = Config(
     lease_wait_s=WAIT_S,
     goodbye_timeout_s=WAIT_S,
     cancel_grace_s=WAIT_S,
+    transport_close_timeout_s=WAIT_S,
     drain_timeout_s=1.0,  # closing waits so long for what a failed test has left open
 )
 """No bound of it passes before what a test waits for has come. A test of a bound sets that one."""

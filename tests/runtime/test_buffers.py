@@ -221,14 +221,17 @@ async def unreachable(
 @contextlib.asynccontextmanager
 async def unreachable_pair(
     config: Config = BASE,
+    *,
+    consumer: Config | None = None,
     world: World = World(),  # noqa: B008 - frozen
 ) -> AsyncIterator[tuple[tuple[Side, EngineCopier], tuple[Side, EngineCopier]]]:
+    """The consumer may have a config of its own."""
     network = InprocNetwork()
     async with (
-        unreachable(network, replace(config, engine_id="producer"), None, world) as producer,
-        unreachable(network, replace(config, engine_id="consumer"), UNTOUCHED, world) as consumer,
+        unreachable(network, replace(config, engine_id="producer"), None, world) as giver,
+        unreachable(network, replace(consumer or config, engine_id="consumer"), UNTOUCHED, world) as taker,
     ):
-        yield producer, consumer
+        yield giver, taker
 
 
 def offer(side: Side, block_ids: Sequence[int], request_id: str = "req", ttl_s: float | None = None) -> Lease:
@@ -304,8 +307,8 @@ async def test_nothing_is_reported_before_it_is_on_the_device() -> None:
 
 async def test_closing_says_that_a_copy_still_writes() -> None:
     """It cannot be stopped; who frees the cache after an orderly end would have it written to."""
-    config = replace(BASE, drain_timeout_s=0.05, cancel_grace_s=0.05, transport_close_timeout_s=0.05)
-    async with unreachable_pair(config) as ((one, _), (other, loaded)):
+    brief = replace(BASE, drain_timeout_s=0.05, cancel_grace_s=0.05, transport_close_timeout_s=0.05)
+    async with unreachable_pair(consumer=brief) as ((one, _), (other, loaded)):
         loaded.gate.clear()
         lease = offer(one, [3])
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
