@@ -152,12 +152,23 @@ def awake(children: Sequence[Child]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_children(ranks: Sequence[RankProcess], environment: Environment) -> Iterator[Mapping[str, Child]]:
-    """Start all ranks at once; at the end of the block their processes are gone, those started last first."""
-    with contextlib.ExitStack() as stack:
-        children = {rank.name: stack.enter_context(contextlib.closing(Child(rank, environment))) for rank in ranks}
+    """Start all ranks at once; at the end of the block their processes are gone.
+
+    Readers leave before their producers, which are given before them, and those that spin leave last, woken all at
+    once: a producer must make progress when its reader leaves, otherwise it may die of it (tcp).
+    """
+    children: dict[str, Child] = {}
+
+    def wake_all() -> None:
         for child in children.values():
-            # A producer must make progress when its reader leaves: otherwise it may die of it (tcp).
-            stack.callback(child.wake)
+            child.wake()
+
+    with contextlib.ExitStack() as stack:
+        for rank in sorted(ranks, key=lambda rank: not rank.spins):
+            children[rank.name] = stack.enter_context(contextlib.closing(Child(rank, environment)))
+            if rank.spins:
+                stack.callback(wake_all)
+        for child in children.values():
             child.wait_ready()
         yield children
 

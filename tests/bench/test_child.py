@@ -74,6 +74,21 @@ def test_a_rank_that_spins_is_stopped_between_its_turns_and_ends_all_the_same() 
     assert process_state(child.pid) == ""
 
 
+def test_ranks_that_spin_rest_until_the_others_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[tuple[str, str]] = []
+    close = Child.close
+
+    def watched(child: Child) -> None:
+        closed.append((child._rank.name, wait_for_state(spinning, "T" if child.pid == calm else "S")))
+        close(child)
+
+    monkeypatch.setattr(Child, "close", watched)
+    ranks = [RankProcess("calm", open_rank), RankProcess("spinning", open_rank, spins=True)]
+    with open_children(ranks, {}) as children:
+        calm, spinning = (children[rank.name].pid for rank in ranks)
+    assert closed == [("calm", "T"), ("spinning", "S")]
+
+
 PARENT_THAT_DIES = """
 import os
 from bench_ranks import open_rank
