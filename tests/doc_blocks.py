@@ -38,6 +38,7 @@ _FENCED = re.compile(r"(?:^<!-- ([^\n]*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTA
 _FENCE = re.compile(r"^\s*(```|~~~)", re.MULTILINE)
 _DRAWN = re.compile("[─│┌└═║▶◀▼]")
 _TEST = re.compile(r"^(async )?def test_", re.MULTILINE)
+_PLACEHOLDER = re.compile(r"-|[A-Z]+$")
 _INLINE = re.compile(r"`((?:kvflow|python3?) [^`\n]+)`")
 
 
@@ -179,7 +180,7 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
 
 def check_kvflow(words: list[str], *, complete: bool) -> None:
     command, rest = typer.main.get_command(app), list(words)
-    while rest and (commands := getattr(command, "commands", None)):
+    while rest and not _PLACEHOLDER.match(rest[0]) and (commands := getattr(command, "commands", None)):
         assert rest[0] in commands, f"kvflow {words}: there are {sorted(commands)}"
         command = commands[rest.pop(0)]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}

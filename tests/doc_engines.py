@@ -58,7 +58,7 @@ async def readme(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIter
 
         decode, other = await engine("decode-0"), await engine("prefill-1")
         ranks = [await engine("prefill-2", rank, 2) for rank in range(2)]
-        tickets = [offer(rank).ticket for rank in ranks]
+        leases = [offer(rank) for rank in ranks]
         loads: list[kvflow.Load] = []
 
         def send_to_router(params: Mapping[str, Any]) -> None:
@@ -69,14 +69,16 @@ async def readme(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIter
             "send_to_router": send_to_router,
             "params": offer(other).ticket.to_params(),
             "rank": 1,
-            "ticket_of_rank_0": tickets[0],
-            "ticket_of_rank_1": tickets[1],
+            "ticket_of_rank_0": leases[0].ticket,
+            "ticket_of_rank_1": leases[1].ticket,
         }
         yield names
         assert names["outcome"] is LeaseOutcome.READ
         assert (await loads[0]).tokens == names["report"].tokens == TOKENS
         assert len(names["ticket"].ranks) == 2
         assert names["config"].listen_port == 5601
+        for lease in leases:
+            lease.revoke()
 
 
 @asynccontextmanager

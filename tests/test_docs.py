@@ -12,6 +12,7 @@ from doc_blocks import PAGES, ROOT, blocks_of, check_blocks, check_command, inli
 from doc_engines import SURROUNDINGS, nothing
 
 import kvflow
+import kvflow.blocking
 from kvflow import Config, errors
 from kvflow.core.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
 from kvflow.testing import InprocCluster
@@ -91,6 +92,15 @@ async def test_every_block_runs_or_parses(page: str, tmp_path: Path, monkeypatch
 def test_commands_within_the_text_exist(page: str) -> None:
     for words in inline_commands(PAGES[page].read_text()):
         check_command(words)
+
+
+def test_members_named_within_the_text_exist() -> None:
+    """Of what users hold, in asyncio or in threads."""
+    kinds = {"runtime": "Runtime", "load": "Load", "lease": "Lease"}
+    for page, path in PAGES.items():
+        for held, member in re.findall(r"`[^`\n]*?\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
+            both = [getattr(module, kinds[held]) for module in (kvflow, kvflow.blocking)]
+            assert any(hasattr(kind, member) for kind in both), f"{page}: {held}.{member}"
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ PROMPT = tuple(range(48))
 
 Play = Callable[[Embedded], Coroutine[Any, Any, None]]
 Trouble = Callable[[Embedded, SimpleNamespace, Lease], object]
+Going = Callable[[kvflow.Runtime], Coroutine[Any, Any, object]]
 
 
 def run_page(play: Play, text: str = PAGE) -> None:
@@ -54,9 +55,9 @@ def wanted(lease: Lease | None = None, request_id: str = "request") -> SimpleNam
     return SimpleNamespace(id=request_id, prompt=PROMPT, kv_transfer_params=params, seconds_left=20.0)
 
 
-def offer(engine: Embedded) -> Lease:
+def offer(engine: Embedded, request_id: str = "request") -> Lease:
     """The other engine has computed a prompt."""
-    request = ServeRequest("request", block_ids=BLOCKS, num_tokens=len(PROMPT), prompt=PROMPT)
+    request = ServeRequest(request_id, block_ids=BLOCKS, num_tokens=len(PROMPT), prompt=PROMPT)
     return engine.other.runtime.serve_blocks(request)
 
 
@@ -129,13 +130,8 @@ async def cancelled_while_bytes_may_land(engine: Embedded) -> None:
     await asyncio.wait([decoding])
     assert decoding.cancelled()
     with pytest.raises(errors.BlocksBusy):
-        await engine.runtime.load_blocks(LoadRequest("another", offer_again(engine), block_ids=BLOCKS))
+        await engine.runtime.load_blocks(LoadRequest("another", offer(engine, "another").ticket, BLOCKS))
     await all_given_back(engine)
-
-
-def offer_again(engine: Embedded) -> dict[str, Any]:
-    request = ServeRequest("another", block_ids=BLOCKS, num_tokens=len(PROMPT))
-    return engine.other.runtime.serve_blocks(request).ticket.to_params()
 
 
 async def cancelled_before_the_load_has_begun(engine: Embedded) -> None:
@@ -157,7 +153,7 @@ async def closed_under_a_load(engine: Embedded) -> None:
     await all_given_back(engine)
 
 
-def load_comes_too_late(kind: type[Exception], go: Callable[[kvflow.Runtime], Coroutine[Any, Any, object]]) -> Play:
+def load_comes_too_late(kind: type[Exception], go: Going) -> Play:
     async def play(engine: Embedded) -> None:
         request = wanted(offer(engine))
         await go(engine.runtime)
@@ -169,8 +165,7 @@ def load_comes_too_late(kind: type[Exception], go: Callable[[kvflow.Runtime], Co
 
 
 async def asks_for_another_prefill(engine: Embedded) -> None:
-    lease = offer(engine)
-    lease.revoke()
+    lease = offer(engine).revoke()
     with pytest.raises(engine.names["PrefillAgain"]) as caught:
         await engine.names["answer"](wanted(lease))
     assert isinstance(caught.value.__cause__, errors.LeaseExpired)
@@ -216,7 +211,7 @@ async def cancelled_while_computing(engine: Embedded) -> None:
     await all_given_back(engine)
 
 
-def gone_before_the_offer(kind: type[Exception], go: Callable[[kvflow.Runtime], Coroutine[Any, Any, object]]) -> Play:
+def gone_before_the_offer(kind: type[Exception], go: Going) -> Play:
     async def play(engine: Embedded) -> None:
         engine.computing.clear()
         prefilling = asyncio.create_task(engine.prefill(wanted()))
@@ -280,25 +275,21 @@ def test_blocks_stay_taken_when_nobody_can_know_when_they_are_safe() -> None:
         run_page(play)
 
 
+FINALLY, ON_LOAD_ERROR = "    finally:\n", "    except kvflow.errors.LoadError:\n"
+GIVE_BACK = "    allocator.give_back(block_ids)\n"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "name"),
     [
         ("    await load.settled()", "    pass", "cancelled under a read"),
         ("    await load.settled()", "    pass", "deadline"),
         ("    await load.settled()", "    pass", "closed under a read"),
-        (
-            "    finally:\n        in_background(free_when_s",
-            "    except LookupError:\n        in_background(free_when_s",
-            "mixed up",
-        ),
+        (FINALLY, ON_LOAD_ERROR, "mixed up"),
+        (FINALLY, ON_LOAD_ERROR, "compute fails"),
         ("    await lease  #", "    pass  #", "read"),
         ("    await lease  #", "    pass  #", "closed under a lease"),
-        (
-            "    finally:\n        in_background(free_when_r",
-            "    except LookupError:\n        in_background(free_when_r",
-            "compute fails",
-        ),
-        ("    allocator.give_back(block_ids)\n", 2 * "    allocator.give_back(block_ids)\n", "loaded"),
+        (GIVE_BACK, GIVE_BACK + GIVE_BACK, "loaded"),
     ],
 )
 def test_a_mistake_on_the_page_is_found(old: str, new: str, name: str) -> None:
