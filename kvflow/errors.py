@@ -255,10 +255,18 @@ class LeaseExpired(LoadError):
 
 
 class Overloaded(LoadError):
-    """The load would have to wait, and as many wait already as may; nothing was started."""
+    """This engine has no room: as many loads wait as may, or as many peers are in use or asked. Nothing was read."""
 
     blame = Blame.ENGINE
     retryable = True
+
+    def of_request(self, request_id: str, engine_id: str) -> Overloaded:
+        """The same as one request met it, as with a `PeerError`; itself if it names a request."""
+        if self.request_id:
+            return self
+        error = Overloaded(f"request {request_id!r}: {self}", request_id=request_id, peer=self.peer)
+        error.__cause__ = self
+        return error
 
 
 class TransferFailed(LoadError):

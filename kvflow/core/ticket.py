@@ -262,7 +262,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
         plain = params if type(params) is dict else checks.mapping(params, "ticket")
         _check_sizes(plain)
-        raw = _convert(plain, _TicketParams)
+        return cls._from_checked(plain)
+
+    @classmethod
+    def _from_checked(cls, params: Mapping[str, Any]) -> Ticket:
+        raw = _convert(params, _TicketParams)
         extra = raw.kvflow
         if extra.version != PROTOCOL_VERSION:
             raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
@@ -342,45 +346,52 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     if isinstance(ticket, Ticket):
         count = checks.answer(lambda: _block_ids_of(ticket)) or 0  # what cannot be counted has a type that is wrong
     else:
-        count = _check_sizes(ticket if type(ticket) is dict else checks.mapping(ticket, "ticket"))
-    if count > block_ids_max:
-        raise RequestError(f"ticket: {count} block ids in all, at most {block_ids_max} (block_ids_max)")
-    if not isinstance(ticket, Ticket):
-        return Ticket.from_params(ticket)
-    typed = ticket.typed()
-    typed._check_values()
-    return typed
+        plain = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
+        count = _check_sizes(plain)
+    _check_count(count, block_ids_max)
+    if isinstance(ticket, Ticket):
+        read = ticket.typed()
+        read._check_values()
+    else:
+        read = Ticket._from_checked(plain)
+        _check_count(_block_ids_of(read), block_ids_max)  # once more: mappings within it that are no dicts
+    return read
+
+
+def _check_count(count: int, most: int) -> None:
+    if count > most:
+        raise RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
 
 
 def _block_ids_of(ticket: Ticket) -> int:
     return len(ticket.block_ids) + sum(len(rank.block_ids or ()) for rank in ticket.ranks)
 
 
-def _check_sizes(params: Mapping[str, Any]) -> int:
-    """How many block ids a ticket's dict has, whatever else is wrong with it.
+def _check_sizes(params: Any) -> int:
+    """How many block ids a ticket's dict has, before they are read, and as far as it is a dict of a ticket.
 
-    RequestError if there are more ranks or fields than can be right, for reading them would take long.
+    RequestError if there are more ranks or fields than can be right: reading them would take long.
     """
-    extra = _get(params, "kvflow")
-    ranks = _get(extra, "ranks")
-    if not isinstance(ranks, list | tuple):
-        ranks = ()
-    if len(ranks) > RANKS_MAX:
-        raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
-    fields = max(_count(part) for part in (params, extra, *ranks))
-    if fields > _FIELDS_MAX:
-        raise RequestError(f"ticket: {fields} fields in one dict, at most {_FIELDS_MAX}")
-    lists = [_get(params, "remote_block_ids"), *(_get(rank, "block_ids") for rank in ranks)]
-    return sum(map(_count, lists))
+    count = _check_part(params, "remote_block_ids")
+    extra = dict.get(params, "kvflow") if isinstance(params, dict) else None
+    _check_part(extra, "")
+    ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
+    if isinstance(ranks, list | tuple):
+        if len(ranks) > RANKS_MAX:
+            raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
+        for rank in ranks:
+            count += _check_part(rank, "block_ids")
+    return count
 
 
-def _count(part: Any) -> int:
-    """How many entries it has; what has none, or does not say, is refused for its type."""
-    return checks.answer(lambda: len(part)) or 0
-
-
-def _get(part: Any, name: str) -> Any:
-    return checks.answer(lambda: part.get(name)) if isinstance(part, Mapping) else None
+def _check_part(part: Any, name: str) -> int:
+    """The length of the list that a dict has under this name, if there is one."""
+    if not isinstance(part, dict):
+        return 0
+    if dict.__len__(part) > _FIELDS_MAX:
+        raise RequestError(f"ticket: {dict.__len__(part)} fields in one dict, at most {_FIELDS_MAX}")
+    found = dict.get(part, name)
+    return checks.answer(lambda: len(found)) or 0 if isinstance(found, list | tuple | set | frozenset) else 0
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:

@@ -24,6 +24,11 @@ def patience_s(config: Config) -> float:
     return config.handshake_timeout_s / 10
 
 
+def overloaded(peer: Address, why: str) -> Overloaded:
+    """The error for a peer for which this engine has no room; `Overloaded.of_request` names the request."""
+    return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
+
+
 class FirstContacts:
     """Gives the turns out. Belongs to one event loop."""
 
@@ -107,4 +112,4 @@ class FirstContacts:
             f"no turn to ask it within {self._config.handshake_timeout_s} s: "
             f"{self._config.first_contacts_max} other new peers are asked at once (first_contacts_max)"
         )
-        return Overloaded(why, request_id="", peer=peer.address)
+        return overloaded(peer, why)

@@ -25,7 +25,6 @@ from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, knows
 from kvflow.core.topology import Rank
 from kvflow.errors import (
     KVFlowError,
-    Overloaded,
     PeerError,
     PeerNotReady,
     PeerUnreachable,
@@ -35,7 +34,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.clocks import PeerClocks
 from kvflow.runtime.connection import Address, Connection, Connections, Spawn
-from kvflow.runtime.contacts import FirstContacts, patience_s
+from kvflow.runtime.contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.handshake import Handshakes
 from kvflow.runtime.peer import LIVES_MAX, Handshake, Peer
 from kvflow.runtime.world import Clock, Timer
@@ -105,16 +104,21 @@ class Peers:
             for peer in self._peers.values()
         )
 
-    def get(self, engine_id: str, rank: Rank, address: str, *, request_id: str = "") -> Peer:
+    def get(self, engine_id: str, rank: Rank, address: str) -> Peer:
         """The one object for this peer. Overloaded if there are `Config.peers_max` others and all in use."""
         key = Address(engine_id, rank, address)
         peer = self._peers.get(key)
         if peer is None:
-            self._make_room(key, request_id)
+            self._make_room(key)
             peer = self._peers[key] = Peer(key, self._clock.now_s())
             if self._sweep_timer is None and not self._closed:
                 self._sweep_later()
         return peer
+
+    def is_connected(self, at: Address, incarnation: str | None) -> bool:
+        """Whether `connect` would have nothing to wait for."""
+        peer = self._peers.get(at)
+        return peer is not None and peer.usable(incarnation) is not None
 
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """The peer's connection, made if need be; all who ask meanwhile share one handshake.
@@ -126,7 +130,7 @@ class Peers:
         """
         while True:
             if peer.state is PeerState.CLOSED:  # forgotten since: a rank may take long to say its lease
-                peer = self.get(*peer.at, request_id=request_id or "")
+                peer = self.get(*peer.at)
             peer.used_s = self._clock.now_s()
             connection = peer.usable(incarnation)
             if connection is not None:
@@ -140,8 +144,6 @@ class Peers:
             except PeerNotReady:  # that was about another request
                 if ours:
                     raise
-            except Overloaded as error:
-                raise _overloaded(str(error), peer.at, request_id) from error
             else:
                 if ours or incarnation in (None, connection.incarnation):
                     return connection
@@ -169,11 +171,8 @@ class Peers:
     async def release(self, peer: Peer, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
         """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
         self._check_wait(peer, None)
-        try:
-            async with peer.questions:
-                reply = await self._in_turn(peer, partial(self._handshakes.ask, peer.at, question))
-        except Overloaded as error:
-            raise _overloaded(str(error), peer.at, question.request_id) from error
+        async with peer.questions:
+            reply = await self._in_turn(peer, partial(self._handshakes.ask, peer.at, question))
         if isinstance(reply, wire.Released | wire.NoLease):
             return reply
         raise peer.at.failure(ProtocolError, f"released a lease, got {type(reply).__name__}")
@@ -321,7 +320,7 @@ class Peers:
 
     def _give_up(self, peer: Peer, handshake: Handshake, why: str) -> None:
         """End a handshake; that is no failure of the peer."""
-        self._no_handshake(peer, handshake, _overloaded(why, peer.at, None))
+        self._no_handshake(peer, handshake, overloaded(peer.at, why))
         if handshake.task is not None:
             handshake.task.cancel()
 
@@ -377,14 +376,14 @@ class Peers:
         self._clocks.forget(peer.at)
         self._disconnect(peer, PeerEvent.CLOSE, why)
 
-    def _make_room(self, newcomer: Address, request_id: str) -> None:
+    def _make_room(self, newcomer: Address) -> None:
         """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
         if len(self._peers) < self._config.peers_max:
             return
         peer = self._expendable()
         if peer is None:
-            raise _overloaded(f"{len(self._peers)} other peers are in use (peers_max)", newcomer, request_id)
-        why = f"there are {len(self._peers)} others (peers_max)"
+            raise overloaded(newcomer, f"no room for it: all {len(self._peers)} peers are in use (peers_max)")
+        why = f"it made room for another of {len(self._peers)} peers (peers_max)"
         if peer.handshake is not None:
             self._give_up(peer, peer.handshake, why)
         self._drop(peer, why)
@@ -422,9 +421,3 @@ class Peers:
         self._sweep_timer = None
         if self._peers:
             self._sweep_later()
-
-
-def _overloaded(why: str, peer: Address, request_id: str | None) -> Overloaded:
-    """The error for what this engine has no room for; it is not the fault of the peer, nor of who named it."""
-    what = f"request {request_id!r}: " if request_id else ""
-    return Overloaded(f"{what}{peer}: {why}", request_id=request_id or "", peer=peer.address)

@@ -86,17 +86,15 @@ class Releases:
         """Whether a rank was told. One that could not be is logged."""
         try:
             return await self._release_one(ticket, at)
-        except PeerError as error:
-            problem = str(error.of_request(ticket.request_id, ticket.engine_id))
-        except Overloaded as error:
-            problem = str(error)
-        logger.warning("a lease could not be given back: %s", problem)
-        return False
+        except (PeerError, Overloaded) as error:
+            problem = error.of_request(ticket.request_id, ticket.engine_id)
+            logger.warning("a lease could not be given back: %s", problem)
+            return False
 
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
         named = ticket.find(at.rank)
         lease = named if named is not None and named.lease_id else None
-        peer = self._peers.get(*at, request_id=ticket.request_id)
+        peer = self._peers.get(*at)
         if peer.current is not None:
             check_cut(ticket, peer, peer.current)
             if lease is not None and peer.current.incarnation == lease.incarnation:

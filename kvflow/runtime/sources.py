@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -67,11 +68,16 @@ class _Plan(NamedTuple):
     """(pp_rank, tp_rank) of each rank that we read from or tell."""
 
 
-class _Room(NamedTuple):
-    """How much one search for a ticket's ranks does at once."""
+class _Room:
+    """How much one search for a ticket's ranks does at once. One that finds all connected needs none of it."""
 
-    dials: asyncio.Semaphore
-    questions: asyncio.Semaphore
+    @cached_property
+    def dials(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(DIALS_AT_ONCE_MAX)
+
+    @cached_property
+    def questions(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
 
 
 class Sources:
@@ -99,7 +105,7 @@ class Sources:
         if len(ranks) > 1:
             peer, connection = await self._connect(ticket, first_to_ask(ticket, ranks))
             self._check(ticket, peer, connection)
-        room = _Room(asyncio.Semaphore(DIALS_AT_ONCE_MAX), asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX))
+        room = _Room()
         all_found = await wait_for_all([self._find_one(ticket, rank, found, room) for rank in ranks])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in all_found}
         ours = self._local.holding
@@ -114,7 +120,10 @@ class Sources:
         Nobody is asked, so some may hold nothing of what we hold. There is none if the ticket's engine does not go
         with ours. RequestError if the ticket cannot be right, or an address cannot be known.
         """
-        ranks = self.ranks_of(ticket.cut, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
+        plan = self._plan(ticket.cut)
+        if plan.impossible:
+            raise RequestError(f"ticket of request {ticket.request_id!r}: {plan.impossible}")
+        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in plan.places]
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
 
     def ranks_of(self, cut: Cut, dp_rank: int, what: str) -> list[Rank]:
@@ -167,7 +176,7 @@ class Sources:
 
     async def _connect(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
         named = ticket.find(at.rank)
-        peer = self._peers.get(*at, request_id=ticket.request_id)
+        peer = self._peers.get(*at)
         incarnation = named.incarnation if named else None
         return peer, await self._peers.connect(peer, incarnation, ticket.request_id)
 
@@ -175,13 +184,16 @@ class Sources:
         self, ticket: Ticket, at: Address, found: Callable[[Source], None], room: _Room
     ) -> tuple[Peer, Connection, Source | None]:
         """A rank's connection, and it as a source unless we have no layer in common."""
-        await room.dials.acquire()
+        named = ticket.find(at.rank)
+        known = self._peers.is_connected(at, named.incarnation if named else None)
+        if not known:
+            await room.dials.acquire()
         peer, connection = await self._connect(ticket, at)
         self._check(ticket, peer, connection)
-        room.dials.release()  # after one that failed no other rank gets its place
+        if not known:
+            room.dials.release()  # after one that failed no other rank gets its place
         if connection.share == 0:
             return peer, connection, None
-        named = ticket.find(at.rank)
         if named is None or not named.lease_id:
             named = await self._ask_for_lease(ticket, peer, room)
             connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)

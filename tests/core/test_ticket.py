@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -397,6 +398,12 @@ def test_too_many_block_ids_are_refused_before_they_are_read(path: str) -> None:
     params = changed(path, Ids(range(1000)))
     with pytest.raises(RequestError, match=r"^ticket: 100[036] block ids in all, at most 999 \(block_ids_max\)$"):
         read_ticket(params, 999)
+
+
+def test_block_ids_in_another_mapping_are_counted_too() -> None:
+    assert read_ticket(MappingProxyType(TICKET.to_params()), 6) == TICKET
+    with pytest.raises(RequestError, match=r"6 block ids in all, at most 5"):
+        read_ticket(MappingProxyType(TICKET.to_params()), 5)
 
 
 def test_too_many_ranks_are_refused_before_they_are_read() -> None:

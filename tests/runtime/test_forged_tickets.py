@@ -30,6 +30,7 @@ from kvflow.errors import (
     PeerIncompatible,
     PeerUnreachable,
     RequestError,
+    RuntimeClosed,
     TransferFailed,
 )
 from kvflow.runtime.sources import DIALS_AT_ONCE_MAX
@@ -414,6 +415,43 @@ def test_a_flood_fills_the_table_with_nobody_that_matters() -> None:
     in_the_field(body)
 
 
+def test_a_silent_newcomer_makes_room_for_the_next_one_and_its_load_is_told() -> None:
+    config = replace(CONFIG, peers_max=1)
+
+    async def body(field: Field) -> None:
+        async with field.pair(config) as pair:
+            runtime, lease = pair.consumer.runtime, pair.offer([3])
+            silent = asyncio.create_task(ended(load(runtime, forged(lease.ticket))))
+            await until(lambda: field.asked)
+            with pytest.raises(Overloaded, match=r"all 1 peers are in use \(peers_max\)"):
+                await runtime.load_blocks(pair.wanted(lease, [1]))  # it might answer any moment
+            await pass_time(config.handshake_timeout_s / 10 + 0.01)
+            await runtime.load_blocks(pair.wanted(lease, [1]))
+            error = await silent
+            assert isinstance(error, Overloaded)
+            where = r"request 'mine': engine 'forged' \(dp 0 pp 0 tp 0\) at tcp://silent-0:5600"
+            assert re.fullmatch(where + r": it made room for another of 1 peers \(peers_max\)", str(error))
+            assert (error.request_id, error.peer) == ("mine", "tcp://silent-0:5600")
+            assert field.open == 0, "its question has ended, too"
+
+    in_the_field(body)
+
+
+def test_closing_ends_loads_that_wait_for_their_turn() -> None:
+    async def body(field: Field) -> None:
+        async with field.pair(ONE_AT_A_TIME) as pair:
+            runtime, lease = pair.consumer.runtime, pair.offer([3])
+            tickets = [forged(lease.ticket, engine_id=f"forged-{at}", host=f"silent-{at}") for at in range(5)]
+            loads = [asyncio.create_task(ended(load(runtime, ticket))) for ticket in tickets]
+            await until(lambda: len(runtime.statistics().peers) == 5)
+            lease.revoke()
+            await runtime.aclose()
+            assert {type(await one) for one in loads} <= {RuntimeClosed, PeerUnreachable}
+            assert field.open == 0
+
+    in_the_field(body)
+
+
 def test_a_table_full_of_peers_in_use_is_not_the_callers_fault() -> None:
     config = replace(CONFIG, peers_max=1)
 
@@ -430,6 +468,7 @@ def test_a_table_full_of_peers_in_use_is_not_the_callers_fault() -> None:
                 await runtime.load_blocks(pair.wanted(lease, [0]))
             error = caught.value
             assert (error.request_id, error.peer) == ("req", lease.ticket.address)
+            assert str(error).count("producer") == 1
             assert (error.blame, error.retryable, error.quarantine) == (Blame.ENGINE, True, None)
             assert not await runtime.release_blocks(lease.ticket)
             (warmed,) = await runtime.prewarm([lease.ticket])

@@ -523,7 +523,9 @@ async def test_a_connection_that_was_just_given_to_a_load_stays() -> None:
     async with open_reader(replace(CONFIG, peers_max=1)) as reader:
         lease = reader.pair.offer([3])
         await reader.load(lease.ticket)
-        with pytest.raises(Overloaded, match=r"tcp://127\.0\.0\.1:1: 1 other peers are in use \(peers_max\)"):
+        with pytest.raises(
+            Overloaded, match=r"tcp://127\.0\.0\.1:1: no room for it: all 1 peers are in use \(peers_max\)"
+        ):
             await reader.load(altered(lease.ticket, port=1))
         reader.clock.advance(CONFIG.handshake_timeout_s)
         with pytest.raises(PeerUnreachable):
