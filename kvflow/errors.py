@@ -189,8 +189,9 @@ class PeerError(KVFlowError):
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """The same failure as one request met it: waiters that share a handshake each get an error of their own."""
+        what = f"request {request_id!r}" if self.engine_id else f"request {request_id!r} from {engine_id!r}"
         error = type(self)(
-            f"request {request_id!r} from {engine_id!r}: {self}",
+            f"{what}: {self}",  # a message whose error knows the engine names it
             peer=self.peer,
             engine_id=engine_id,
             request_id=request_id,
@@ -240,10 +241,18 @@ class LeaseExpired(LoadError):
 
 
 class Overloaded(LoadError):
-    """The load would have to wait, and as many wait already as may; nothing was started."""
+    """This engine has no room: as many loads wait as may, or as many peers are in use or asked. Nothing was read."""
 
     blame = Blame.ENGINE
     retryable = True
+
+    def of_request(self, request_id: str, engine_id: str) -> Overloaded:
+        """The same as one request met it, as with a `PeerError`; itself if it names a request."""
+        if self.request_id:
+            return self
+        error = Overloaded(f"request {request_id!r}: {self}", request_id=request_id, peer=self.peer)
+        error.__cause__ = self
+        return error
 
 
 class TransferFailed(LoadError):

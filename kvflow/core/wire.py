@@ -84,6 +84,10 @@ class Target(msgspec.Struct, frozen=True, array_like=True):
     pp_rank: int
     tp_rank: int
 
+    def at(self, address: str) -> str:
+        """How messages name it."""
+        return f"engine {self.engine_id!r} ({Rank(self.dp_rank, self.pp_rank, self.tp_rank)}) at {address}"
+
 
 class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to tell when the asked rank goes, and where: the reader's own side channel."""

@@ -19,6 +19,7 @@ from kvflow.core.seals import HOST, SEAL_SIZE_BYTES, trust_s
 from kvflow.core.topology import Holding, Rank
 from kvflow.errors import RuntimeClosed
 from kvflow.runtime.permute import Permutation
+from kvflow.runtime.side_channel import ErrorT, failure
 from kvflow.transport.base import AgentName, Transport
 
 
@@ -29,9 +30,16 @@ class Address(NamedTuple):
     rank: Rank
     address: str
 
+    def __str__(self) -> str:
+        return self.target.at(self.address)
+
     @property
     def target(self) -> wire.Target:
         return wire.Target(self.engine_id, self.rank.dp, self.rank.pp, self.rank.tp)
+
+    def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
+        """What went wrong with the rank, as an error that names it."""
+        return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
 
 
 class Spawn(Protocol):

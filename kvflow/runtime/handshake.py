@@ -62,7 +62,7 @@ class Handshakes:
         )
         reply = await self.ask(peer, question)
         if not isinstance(reply, wire.Metadata):
-            raise ProtocolError(f"{peer.address}: asked for metadata, got {type(reply).__name__}", peer=peer.address)
+            raise peer.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
         regions = _judge(peer, reply, self._local)
         agent = AgentName(wire.agent_name(peer.engine_id, peer.rank, reply.incarnation))
         known = await self._connections.find(agent)
@@ -97,13 +97,11 @@ class Handshakes:
         try:
             name = await self._connections.add(connection, metadata)
         except PeerGone as error:
-            raise PeerUnreachable(f"{peer.address}: {error}", peer=peer.address) from error
+            raise peer.failure(PeerUnreachable, str(error)) from error
         except TransportError as error:
-            raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error
+            raise peer.failure(ProtocolError, str(error)) from error
         if name != connection.agent:
-            raise ProtocolError(
-                f"{peer.address}: agent name: expected {connection.agent!r}, got {_words(name)!r}", peer=peer.address
-            )
+            raise peer.failure(ProtocolError, f"agent name: expected {connection.agent!r}, got {_words(name)!r}")
 
 
 def _words(text: str, chars_max: int = _WORDS_MAX) -> str:
@@ -120,49 +118,37 @@ def _refused(peer: Address, refusal: wire.Refusal, ours: LocalRank) -> PeerError
             try:
                 wire.check_holding(refusal.holding)
             except wire.WireError as error:
-                return ProtocolError(f"{peer.address}: {error}", peer=peer.address)
+                return peer.failure(ProtocolError, str(error))
             differences += topology.differences(ours.holding, refusal.holding)
         return _incompatible(peer, differences)
     if refusal.version != wire.PROTOCOL_VERSION:
-        return PeerIncompatible(
-            f"{peer.address}: kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {refusal.version}",
-            peer=peer.address,
-        )
+        versions = f"kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {refusal.version}"
+        return peer.failure(PeerIncompatible, versions)
     kind = PeerNotReady if refusal.passing else PeerRefused
-    return kind(f"{peer.address}: refused: {_words(refusal.reason)}", peer=peer.address)
+    return peer.failure(kind, f"refused: {_words(refusal.reason)}")
 
 
 def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
     shown = _words("; ".join(differences), _DIFFERENCES_MAX)
-    return PeerIncompatible(
-        f"{peer.address}: engine {peer.engine_id!r} ({peer.rank}) is not compatible: {shown}", peer=peer.address
-    )
+    return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
 def _judge(peer: Address, metadata: wire.Metadata, ours: LocalRank) -> Regions:
     """Check everything a peer says of itself before any of it is used."""
     if metadata.engine_id != peer.engine_id:
-        raise PeerRefused(
-            f"{peer.address}: expected engine {peer.engine_id!r}, found {_words(metadata.engine_id)!r}",
-            peer=peer.address,
-        )
+        raise peer.failure(PeerRefused, f"expected engine {peer.engine_id!r}, found {_words(metadata.engine_id)!r}")
     if not is_name(metadata.incarnation, _WORDS_MAX):
-        raise ProtocolError(
-            f"{peer.address}: incarnation {_words(metadata.incarnation, 80)!r} is no name", peer=peer.address
-        )
+        raise peer.failure(ProtocolError, f"incarnation {_words(metadata.incarnation, 80)!r} is no name")
     actual = wire.checksum(metadata.agent_metadata)
     if actual != metadata.agent_metadata_crc32:
-        raise ProtocolError(
-            f"{peer.address}: agent metadata checksum: computed {actual:#010x}, "
-            f"sent {metadata.agent_metadata_crc32:#010x}",
-            peer=peer.address,
-        )
+        sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
+        raise peer.failure(ProtocolError, f"agent metadata checksum: {sums}")
     try:
         regions = wire.regions_from_wire(metadata.regions)
         wire.check_holding_of(metadata.holding, regions)
         wire.check_seals(metadata.seals)
     except wire.WireError as error:
-        raise ProtocolError(f"{peer.address}: {error}", peer=peer.address) from error
+        raise peer.failure(ProtocolError, str(error)) from error
     found = topology.differences(ours.holding, metadata.holding)
     for name, mine, theirs in (
         ("attention", ours.holding.latent, metadata.holding.latent),

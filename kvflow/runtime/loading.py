@@ -413,7 +413,7 @@ class Loader:
 
 def _of_request(error: KVFlowError, load: _Load) -> KVFlowError:
     """The error as this load's caller gets it: what a peer did names the request, and is nobody else's object."""
-    if isinstance(error, PeerError):
+    if isinstance(error, PeerError | Overloaded):
         return error.of_request(load.request.request_id, load.ticket.engine_id)
     return error
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvflow.core import wire
+from kvflow.errors import PeerError
 
 Answer = Callable[[wire.Header, wire.Request], wire.Reply]
+
+ErrorT = TypeVar("ErrorT", bound=PeerError)
+
+
+def failure(
+    kind: type[ErrorT], target: wire.Target, address: str, why: str, *, retry_after_s: float | None = None
+) -> ErrorT:
+    """What went wrong with a rank, as an error that names it."""
+    return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

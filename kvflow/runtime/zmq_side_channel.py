@@ -2,7 +2,7 @@
 
 A socket of its own for each question means that a late answer to an old question cannot be taken for a new one. ZeroMQ
 itself would try a connection that fails again and again, in silence; its monitor says so, and the question ends. Names
-of hosts are looked up here, since ZeroMQ's thread, which all questions share, would stand still for that.
+of hosts are looked up before (`lookups`), since ZeroMQ's thread, which all questions share, would stand still for that.
 
 With CURVE the engine that is asked must own the key that our allowlist has under its name, and it must have ours.
 """
@@ -12,10 +12,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from ipaddress import ip_address
+from contextlib import contextmanager
 from pathlib import Path
-from socket import AF_INET, SOCK_STREAM
 
 import zmq
 import zmq.asyncio
@@ -25,7 +23,8 @@ from kvflow.config import Config, split_address
 from kvflow.core import wire
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.runtime.keyring import Keyring
-from kvflow.runtime.side_channel import Answer
+from kvflow.runtime.lookups import Lookups
+from kvflow.runtime.side_channel import Answer, failure
 from kvflow.runtime.zmq_listener import ZmqListener
 
 _FAILURES = (
@@ -45,6 +44,7 @@ class ZmqSideChannel:
         self._now_s = now_s
         self._keyring: Keyring | None = None
         self._context: zmq.asyncio.Context | None = None
+        self._lookups = Lookups()
         self._questions = itertools.count(1)
         self._asking = 0
         self._closed = False
@@ -53,16 +53,16 @@ class ZmqSideChannel:
         return ZmqListener(self._config, await self._keys(), answer, self._now_s)
 
     async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
-        timeout_s = self._config.handshake_timeout_s
+        timeout_s, target = self._config.handshake_timeout_s, request.target
         frames = wire.encode_frames(wire.our_header(fingerprint), request)
         self._asking += 1
         try:
             async with asyncio.timeout(timeout_s):
-                return _decode(address, await self._exchange(address, request.target.engine_id, frames))
+                return _decode(target, address, await self._exchange(target, address, frames))
         except TimeoutError:
-            raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
+            raise failure(PeerUnreachable, target, address, f"no answer within {timeout_s} s") from None
         except zmq.ZMQError as error:  # such as too many open files
-            raise PeerUnreachable(f"{address}: {error}", peer=address) from error
+            raise failure(PeerUnreachable, target, address, str(error)) from error
         finally:
             self._asking -= 1
             self._end_if_idle()
@@ -86,11 +86,13 @@ class ZmqSideChannel:
             )
         return self._keyring
 
-    async def _exchange(self, address: str, engine_id: str, frames: list[bytes]) -> list[bytes]:
+    async def _exchange(self, target: wire.Target, address: str, frames: list[bytes]) -> list[bytes]:
         """Send a question and return the frames of its answer."""
         keyring = await self._keys()
-        server_key = await _server_key(keyring, engine_id, address) if keyring is not None else b""
-        endpoint = await _resolve(address)
+        server_key = await _server_key(keyring, target, address) if keyring is not None else b""
+        with _explained(target, address):
+            host, port = split_address(address, what="peer")
+            endpoint = f"tcp://{await self._lookups.find(host)}:{port}"
         if self._context is None:
             self._context = zmq.asyncio.Context()
             self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -118,73 +120,61 @@ class ZmqSideChannel:
                         return await socket.recv_multipart()
                     event = parse_monitor_message(await monitor.recv_multipart())["event"]
                     if event != zmq.Event.CONNECT_RETRIED:
-                        raise _failure(event, address, self._config.engine_id, None if keyring is None else engine_id)
-                    await _probe(address)
+                        curve = keyring is not None
+                        raise _failure(event, target, address, self._config.engine_id, curve=curve)
+                    with _explained(target, address):
+                        await _probe(endpoint)
             finally:
                 socket.disable_monitor()  # before the monitor's end closes: ZeroMQ would wait for it to take an event
 
 
-async def _server_key(keyring: Keyring, engine_id: str, address: str) -> bytes:
-    key = await keyring.key_of(engine_id)
+async def _server_key(keyring: Keyring, target: wire.Target, address: str) -> bytes:
+    key = await keyring.key_of(target.engine_id)
     if key is None:
-        raise PeerRefused(f"{address}: CURVE: {keyring.folder} has no key of engine {engine_id!r}", peer=address)
+        raise failure(
+            PeerRefused, target, address, f"CURVE: {keyring.folder} has no key of engine {target.engine_id!r}"
+        )
     return key
 
 
-def _failure(event: int, address: str, ours: str, theirs: str | None) -> PeerError:
-    """The error for a connection that failed; `theirs` is the engine whose key we used, None without CURVE."""
+def _failure(event: int, target: wire.Target, address: str, ours: str, *, curve: bool) -> PeerError:
+    """The error for a connection that failed."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
-        return PeerRefused(
-            f"{address}: CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?",
-            peer=address,
-        )
+        why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"
+        return failure(PeerRefused, target, address, why)
     if event == zmq.Event.DISCONNECTED:
-        return PeerUnreachable(f"{address}: the peer closed the connection without an answer", peer=address)
+        return failure(PeerUnreachable, target, address, "the peer closed the connection without an answer")
     why = (
-        "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
-        if theirs is None
-        else f"it may not use CURVE, as we do, or our {theirs}.public is not the key that it uses"
+        f"it may not use CURVE, as we do, or our {target.engine_id}.public is not the key that it uses"
+        if curve
+        else "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
     )
-    return PeerUnreachable(f"{address}: the connection failed in its handshake: {why}", peer=address)
+    return failure(PeerUnreachable, target, address, f"the connection failed in its handshake: {why}")
 
 
-async def _resolve(address: str) -> str:
-    """The address by numbers; an IPv4 one if the host has both."""
-    with _explained(address):
-        host, port = split_address(address, what="peer")
-        with suppress(ValueError):
-            ip_address(host.strip("[]"))
-            return address
-        found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), port, type=SOCK_STREAM)
-        family, *_, (numbers, *_) = min(found, key=lambda entry: entry[0] != AF_INET)
-        return f"tcp://{numbers}:{port}" if family == AF_INET else f"tcp://[{numbers}]:{port}"
-
-
-async def _probe(address: str) -> None:
+async def _probe(endpoint: str) -> None:
     """Connect once by plain TCP: the system says why a connection fails, ZeroMQ does not."""
-    with _explained(address):
-        host, port = split_address(address, what="peer")
-        _, writer = await asyncio.open_connection(host.strip("[]"), port)
+    host, port = split_address(endpoint, what="peer")
+    _, writer = await asyncio.open_connection(host.strip("[]"), port)
     writer.close()
 
 
 @contextmanager
-def _explained(address: str) -> Iterator[None]:
+def _explained(target: wire.Target, address: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ConfigError) as error:  # ValueError: a host that the resolver chokes on
-        raise PeerUnreachable(f"{address}: {error}", peer=address) from error
+        raise failure(PeerUnreachable, target, address, str(error)) from error
 
 
-def _decode(address: str, frames: list[bytes]) -> wire.Reply:
+def _decode(target: wire.Target, address: str, frames: list[bytes]) -> wire.Reply:
     try:
         header_frame, body_frame = frames
         header = wire.decode_header(header_frame)
         reply = wire.decode_reply(body_frame)
     except (ValueError, wire.WireError) as error:
-        raise ProtocolError(f"{address}: the answer is no kvflow message: {error}", peer=address) from error
+        raise failure(ProtocolError, target, address, f"the answer is no kvflow message: {error}") from error
     if header.version != wire.PROTOCOL_VERSION and not isinstance(reply, wire.Refusal):
-        raise PeerRefused(
-            f"{address}: kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {header.version}", peer=address
-        )
+        versions = f"kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {header.version}"
+        raise failure(PeerRefused, target, address, versions)
     return reply

@@ -10,7 +10,7 @@ from contextvars import copy_context
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
-from kvflow.runtime.side_channel import Answer, ListenerStatistics
+from kvflow.runtime.side_channel import Answer, ListenerStatistics, failure
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]
@@ -100,15 +100,16 @@ class InprocSideChannel:
             async with asyncio.timeout(timeout_s):
                 frames = await answered
         except TimeoutError:
-            raise PeerUnreachable(f"{address}: no answer within {timeout_s} s", peer=address) from None
+            raise failure(PeerUnreachable, request.target, address, f"no answer within {timeout_s} s") from None
         except ConnectionError as error:
-            raise PeerUnreachable(f"{address}: {error}", peer=address) from error
+            raise failure(PeerUnreachable, request.target, address, str(error)) from error
         try:
             header_frame, body_frame = frames
             wire.decode_header(header_frame)
             return wire.decode_reply(body_frame)
         except (ValueError, wire.WireError) as error:
-            raise ProtocolError(f"{address}: the answer is no kvflow message: {error}", peer=address) from error
+            why = f"the answer is no kvflow message: {error}"
+            raise failure(ProtocolError, request.target, address, why) from error
 
     def close(self) -> None:
         """Questions need nothing that has to be closed."""

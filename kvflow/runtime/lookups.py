@@ -1,0 +1,81 @@
+"""Looks hosts up by name, in threads of its own.
+
+A name in a forged ticket may take its resolver half a minute, and a thread in the resolver cannot be stopped. So the
+loop's executor, which the rest of the program uses, never sees one; there are only so many threads, for one lookup
+each; and names that were found before have threads of their own, so they do not wait for names of somebody's making.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections import OrderedDict
+from ipaddress import ip_address
+
+_NEW_AT_ONCE_MAX = 32
+_KNOWN_AT_ONCE_MAX = 8
+_KNOWN_MAX = 1024
+
+
+class Lookups:
+    """Finds addresses of hosts. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._new = asyncio.Semaphore(_NEW_AT_ONCE_MAX)
+        self._known = asyncio.Semaphore(_KNOWN_AT_ONCE_MAX)
+        self._found: OrderedDict[str, None] = OrderedDict()
+
+    async def find(self, host: str) -> str:
+        """The host as numbers, IPv6 ones in brackets; IPv4 ones if it has both. Raises OSError, or ValueError.
+
+        Cancelling stops the waiting, and the thread ends when the resolver does.
+        """
+        bare = host.strip("[]")
+        try:
+            ip_address(bare)
+        except ValueError:
+            numbers = await self._look_up(bare)
+        else:
+            return host
+        return f"[{numbers}]" if ":" in numbers else numbers
+
+    async def _look_up(self, host: str) -> str:
+        room = self._known if host in self._found else self._new
+        await room.acquire()
+        found: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        try:
+            threading.Thread(target=_run, args=(host, room, found), name=f"kvflow-lookup {host}", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            room.release()
+            raise OSError(f"cannot look {host} up: {error}") from error
+        numbers = min(await found, key=lambda one: ":" in one)
+        self._found[host] = None
+        self._found.move_to_end(host)
+        if len(self._found) > _KNOWN_MAX:
+            self._found.popitem(last=False)
+        return numbers
+
+
+def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[list[str]]) -> None:
+    """The thread."""
+    outcome: list[str] | Exception
+    try:
+        outcome = [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except Exception as error:  # noqa: BLE001 - handed to who asked
+        outcome = error
+
+    def end() -> None:
+        room.release()
+        if found.done():
+            return
+        if isinstance(outcome, Exception):
+            found.set_exception(outcome)
+        else:
+            found.set_result(outcome)
+
+    try:
+        found.get_loop().call_soon_threadsafe(end)
+    except RuntimeError:  # the loop is closed: nobody waits
+        if not found.get_loop().is_closed():
+            raise
