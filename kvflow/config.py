@@ -32,10 +32,14 @@ _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
 
 
-@lru_cache(maxsize=1024)
 def is_name(text: str, chars_max: int) -> bool:
     """Whether `text` can name something in messages, logs and tickets: printable, without spaces."""
-    return 0 < len(text) <= chars_max and text.isprintable() and " " not in text
+    return 0 < len(text) <= chars_max and _is_printable(text)
+
+
+@lru_cache(maxsize=1024)  # only of texts whose length was judged: they are kept
+def _is_printable(text: str) -> bool:
+    return text.isprintable() and " " not in text
 
 
 def is_key_name(text: str) -> bool:
@@ -43,10 +47,14 @@ def is_key_name(text: str) -> bool:
     return is_name(text, ENGINE_ID_CHARS_MAX) and _KEY_NAME.fullmatch(text) is not None
 
 
-@lru_cache(maxsize=1024)
 def is_host(text: str) -> bool:
     """Whether `text` can be resolved or connected to; wildcards cannot."""
-    return len(text) <= _HOST_CHARS_MAX and text not in _WILDCARDS and _HOST.fullmatch(text) is not None
+    return len(text) <= _HOST_CHARS_MAX and _matches_host(text)
+
+
+@lru_cache(maxsize=1024)
+def _matches_host(text: str) -> bool:
+    return text not in _WILDCARDS and _HOST.fullmatch(text) is not None
 
 
 def split_address(address: str, *, what: str = "listen") -> tuple[str, int]:
@@ -120,7 +128,12 @@ class Config:
     """Connections that no load has used for so long are given up. Making one again costs a handshake, and NIXL keeps a
     file descriptor or two of each that it gives up, so do not set it low."""
     peers_max: int = 1024
-    """Ranks of remote engines that are remembered at once."""
+    """Ranks of remote engines that are remembered at once; those that have never answered make room first."""
+    first_contacts_max: int = 16
+    """Peers that have never answered, and are asked at once. When more want to be, who came last goes first, and one
+    that has not answered in a tenth of handshake_timeout_s makes way."""
+    load_ranks_max: int = 256
+    """Ranks of an engine that a load may concern; a ticket that needs more is refused before anybody is asked."""
     goodbye_timeout_s: float = 1.0
     """How long draining and closing take at most to tell readers."""
     readers_max: int = 1024
@@ -167,7 +180,8 @@ class Config:
     host_buffer_bytes_max: int = 256 * _MIB
     """Host memory for staged blocks; offers and loads share it."""
 
-    block_ids_max: int = 1 << 20
+    block_ids_max: int = 1 << 18
+    """In one request, and in a ticket with those of all its ranks: they are judged at one go on the event loop."""
     request_id_chars_max: int = 512
     side_channel_message_bytes_max: int = 4 * _MIB
     """An answer; it describes a whole cache."""

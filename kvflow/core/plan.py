@@ -94,6 +94,8 @@ class Piece(NamedTuple):
 
 def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
     """Turn block ids into an array; RequestError names the first that is no integer, out of range or repeated."""
+    if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before each is looked at
+        raise RequestError(f"{what}: {len(block_ids)} block ids, but there are {num_blocks} blocks")
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
         # The usual case, by built-ins: on a load's critical path, with cold caches, they beat array operations.
         if not block_ids:

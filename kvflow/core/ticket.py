@@ -13,17 +13,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from kvflow.config import PORT_MAX, RANKS_MAX, is_host, is_name, rank_offset
 from kvflow.core.topology import Cut, Rank
-from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION
+from kvflow.core.wire import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.errors import RequestError
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
+_FIELDS_MAX = 256  # of a dict on the way; routers add some
 _PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
@@ -94,14 +96,14 @@ class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_decode: bool
     remote_engine_id: str
     remote_request_id: str
-    remote_block_ids: list[Int64]
+    remote_block_ids: tuple[Int64, ...]
     remote_host: str
     remote_port: Int64
     tp_size: Int64
     kvflow: _TicketExtension
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What a consumer needs to read one request's blocks.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
@@ -148,9 +150,19 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         """How its engine is cut."""
         return Cut(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
 
+    @cached_property
+    def blocks_digest(self) -> bytes:
+        """What ranks compare of `block_ids`."""
+        return digest_of(self.block_ids)
+
+    @cached_property
+    def _leases(self) -> dict[tuple[int, int], RankLease]:
+        """By (pp_rank, tp_rank)."""
+        return {(lease.pp_rank, lease.tp_rank): lease for lease in self.ranks}
+
     def find(self, rank: Rank) -> RankLease | None:
         """The lease of that rank, if the ticket names it."""
-        return next((lease for lease in self.ranks if (lease.pp_rank, lease.tp_rank) == (rank.pp, rank.tp)), None)
+        return self._leases.get((rank.pp, rank.tp))
 
     def address_of(self, rank: Rank) -> str:
         """Where that rank listens. RequestError if it is not named and cannot be worked out."""
@@ -158,10 +170,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         if named is not None:
             return named.address
         if not self.fixed_ports:
-            names = ", ".join(f"({lease.pp_rank}, {lease.tp_rank})" for lease in self.ranks)
+            names = ", ".join(f"({lease.pp_rank}, {lease.tp_rank})" for lease in self.ranks[:8])
             raise RequestError(
                 f"ticket: engine {self.engine_id!r} has ranks on ports of the system's choice (listen port 0), and "
-                f"(pp_rank, tp_rank) {(rank.pp, rank.tp)} is needed, but only {names} named: merge the ranks' tickets"
+                f"(pp_rank, tp_rank) {(rank.pp, rank.tp)} is needed, but only {names}"
+                f"{', ...' if len(self.ranks) > 8 else ''} named: merge the ranks' tickets"
             )
         first = self.first
         here, there = (
@@ -203,7 +216,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 do_remote_decode=False,
                 remote_engine_id=self.engine_id,
                 remote_request_id=self.request_id,
-                remote_block_ids=list(self.block_ids),
+                remote_block_ids=self.block_ids,
                 remote_host=self.first.host,
                 remote_port=self.first.port,
                 tp_size=self.tp_size,
@@ -223,6 +236,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 ),
             )
         )
+        params["remote_block_ids"] = list(self.block_ids)
         for rank in params["kvflow"]["ranks"]:
             if "block_ids" in rank:
                 rank["block_ids"] = list(rank["block_ids"])
@@ -231,6 +245,11 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
         """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
+        _check_sizes(params)
+        return cls._from_checked(params)
+
+    @classmethod
+    def _from_checked(cls, params: Mapping[str, Any]) -> Ticket:
         try:
             raw = msgspec.convert(params, _TicketParams, strict=True)
         except msgspec.ValidationError as error:
@@ -246,7 +265,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
         ticket = cls(
             engine_id=raw.remote_engine_id,
             request_id=raw.remote_request_id,
-            block_ids=tuple(raw.remote_block_ids),
+            block_ids=raw.remote_block_ids,
             num_tokens=extra.num_tokens,
             ttl_s=extra.ttl_s,
             tp_size=raw.tp_size,
@@ -289,14 +308,50 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(
                     f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
                 )
+        if len(self._leases) < len(self.ranks):
+            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self._leases)} different ones")
 
 
-def read_ticket(ticket: Ticket | Mapping[str, Any]) -> Ticket:
+def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
     """The ticket, checked; RequestError names what is wrong with it."""
+    if isinstance(ticket, Ticket):
+        count = len(ticket.block_ids) + sum(len(rank.block_ids or ()) for rank in ticket.ranks)
+    else:
+        count = _check_sizes(ticket)
+    if count > block_ids_max:
+        raise RequestError(f"ticket: {count} block ids in all, at most {block_ids_max} (block_ids_max)")
     if isinstance(ticket, Ticket):
         ticket.check()
         return ticket
-    return Ticket.from_params(ticket)
+    read = Ticket._from_checked(ticket)
+    return read if isinstance(ticket, dict) else read_ticket(read, block_ids_max)  # other mappings are counted now
+
+
+def _check_sizes(params: Any) -> int:
+    """How many block ids a ticket's dict has, before they are read, and as far as it is a dict of a ticket.
+
+    RequestError if there are more ranks or fields than can be right: reading them would take long.
+    """
+    count = _check_part(params, "remote_block_ids")
+    extra = params.get("kvflow") if isinstance(params, dict) else None
+    _check_part(extra, "")
+    ranks = extra.get("ranks") if isinstance(extra, dict) else None
+    if isinstance(ranks, list | tuple):
+        if len(ranks) > RANKS_MAX:
+            raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
+        for rank in ranks:
+            count += _check_part(rank, "block_ids")
+    return count
+
+
+def _check_part(part: Any, name: str) -> int:
+    """The length of the list that a dict has under this name, if there is one."""
+    if not isinstance(part, dict):
+        return 0
+    if len(part) > _FIELDS_MAX:
+        raise RequestError(f"ticket: {len(part)} fields in one dict, at most {_FIELDS_MAX}")
+    found = part.get(name)
+    return len(found) if isinstance(found, list | tuple | set | frozenset) else 0
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:

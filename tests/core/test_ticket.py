@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
 from kvflow.core import wire
-from kvflow.core.ticket import RankLease, Ticket, merge_tickets
+from kvflow.core.ticket import RankLease, Ticket, merge_tickets, read_ticket
 from kvflow.core.topology import Holding, Rank
 from kvflow.errors import RequestError
 
@@ -71,10 +72,11 @@ def tickets(draw: st.DrawFn) -> Ticket:
     def ids() -> tuple[int, ...]:
         return tuple(draw(st.lists(st.integers(0, 2**31), min_size=count, max_size=count)))
 
+    places = st.tuples(st.integers(0, pp_size - 1), st.integers(0, tp_size - 1))
     ranks = [
         RankLease(
-            pp_rank=draw(st.integers(0, pp_size - 1)),
-            tp_rank=draw(st.integers(0, tp_size - 1)),
+            pp_rank=pp_rank,
+            tp_rank=tp_rank,
             lease_id=draw(st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)),
             seal_index=draw(st.integers(0, 2**24)),
             incarnation=draw(names),
@@ -83,7 +85,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
             port=draw(st.integers(1, 65535)),
             block_ids=ids() if draw(st.booleans()) else None,
         )
-        for _ in range(draw(st.integers(1, 3)))
+        for pp_rank, tp_rank in draw(st.lists(places, min_size=1, max_size=3, unique=True))
     ]
     return Ticket(
         engine_id=draw(names),
@@ -378,6 +380,72 @@ def test_a_host_that_no_resolver_takes_is_refused(path: str, host: str) -> None:
     """Python's resolver answers such a host with a UnicodeError instead of an OSError."""
     with pytest.raises(RequestError, match="remote_host"):
         Ticket.from_params(changed(path, host))
+
+
+class Ids(list[int]):
+    """Block ids that nobody may look at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("they were read")
+
+
+@pytest.mark.parametrize("path", ["remote_block_ids", "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"])
+def test_too_many_block_ids_are_refused_before_they_are_read(path: str) -> None:
+    """Those of the ranks count as well."""
+    assert read_ticket(TICKET.to_params(), 6) == read_ticket(TICKET, 6) == TICKET
+    with pytest.raises(RequestError, match=r"^ticket: 6 block ids in all, at most 5 \(block_ids_max\)$"):
+        read_ticket(TICKET, 5)
+    params = changed(path, Ids(range(1000)))
+    with pytest.raises(RequestError, match=r"^ticket: 100[036] block ids in all, at most 999 \(block_ids_max\)$"):
+        read_ticket(params, 999)
+
+
+def test_block_ids_in_another_mapping_are_counted_too() -> None:
+    assert read_ticket(MappingProxyType(TICKET.to_params()), 6) == TICKET
+    with pytest.raises(RequestError, match=r"6 block ids in all, at most 5"):
+        read_ticket(MappingProxyType(TICKET.to_params()), 5)
+
+
+def test_too_many_ranks_are_refused_before_they_are_read() -> None:
+    class Unread(dict[str, Any]):
+        def get(self, *_: Any) -> Any:
+            raise AssertionError("it was read")
+
+    params = changed("kvflow.ranks", [Unread(_PARAMS["kvflow"]["ranks"][0])] * 1025)
+    with pytest.raises(RequestError, match="names 1025 ranks, expected 1 to 1024"):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("path", ["", "kvflow", "kvflow.ranks.1"])
+def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
+    params = TICKET.to_params()
+    where = params
+    for piece in path.split(".") if path else []:
+        where = where[int(piece)] if isinstance(where, list) else where[piece]
+    where |= {f"added {at}": at for at in range(100)}
+    assert Ticket.from_params(params) == TICKET
+    where |= {f"added {at}": at for at in range(300)}
+    with pytest.raises(RequestError, match=r"^ticket: 3\d\d fields in one dict, at most 256$"):
+        Ticket.from_params(params)
+
+
+def test_a_rank_is_named_once() -> None:
+    with pytest.raises(RequestError, match=r"^ticket: it names 3 ranks, but only 2 different ones$"):
+        msgspec.structs.replace(TICKET, ranks=(FIRST, SECOND, FIRST)).check()
+
+
+def test_ranks_of_large_tickets_are_looked_through_once() -> None:
+    class Counted(tuple[RankLease, ...]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            Counted.passes += 1
+            return super().__iter__()
+
+    ranks = Counted(msgspec.structs.replace(FIRST, pp_rank=at // 32, tp_rank=at % 32) for at in range(1024))
+    ticket = msgspec.structs.replace(TICKET, tp_size=32, pp_size=32, ranks=ranks)
+    assert [ticket.find(Rank(4, at // 32, at % 32)) for at in range(1024)] == list(tuple.__iter__(ranks))
+    assert Counted.passes == 1
 
 
 @pytest.mark.parametrize("params", [None, [], 5, "ticket", b"{}", {}, {1: 2}, object()], ids=ascii)
