@@ -4,20 +4,24 @@ A handshake runs in a task of its own, so a load that gives up does not take it 
 that fails is left alone for a while (`core.circuit`): loads that need it fail at once, without a packet. A ticket of
 a life of the peer that was not tried yet may try at once: it shows that the peer lived after it had failed.
 
-Peers that no load has used for `Config.peer_idle_s` are forgotten; a timer looks, as long as there are any.
+An address in a ticket proves nothing, so peers that have never answered are asked a few at a time (`runtime.contacts`),
+and they are the first to go when there are `Config.peers_max`. Peers that no load has used for `Config.peer_idle_s` are
+forgotten; a timer looks, as long as there are any.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.circuit import BackOff, Circuit, after_failed_handshake, after_failed_read
-from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, fire, knows
+from kvflow.core.contacts import Contact
+from kvflow.core.states import PEER_TABLE, PeerEvent, PeerState, knows
 from kvflow.core.topology import Rank
 from kvflow.errors import (
     KVFlowError,
@@ -25,19 +29,17 @@ from kvflow.errors import (
     PeerNotReady,
     PeerUnreachable,
     ProtocolError,
-    RequestError,
     RuntimeBroken,
     RuntimeClosed,
 )
 from kvflow.runtime.clocks import PeerClocks
 from kvflow.runtime.connection import Address, Connection, Connections, Spawn
+from kvflow.runtime.contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.handshake import Handshakes
+from kvflow.runtime.peer import LIVES_MAX, Handshake, Peer
 from kvflow.runtime.world import Clock, Timer
 
-logger = logging.getLogger(__name__)
-
-_LIVES_MAX = 64
-_ERROR_CHARS_MAX = 500
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,42 +56,8 @@ class PeerStatistics:
     """How long loads from it fail at once; 0 if the next one may ask it."""
     last_error: str
     """What failed last, since it was last connected; "" if nothing did."""
-
-
-class Peer:
-    """One rank of a remote engine, by the address of its side channel."""
-
-    def __init__(self, address: Address, now_s: float) -> None:
-        self.engine_id, self.rank, self.address = address
-        self.at = address
-        self.state = PeerState.UNKNOWN
-        self.current: Connection | None = None
-        self.handshake: asyncio.Future[Connection] | None = None
-        self.circuit = Circuit()
-        self.last_error = ""
-        self.used_s = now_s
-        self.tried: set[str] = set()
-        """Incarnations of tickets that have asked for it since it was last connected."""
-        self.over: deque[str] = deque(maxlen=_LIVES_MAX)
-        """Incarnations that are known to be over."""
-
-    def __repr__(self) -> str:
-        return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
-
-    @property
-    def busy(self) -> bool:
-        """Whether a load uses it or waits for it."""
-        return self.handshake is not None or (self.current is not None and self.current.used)
-
-    def fire(self, event: PeerEvent, why: str = "") -> None:
-        before, self.state = self.state, fire(PEER_TABLE, self.state, event)
-        logger.info("peer %s at %s: %s -> %s%s", self.engine_id, self.address, before, self.state, why and f" ({why})")
-
-    def usable(self, incarnation: str | None) -> Connection | None:
-        """The connection, unless a ticket of this incarnation shows that it may be outdated."""
-        if self.current is None or incarnation is None or incarnation in self.over:
-            return self.current
-        return self.current if self.current.incarnation == incarnation else None
+    met: bool
+    """Whether it was ever connected. Where it was not nobody may live: any ticket can name an address."""
 
 
 class Peers:
@@ -114,6 +82,7 @@ class Peers:
         self._clocks = clocks
         self._clock = clock
         self._spawn = spawn
+        self._contacts = FirstContacts(config)
         self._peers: dict[Address, Peer] = {}
         self._sweep_timer: Timer | None = None
         self._closed = False
@@ -130,12 +99,13 @@ class Peers:
                 failures=peer.circuit.failures,
                 retry_after_s=peer.circuit.wait_s(now_s),
                 last_error=peer.last_error,
+                met=peer.met,
             )
             for peer in self._peers.values()
         )
 
     def get(self, engine_id: str, rank: Rank, address: str) -> Peer:
-        """The one object for this peer. RequestError if there are `Config.peers_max` others and all in use."""
+        """The one object for this peer. Overloaded if there are `Config.peers_max` others and all in use."""
         key = Address(engine_id, rank, address)
         peer = self._peers.get(key)
         if peer is None:
@@ -145,12 +115,18 @@ class Peers:
                 self._sweep_later()
         return peer
 
+    def is_connected(self, at: Address, incarnation: str | None) -> bool:
+        """Whether `connect` would have nothing to wait for."""
+        peer = self._peers.get(at)
+        return peer is not None and peer.usable(incarnation) is not None
+
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """The peer's connection, made if need be; all who ask meanwhile share one handshake.
 
         With the incarnation of a ticket, a connection to another one is not taken before the peer was asked once;
         None takes any. `request_id` is for peers that drain: they connect readers of open leases only. Raises a
-        PeerError. Cancelling stops the waiting, not the handshake.
+        PeerError, or Overloaded. Cancelling stops the waiting; a handshake that has begun goes on as long as it is in
+        nobody's way.
         """
         while True:
             if peer.state is PeerState.CLOSED:  # forgotten since: a rank may take long to say its lease
@@ -162,35 +138,44 @@ class Peers:
             handshake, ours = peer.handshake, peer.handshake is None
             if handshake is None:
                 handshake = self._start_handshake(peer, incarnation, request_id)
+            handshake.join()
             try:
-                connection = await asyncio.shield(handshake)
+                connection = await asyncio.shield(handshake.future)
             except PeerNotReady:  # that was about another request
                 if ours:
                     raise
             else:
                 if ours or incarnation in (None, connection.incarnation):
                     return connection
+            finally:
+                handshake.leave()
+                self._note_waiters(peer, handshake)
 
     async def find_lease(self, peer: Peer, question: wire.LeaseRequest) -> wire.LeaseFound | wire.NoLease:
         """Ask a rank for its lease of a request. Raises a PeerError."""
         connection = peer.current
-        try:
-            reply = await self._handshakes.ask(peer.at, question)
-        except PeerUnreachable as error:
-            if connection is not None:
-                self.failed(connection, str(error))
-            raise
+        async with peer.questions:
+            if connection is not None and peer.current is None:  # others who asked have found out
+                raise peer.at.failure(PeerUnreachable, peer.last_error)
+            connection = peer.current
+            try:
+                reply = await self._handshakes.ask(peer.at, question)
+            except PeerUnreachable as error:
+                if connection is not None:
+                    self.failed(connection, str(error))
+                raise
         if isinstance(reply, wire.LeaseFound | wire.NoLease):
             return reply
-        raise ProtocolError(f"{peer.address}: asked for a lease, got {type(reply).__name__}", peer=peer.address)
+        raise peer.at.failure(ProtocolError, f"asked for a lease, got {type(reply).__name__}")
 
     async def release(self, peer: Peer, question: wire.ReleaseRequest) -> wire.Released | wire.NoLease:
-        """Tell a rank that we need a lease's blocks no more. No connection is made. Raises a PeerError."""
+        """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
         self._check_wait(peer, None)
-        reply = await self._handshakes.ask(peer.at, question)
+        async with peer.questions:
+            reply = await self._in_turn(peer, partial(self._handshakes.ask, peer.at, question))
         if isinstance(reply, wire.Released | wire.NoLease):
             return reply
-        raise ProtocolError(f"{peer.address}: released a lease, got {type(reply).__name__}", peer=peer.address)
+        raise peer.at.failure(ProtocolError, f"released a lease, got {type(reply).__name__}")
 
     def keep_clock(self, peer: Peer, now_s: float) -> None:
         """Have a peer's clock asked for if what we know of it has aged; nobody waits for that."""
@@ -212,7 +197,7 @@ class Peers:
             peer.circuit = after_failed_read(
                 peer.circuit, self._back_off, now_s=self._clock.now_s(), name=self._name_for(peer)
             )
-            peer.last_error = why[:_ERROR_CHARS_MAX]
+            peer.note_error(why)
             waits = peer.circuit.wait_s(self._clock.now_s()) > 0
             self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
 
@@ -238,9 +223,9 @@ class Peers:
             found = [peer for peer in self._peers.values() if peer.engine_id == engine_id]
             return [peer for peer in found if address in (None, peer.address)]
 
-        handshakes = [peer.handshake for peer in chosen() if peer.handshake is not None]
+        handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
         if handshakes:
-            await asyncio.wait(handshakes)  # bounded by handshake_timeout_s
+            await asyncio.wait(handshakes)  # bounded by handshake_timeout_s, and as much for a turn
         agents = [peer.current.agent for peer in chosen() if peer.current is not None]
         for peer in chosen():
             if peer.handshake is None:  # else it was begun just now, from scratch
@@ -255,67 +240,89 @@ class Peers:
         for peer in list(self._peers.values()):
             self._drop(peer, "closing")
 
-    def _start_handshake(
-        self, peer: Peer, incarnation: str | None, request_id: str | None
-    ) -> asyncio.Future[Connection]:
+    def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
         if self._closed:
             raise RuntimeClosed("the runtime is closed")
         self._check_wait(peer, incarnation)
-        future: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
-        body = self._run_handshake(peer, incarnation, request_id, future)
-        task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
+        handshake = Handshake(asyncio.get_running_loop().create_future(), self._clock.now_s())
+        body = self._run_handshake(peer, incarnation, request_id, handshake)
+        handshake.task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
         # Here rather than in the task: one that is cancelled before its first step never runs.
-        task.add_done_callback(
-            lambda _: self._no_handshake(peer, future, RuntimeClosed("the runtime closed during the handshake"))
+        handshake.task.add_done_callback(
+            lambda _: self._no_handshake(peer, handshake, RuntimeClosed("the runtime closed during the handshake"))
         )
-        peer.handshake = future
+        peer.handshake = handshake
         peer.fire(PeerEvent.CONNECT)
         if incarnation is not None:
             peer.tried.add(incarnation)
-        return future
+        return handshake
 
     def _check_wait(self, peer: Peer, incarnation: str | None) -> None:
         """PeerUnreachable if the peer must not be asked yet."""
         wait_s = peer.circuit.wait_s(self._clock.now_s())
-        another_life = incarnation is not None and incarnation not in peer.tried and len(peer.tried) < _LIVES_MAX
+        another_life = incarnation is not None and incarnation not in peer.tried and len(peer.tried) < LIVES_MAX
         if wait_s > 0 and not another_life:
-            raise PeerUnreachable(
-                f"{peer.address}: engine {peer.engine_id!r} ({peer.rank}) is not asked for another {wait_s:.3g} s "
-                f"(failures in a row: {peer.circuit.failures}, the last: {peer.last_error})",
-                peer=peer.address,
-                retry_after_s=wait_s,
-            )
+            failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
+            why = f"it is not asked for another {wait_s:.3g} s ({failures})"
+            raise peer.at.failure(PeerUnreachable, why, retry_after_s=wait_s)
+
+    async def _in_turn(
+        self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
+    ) -> T:
+        """Ask a peer; where it has never answered `begin` gets the turn that is needed for it."""
+        if peer.met:
+            return await question()
+        return await self._contacts.ask(peer.at, question, begin)
+
+    async def _shake_hands(self, peer: Peer, request_id: str | None) -> Connection:
+        async with asyncio.timeout(self._config.handshake_timeout_s):
+            return await self._handshakes.connect(peer.at, request_id)
 
     async def _run_handshake(
-        self, peer: Peer, incarnation: str | None, request_id: str | None, future: asyncio.Future[Connection]
+        self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
-        """The handshake task: settles `future`, unless it is cancelled."""
+        """The handshake task: settles its future, unless it is cancelled."""
         try:
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                connection = await self._handshakes.connect(peer.at, request_id)
+            connection = await self._in_turn(peer, partial(self._shake_hands, peer, request_id), handshake.begin)
         except KVFlowError as problem:
-            self._no_handshake(peer, future, problem)
+            self._no_handshake(peer, handshake, problem)
         except TimeoutError:
             bound = f"handshake not done within {self._config.handshake_timeout_s} s"
-            self._no_handshake(peer, future, PeerUnreachable(f"{peer.address}: {bound}", peer=peer.address))
+            self._no_handshake(peer, handshake, peer.at.failure(PeerUnreachable, bound))
         except Exception as bug:
             error = RuntimeBroken("the handshake task died")
             error.__cause__ = bug
-            self._no_handshake(peer, future, error)
+            self._no_handshake(peer, handshake, error)
             raise
         else:
             peer.handshake = None
             self._connected(peer, connection, incarnation)
-            future.set_result(connection)
+            handshake.future.set_result(connection)
 
-    def _no_handshake(self, peer: Peer, future: asyncio.Future[Connection], error: KVFlowError) -> None:
+    def _no_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
         """A handshake came to nothing. No effect if its waiters know already what came of it."""
+        future = handshake.future
         if future.done():
             return
         peer.handshake = None
         self._not_connected(peer, error)
         future.set_exception(error)
         future.exception()  # seen: everybody who waited may have given up
+
+    def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
+        """Somebody waits for a handshake no more. One that still waits for its turn needs none if nobody is left."""
+        if handshake.wanted or handshake.future.done():
+            return
+        if not peer.met and handshake.contact is None:
+            self._give_up(peer, handshake, "nobody waited any more")
+        else:
+            self._contacts.look()
+
+    def _give_up(self, peer: Peer, handshake: Handshake, why: str) -> None:
+        """End a handshake; that is no failure of the peer."""
+        self._no_handshake(peer, handshake, overloaded(peer.at, why))
+        if handshake.task is not None:
+            handshake.task.cancel()
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """A handshake worked. What other life the ticket or the last connection was of is over."""
@@ -324,6 +331,7 @@ class Peers:
         peer.over.extend(other for other in others if other is not None and other not in peer.over)
         peer.fire(PeerEvent.CONNECTED)
         peer.current = connection
+        peer.met = True
         peer.tried = {connection.incarnation}
         peer.last_error = ""
         if connection.pairing is None:  # nothing will be read from it, which would end a row of failures
@@ -339,7 +347,7 @@ class Peers:
             now_s = self._clock.now_s()
             peer.circuit = after_failed_handshake(peer.circuit, self._back_off, now_s=now_s, name=self._name_for(peer))
             error.retry_after_s = peer.circuit.wait_s(now_s)
-        peer.last_error = str(error)[:_ERROR_CHARS_MAX]
+        peer.note_error(str(error))
         self._disconnect(peer, event, str(error))
 
     def _name_for(self, peer: Peer) -> str:
@@ -369,16 +377,37 @@ class Peers:
         self._disconnect(peer, PeerEvent.CLOSE, why)
 
     def _make_room(self, newcomer: Address) -> None:
+        """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
         if len(self._peers) < self._config.peers_max:
             return
-        # A load that was given a connection takes a moment until it holds it.
-        idle_before_s = self._clock.now_s() - self._config.handshake_timeout_s
-        idle = [peer for peer in self._peers.values() if not peer.busy and peer.used_s <= idle_before_s]
-        if not idle:
-            raise RequestError(
-                f"{newcomer.address}: engine {newcomer.engine_id!r}: {len(self._peers)} peers are in use (peers_max)"
-            )
-        self._drop(min(idle, key=lambda peer: peer.used_s), f"idle, and there are {len(self._peers)} peers")
+        peer = self._expendable()
+        if peer is None:
+            raise overloaded(newcomer, f"no room for it: all {len(self._peers)} peers are in use (peers_max)")
+        why = f"it made room for another of {len(self._peers)} peers (peers_max)"
+        if peer.handshake is not None:
+            self._give_up(peer, peer.handshake, why)
+        self._drop(peer, why)
+
+    def _expendable(self) -> Peer | None:
+        """Who goes for another one: the oldest of those that nobody has ever met, or else who was not used for longest.
+
+        Where a peer is being asked for the first time one that lives would have answered in a while. Of those that we
+        have met the lost ones go before those that are connected. A load that was given a connection takes a moment
+        until it holds it.
+        """
+        now_s = self._clock.now_s()
+        asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
+        strangers = [peer for peer in self._peers.values() if not peer.met]
+        silent = (one for one in strangers if one.handshake and one.handshake.is_idle(asked_before_s))
+        found = next((one for one in strangers if one.handshake is None), None) or next(silent, None)
+        if found is not None:
+            return found
+        unused = [
+            peer
+            for peer in self._peers.values()
+            if peer.met and not peer.busy and (peer.current is None or peer.used_s <= used_before_s)
+        ]
+        return min(unused, key=lambda peer: (peer.current is not None, peer.used_s), default=None)
 
     def _sweep_later(self) -> None:
         self._sweep_timer = self._clock.call_later(self._config.peer_idle_s / 4, self._sweep)

@@ -15,17 +15,17 @@ from tests_support import altered, leases_ended, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, ServeRequest, Ticket
 from kvflow.core import wire
-from kvflow.core.states import PeerState
+from kvflow.core.states import PeerEvent, PeerState
 from kvflow.core.topology import Rank
 from kvflow.errors import (
     KVFlowError,
     LeaseExpired,
+    Overloaded,
     PeerIncompatible,
     PeerNotReady,
     PeerRefused,
     PeerUnreachable,
     ProtocolError,
-    RequestError,
     TransferFailed,
 )
 from kvflow.runtime.peers import PeerStatistics
@@ -228,6 +228,42 @@ async def test_many_reads_that_fail_at_once_are_one_failure(reader: Reader) -> N
     await reader.load(lease.ticket)
 
 
+def about_lease(ticket: Ticket) -> wire.LeaseRequest:
+    target = wire.Target("producer", 0, 0, 0)
+    return wire.LeaseRequest(
+        reader="r", target=target, request_id=ticket.request_id, num_tokens=4, blocks_digest=ticket.blocks_digest
+    )
+
+
+async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all_who_ask(reader: Reader) -> None:
+    lease = reader.pair.offer([3])
+    await reader.load(lease.ticket)
+    cache = reader.runtime._cache
+    assert cache is not None
+    peer = cache.peers.get("producer", Rank(0, 0, 0), lease.ticket.address)
+    silence: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asked = 0
+
+    async def say_nothing(*_: object, **__: object) -> wire.Reply:
+        nonlocal asked
+        asked += 1
+        await silence
+        raise PeerUnreachable("no answer", peer="p")
+
+    reader.scripted.channel.ask = say_nothing  # type: ignore[method-assign]
+    question = about_lease(lease.ticket)
+    asking = [asyncio.create_task(cache.peers.find_lease(peer, question)) for _ in range(100)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert asked == 8
+    silence.set_result(None)
+    results = await asyncio.gather(*asking, return_exceptions=True)
+    assert asked == 8, "the others know then"
+    assert [type(result) for result in results] == [PeerUnreachable] * 100
+    assert str(results[-1]).endswith(": no answer")
+    assert (reader.peer.state, reader.peer.failures) == (PeerState.BROKEN, 1)
+
+
 async def test_a_rank_that_does_not_say_its_lease_has_failed_too(reader: Reader) -> None:
     lease = reader.pair.offer([3])
     await reader.load(lease.ticket)
@@ -235,12 +271,27 @@ async def test_a_rank_that_does_not_say_its_lease_has_failed_too(reader: Reader)
     assert cache is not None
     peer = cache.peers.get("producer", Rank(0, 0, 0), lease.ticket.address)
     reader.answer(PeerUnreachable("nobody", peer="p"))
-    question = wire.LeaseRequest(
-        reader="r", target=peer.at.target, request_id="req", num_tokens=4, blocks_digest=wire.digest_of((3,))
-    )
     with pytest.raises(PeerUnreachable):
-        await cache.peers.find_lease(peer, question)
+        await cache.peers.find_lease(peer, about_lease(lease.ticket))
     assert (reader.peer.state, reader.peer.failures) == (PeerState.BROKEN, 1)
+
+
+async def test_a_failure_names_request_and_engine_and_each_once(reader: Reader) -> None:
+    lease = reader.pair.offer([3])
+    address = lease.ticket.address
+    where = rf"request 'req': engine 'producer' \(dp 0 pp 0 tp 0\) at {address}"
+    reader.answer(refusal("not today"))
+    with pytest.raises(PeerRefused, match=f"^{where}: refused: not today$") as refused:
+        await reader.load(lease.ticket)
+    last = r"\(failures in a row: 1, the last: refused: not today\)"
+    with pytest.raises(PeerUnreachable, match=rf"^{where}: it is not asked for another 0\.\d+ s {last}$") as left_alone:
+        await reader.load(lease.ticket)
+    for error in (refused.value, left_alone.value):
+        assert (error.request_id, error.engine_id, error.peer) == ("req", "producer", address)
+    (warmed,) = await reader.runtime.prewarm([lease.ticket])
+    assert isinstance(warmed.error, PeerUnreachable)
+    assert (warmed.error.request_id, warmed.error.engine_id) == ("", "producer")
+    lease.revoke()
 
 
 async def test_what_a_peer_says_gets_into_messages_only_so_far(reader: Reader) -> None:
@@ -402,15 +453,64 @@ async def test_there_are_never_more_peers_than_the_limit() -> None:
             with pytest.raises(PeerUnreachable):
                 await reader.load(ticket)
             reader.clock.advance(0.1)
-        with pytest.raises(RequestError, match=r"tcp://127\.0\.0\.1:3: .* 2 peers are in use \(peers_max\)"):
-            await reader.load(tickets[2])
-        reader.clock.advance(CONFIG.handshake_timeout_s)
         with pytest.raises(PeerUnreachable):
             await reader.load(tickets[2])
         assert [peer.address for peer in reader.runtime.statistics().peers] == [
             ticket.address for ticket in tickets[1:]
-        ], "who was not used for longest made room"
+        ], "the oldest made room"
         lease.revoke()
+
+
+async def test_peers_that_were_never_met_make_room_before_those_that_were() -> None:
+    async with open_reader(replace(CONFIG, peers_max=2)) as reader:
+        await reader.load(reader.pair.offer([3], "first").ticket)
+        lease = reader.pair.offer([4])
+        reader.fail_reads(1)
+        with pytest.raises(TransferFailed):
+            await reader.load(lease.ticket)
+        for port in (1, 2, 3):
+            reader.clock.advance(0.1)
+            with pytest.raises(PeerUnreachable):
+                await reader.load(altered(lease.ticket, port=port))
+        peers = reader.runtime.statistics().peers
+        assert [(peer.address, peer.met) for peer in peers] == [
+            (lease.ticket.address, True),
+            ("tcp://127.0.0.1:3", False),
+        ]
+        await reader.load(lease.ticket)
+
+
+async def test_peers_that_were_lost_make_room_before_those_that_are_connected() -> None:
+    async with open_reader(replace(CONFIG, peers_max=2)) as reader:
+        lease, lost = reader.pair.offer([3]), reader.pair.offer([4], "lost")
+        there = altered(lost.ticket, host="localhost")
+        await reader.load(lease.ticket)
+        reader.clock.advance(CONFIG.handshake_timeout_s)
+        cache = reader.runtime._cache
+        assert cache is not None
+        await reader.load(there)
+        gone = cache.peers.get("producer", Rank(0, 0, 0), there.address)
+        cache.peers._disconnect(gone, PeerEvent.BREAK, "scripted")
+        with pytest.raises(PeerUnreachable):
+            await reader.load(altered(lease.ticket, port=1))
+        assert [peer.address for peer in reader.runtime.statistics().peers] == [
+            lease.ticket.address,
+            "tcp://127.0.0.1:1",
+        ]
+
+
+async def test_a_connection_that_was_just_given_to_a_load_stays() -> None:
+    async with open_reader(replace(CONFIG, peers_max=1)) as reader:
+        lease = reader.pair.offer([3])
+        await reader.load(lease.ticket)
+        with pytest.raises(
+            Overloaded, match=r"tcp://127\.0\.0\.1:1: no room for it: all 1 peers are in use \(peers_max\)"
+        ):
+            await reader.load(altered(lease.ticket, port=1))
+        reader.clock.advance(CONFIG.handshake_timeout_s)
+        with pytest.raises(PeerUnreachable):
+            await reader.load(altered(lease.ticket, port=1))
+        await reader.until_agents(0)
 
 
 # --- forget_peer

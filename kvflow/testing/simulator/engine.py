@@ -397,7 +397,7 @@ class Engine:
         """Whether an engine that did everything right may get this error."""
         expected = isinstance(error, LoadError | PeerError | RuntimeClosed | RuntimeDraining)
         if isinstance(error, RequestError) and not isinstance(error, BlocksBusy):
-            expected = "host_buffer_bytes_max" in str(error) or "peers_max" in str(error)
+            expected = "host_buffer_bytes_max" in str(error)
         if isinstance(error, RuntimeBroken):
             if not self.host.agent_lost:
                 self._simulation.fail("I7", f"{self}, {request_id}: the runtime broke by itself: {error}")

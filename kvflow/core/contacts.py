@@ -1,0 +1,95 @@
+"""Who may ask a peer that has never answered: a bound that silent addresses cannot keep to themselves. Pure.
+
+Whether anybody lives at the address in a ticket is known only by asking, and silence costs a timeout. So what is
+bounded is how many are asked at once, by rules under which silence does not keep anybody out:
+
+- Who came last goes first. What has waited for long has little left of its deadline.
+- While somebody waits, one at a time of those under way makes way: one that nobody wants any more, else the one that
+  has been under way for longest, once it has had the time in which a peer that lives answers (`patience_s`).
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class ContactState(enum.StrEnum):
+    WAITING = "waiting"
+    UNDER_WAY = "under_way"
+    LEAVING = "leaving"  # it was told to make way, and still counts as under way
+    OVER = "over"
+
+
+class Contact:
+    """One peer that is to be asked, from wanting to until its answer; compared by identity."""
+
+    __slots__ = ("since_s", "state", "wanted")
+
+    def __init__(self, since_s: float) -> None:
+        self.state = ContactState.WAITING
+        self.since_s = since_s
+        """Since when it waits, or is under way."""
+        self.wanted = True
+        """Whether anybody waits for the answer."""
+
+
+class Contacts:
+    """The contacts that wait, and those under way; see the module for the rules."""
+
+    def __init__(self, under_way_max: int, patience_s: float) -> None:
+        self._under_way_max = under_way_max
+        self._patience_s = patience_s
+        self._under_way: dict[Contact, None] = {}  # in the order in which they began
+        self._waiting: list[Contact] = []
+        self._leaving: Contact | None = None
+
+    @property
+    def under_way(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, now_s: float) -> Contact:
+        """A new contact: under way at once if there is room, else it waits."""
+        contact = Contact(now_s)
+        self._waiting.append(contact)
+        self._begin_one(now_s)
+        return contact
+
+    def end(self, contact: Contact, now_s: float) -> Contact | None:
+        """A contact is over, or waits no more; who is under way now because of it."""
+        assert contact.state is not ContactState.OVER, "a contact ends once"
+        if contact.state is ContactState.WAITING:
+            self._waiting.remove(contact)
+        else:
+            del self._under_way[contact]
+        if self._leaving is contact:
+            self._leaving = None
+        contact.state = ContactState.OVER
+        return self._begin_one(now_s)
+
+    def make_way(self, now_s: float) -> Contact | None:
+        """Who has to end now, so that somebody else gets a turn."""
+        if self.due_s(now_s) > now_s:
+            return None
+        self._leaving = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))
+        self._leaving.state = ContactState.LEAVING
+        return self._leaving
+
+    def due_s(self, now_s: float) -> float:
+        """From when on somebody has to make way; infinity if nobody does unless something changes."""
+        if not self._waiting or self._leaving is not None:
+            return float("inf")
+        if not all(one.wanted for one in self._under_way):
+            return now_s
+        return next(iter(self._under_way)).since_s + self._patience_s
+
+    def _begin_one(self, now_s: float) -> Contact | None:
+        if not self._waiting or len(self._under_way) >= self._under_way_max:
+            return None
+        contact = self._waiting.pop()
+        contact.state, contact.since_s = ContactState.UNDER_WAY, now_s
+        self._under_way[contact] = None
+        return contact
