@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.config import Config
+from kvflow.config import RANKS_MAX, Config
 from kvflow.core.layout import CacheLayout
 
 
@@ -118,6 +118,14 @@ def kv_heads_of_model(ours: Holding, theirs: Holding) -> int:
     return ours.model_kv_heads or theirs.model_kv_heads or min(ours.kv_head_slots, theirs.kv_head_slots)
 
 
+def stages_max(ours: Holding) -> int:
+    """More pipeline stages than this no engine can have that holds our model: each has one layer at least.
+
+    A rank of one stage knows all layers; one of several knows its own only.
+    """
+    return len(ours.layers) if ours.pp_size == 1 else RANKS_MAX
+
+
 def differences(ours: Holding, theirs: Holding) -> list[str]:
     """Why blocks cannot be planned between the two, one "field: ours X, theirs Y" each; empty if they can."""
     found = []
@@ -151,8 +159,9 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
     Sizes are such that `differences` found nothing wrong with them.
     """
     mine = _heads(tp_rank, tp_size, kv_heads)
+    holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
     found = []
-    for theirs in range(their_tp_size):
+    for theirs in holders:
         tellers, reading = _tellers(theirs, tp_size, their_tp_size, kv_heads)
         if tp_rank in tellers:
             held = _heads(theirs, their_tp_size, kv_heads)

@@ -57,6 +57,7 @@ class Keeping:
                 await self._sources.find(ticket, partial(self._renewals.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
-            logger.info("request %s: its leases could not be kept: %s", ticket.request_id, error or "not found in time")
+            what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
+            logger.info("%s: %s", what, error or f"not found within {self._config.load_deadline_s} s")
         finally:
             self._renewals.forget(owner)  # once more: a lease may be found while the task ends

@@ -5,6 +5,9 @@ read. Where there is a connection that is a notification, as after a read; elsew
 channel: nothing is exchanged to read with, and the transport never hears of the peer. The rank works out itself what
 share of the lease such a reader answers for.
 
+What a ticket says of its engine is believed step by step here, too: one rank is told, and the others only if that one
+holds a lease for the ticket's request, or held one.
+
 All of it is best effort: a lease of which nobody says that it is done runs out.
 """
 
@@ -19,10 +22,10 @@ from typing import Any
 from kvflow.config import Config
 from kvflow.core import wire
 from kvflow.core.ticket import RankLease, Ticket
-from kvflow.errors import PeerError
-from kvflow.runtime.connection import Connection, LocalRank
-from kvflow.runtime.peers import Peer, Peers
-from kvflow.runtime.sources import Source, Sources, wait_for_all
+from kvflow.errors import Overloaded, PeerError
+from kvflow.runtime.connection import Address, Connection, LocalRank
+from kvflow.runtime.peers import Peers
+from kvflow.runtime.sources import DIALS_AT_ONCE_MAX, Source, Sources, check_cut, first_to_ask, wait_for_all
 from kvflow.transport.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -54,36 +57,62 @@ class Releases:
         ticket = self._sources.read(given)
         if not ticket.block_ids:
             return True  # its leases ended when they were made
-        ranks = self._sources.ranks(ticket)
+        ranks = self._sources.whereabouts(ticket)
         try:
             async with asyncio.timeout(self._config.handshake_timeout_s):
-                told = await wait_for_all([self._release_one(ticket, peer, named) for peer, named in ranks])
+                return len(ranks) > 0 and await self._release_all(ticket, ranks)
         except TimeoutError:
-            logger.warning("request %s: could not tell all of %s in time", ticket.request_id, ticket.engine_id)
+            what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
+            bound_s = self._config.handshake_timeout_s
+            logger.warning("%s: could not tell all of its ranks within %s s that it is not needed", what, bound_s)
             return False
-        return len(told) > 0 and all(told)
 
-    async def _release_one(self, ticket: Ticket, peer: Peer, named: RankLease | None) -> bool:
-        if named is not None and peer.current is not None and peer.current.incarnation == named.incarnation:
-            self._tell(peer.current, named)
-            return True
+    async def _release_all(self, ticket: Ticket, ranks: Sequence[Address]) -> bool:
+        """Tell one rank, then the others, a few at a time; none any more once one could not be told."""
+        first = first_to_ask(ticket, ranks)
+        room = asyncio.Semaphore(DIALS_AT_ONCE_MAX)
+        reached = await self._try_one(ticket, first)
+
+        async def one(at: Address) -> bool:
+            nonlocal reached
+            async with room:
+                told = reached and await self._try_one(ticket, at)
+            reached = reached and told
+            return told
+
+        return reached and all(await wait_for_all([one(at) for at in ranks if at != first]))
+
+    async def _try_one(self, ticket: Ticket, at: Address) -> bool:
+        """Whether a rank was told. One that could not be is logged."""
+        try:
+            return await self._release_one(ticket, at)
+        except (PeerError, Overloaded) as error:
+            problem = error.of_request(ticket.request_id, ticket.engine_id)
+            logger.warning("a lease could not be given back: %s", problem)
+            return False
+
+    async def _release_one(self, ticket: Ticket, at: Address) -> bool:
+        named = ticket.find(at.rank)
+        lease = named if named is not None and named.lease_id else None
+        peer = self._peers.get(*at)
+        if peer.current is not None:
+            check_cut(ticket, peer, peer.current)
+            if lease is not None and peer.current.incarnation == lease.incarnation:
+                self._tell(peer.current, lease)
+                return True
         question = wire.ReleaseRequest(
             reader=self._local.reader,
-            target=peer.at.target,
+            target=at.target,
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
-            blocks_digest=wire.digest_of(ticket.block_ids),
-            lease_id=named.lease_id if named else None,
+            blocks_digest=ticket.blocks_digest,
+            lease_id=lease.lease_id if lease else None,
             holding=self._local.holding,
         )
-        try:
-            reply = await self._sources.when_served(partial(self._peers.release, peer, question))
-        except PeerError as error:
-            logger.warning("request %s: could not tell the producer: %s", ticket.request_id, error)
-            return False
+        reply = await self._sources.when_served(partial(self._peers.release, peer, question))
         if isinstance(reply, wire.NoLease):
             return reply.ended  # then there is nothing to tell
-        return named is None or reply.incarnation == named.incarnation
+        return lease is None or reply.incarnation == lease.incarnation
 
     def _tell(self, connection: Connection, lease: RankLease) -> None:
         if connection.share == 0:

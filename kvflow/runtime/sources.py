@@ -2,6 +2,10 @@
 
 A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from how both engines
 are cut (`core.topology`); those whose lease the ticket does not name are asked for it.
+
+Tickets are not signed, so what one says of its engine is believed step by step. What cannot be right is refused before
+anybody is asked. Then one rank is asked, and only if it says itself that its engine is cut like that the others are, a
+few at a time, and no more of them once one has failed.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,11 +24,15 @@ from kvflow.core.plan import BlockIds, check_block_ids
 from kvflow.core.ticket import RankLease, Ticket, read_ticket
 from kvflow.core.topology import Cut, Rank
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.connection import Connection, LocalRank
-from kvflow.runtime.peers import Peer, Peers
+from kvflow.runtime.connection import Address, Connection, LocalRank
+from kvflow.runtime.peer import Peer
+from kvflow.runtime.peers import Peers
 
+DIALS_AT_ONCE_MAX = 8
+"""How many ranks of one engine are connected at once, for one load."""
+
+_QUESTIONS_AT_ONCE_MAX = 16
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
-
 _PLANS_MAX = 256
 
 ResultT = TypeVar("ResultT")
@@ -53,9 +61,23 @@ class Source:
 class _Plan(NamedTuple):
     """What follows from how the producer's engine is cut."""
 
+    impossible: str
+    """Why no engine that we could read from is cut like this; "" if one may be."""
     problems: tuple[str, ...]
     places: tuple[tuple[int, int], ...]
     """(pp_rank, tp_rank) of each rank that we read from or tell."""
+
+
+class _Room:
+    """How much one search for a ticket's ranks does at once. One that finds all connected needs none of it."""
+
+    @cached_property
+    def dials(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(DIALS_AT_ONCE_MAX)
+
+    @cached_property
+    def questions(self) -> asyncio.Semaphore:
+        return asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
 
 
 class Sources:
@@ -69,21 +91,22 @@ class Sources:
 
     def read(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
-        checked = read_ticket(ticket)
-        count, most = len(checked.block_ids), self._config.block_ids_max
-        if count > most:
-            raise RequestError(f"ticket of request {checked.request_id!r}: {count} block ids, at most {most}")
-        return checked
+        return read_ticket(ticket, self._config.block_ids_max)
 
     async def find(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.
 
         `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
-        LeaseExpired if a rank has restarted or its lease is over, or RequestError if a rank's address cannot be known.
-        Cancelling stops the waiting; handshakes go on.
+        LeaseExpired if a rank has restarted or its lease is over, Overloaded if there is no room for more peers, or
+        RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops the waiting;
+        handshakes that have begun go on.
         """
-        ranks = self.ranks_of(ticket.cut, ticket.dp_rank)
-        all_found = await wait_for_all([self._find_one(ticket, rank, found) for rank in ranks])
+        ranks = self.whereabouts(ticket)
+        if len(ranks) > 1:
+            peer, connection = await self._connect(ticket, first_to_ask(ticket, ranks))
+            self._check(ticket, peer, connection)
+        room = _Room()
+        all_found = await wait_for_all([self._find_one(ticket, rank, found, room) for rank in ranks])
         stages = {peer.rank.pp: connection.holding.layers for peer, connection, _ in all_found}
         ours = self._local.holding
         problem = topology.missing_layers(ours.layers, list(stages.values()), whole=ours.pp_size == 1)
@@ -91,20 +114,24 @@ class Sources:
             raise self._incompatible(ticket, [problem])
         return [source for _, _, source in all_found if source is not None]
 
-    def ranks(self, ticket: Ticket) -> list[tuple[Peer, RankLease | None]]:
-        """The ranks that a checked ticket may concern, and their leases as far as it names them.
+    def whereabouts(self, ticket: Ticket) -> list[Address]:
+        """The ranks that a checked ticket may concern, and where they listen.
 
         Nobody is asked, so some may hold nothing of what we hold. There is none if the ticket's engine does not go
-        with ours. RequestError if an address cannot be known.
+        with ours. RequestError if the ticket cannot be right, or an address cannot be known.
         """
-        ranks = self.ranks_of(ticket.cut, ticket.dp_rank)
-        named = [ticket.find(rank) for rank in ranks]
-        peers = [self._peers.get(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
-        return [(peer, lease if lease and lease.lease_id else None) for peer, lease in zip(peers, named, strict=True)]
+        plan = self._plan(ticket.cut)
+        if plan.impossible:
+            raise RequestError(f"ticket of request {ticket.request_id!r}: {plan.impossible}")
+        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in plan.places]
+        return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
 
-    def ranks_of(self, cut: Cut, dp_rank: int) -> list[Rank]:
-        """The ranks of an engine cut like this that we read from or have to tell."""
-        return [Rank(dp_rank, pp, tp) for pp, tp in self._plan(cut).places]
+    def ranks_of(self, cut: Cut, dp_rank: int, what: str) -> list[Rank]:
+        """The ranks of an engine cut like this that we read from or have to tell. RequestError if none can be."""
+        plan = self._plan(cut)
+        if plan.impossible:
+            raise RequestError(f"{what}: {plan.impossible}")
+        return [Rank(dp_rank, pp, tp) for pp, tp in plan.places]
 
     def succeeded(self, sources: Sequence[Source]) -> None:
         """Bytes were read from all of them."""
@@ -118,40 +145,57 @@ class Sources:
     async def check(self, ticket: Ticket) -> None:
         """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
         plan = self._plan(ticket.cut)
-        if plan.problems:
+        if plan.problems and not plan.impossible:  # which `find` refuses
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            peer = self._peers.get(ticket.engine_id, first, ticket.address)
-            await self._peers.connect(peer, None, ticket.request_id)  # names them all
+            await self._connect(ticket, Address(ticket.engine_id, first, ticket.address))  # names them all
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, cut: Cut) -> _Plan:
         """Whom a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
         found = self._plans.get(cut)
         if found is None:
-            ours = self._local.holding
-            theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **cut._asdict())
-            problems = tuple(topology.differences(ours, theirs))
-            sources = () if problems else topology.sources_of(ours, theirs)
-            places = tuple((pp, source.tp_rank) for pp in range(cut.pp_size) for source in sources)
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = self._plans[cut] = _Plan(problems, places)
+            found = self._plans[cut] = self._make_plan(cut)
         return found
 
+    def _make_plan(self, cut: Cut) -> _Plan:
+        """The ranks are counted before there is a list of them: a ticket can say a million."""
+        ours = self._local.holding
+        theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **cut._asdict())
+        stages = topology.stages_max(ours)
+        if cut.pp_size > stages:
+            return _Plan(f"pp_size {cut.pp_size}, but the model has {stages} layers, and each stage has one", (), ())
+        problems = tuple(topology.differences(ours, theirs))
+        sources = () if problems else topology.sources_of(ours, theirs)
+        count, most = cut.pp_size * len(sources), self._config.load_ranks_max
+        if count > most:
+            engine = f"tp_size {cut.tp_size}, pp_size {cut.pp_size}"
+            return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {most} (load_ranks_max)", (), ())
+        return _Plan("", problems, tuple((pp, source.tp_rank) for pp in range(cut.pp_size) for source in sources))
+
+    async def _connect(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
+        named = ticket.find(at.rank)
+        peer = self._peers.get(*at)
+        incarnation = named.incarnation if named else None
+        return peer, await self._peers.connect(peer, incarnation, ticket.request_id)
+
     async def _find_one(
-        self, ticket: Ticket, rank: Rank, found: Callable[[Source], None]
+        self, ticket: Ticket, at: Address, found: Callable[[Source], None], room: _Room
     ) -> tuple[Peer, Connection, Source | None]:
         """A rank's connection, and it as a source unless we have no layer in common."""
-        named = ticket.find(rank)
-        peer = self._peers.get(ticket.engine_id, rank, ticket.address_of(rank))
-        connection = await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
-        self._check_cut(ticket, peer, connection)
+        named = ticket.find(at.rank)
+        known = self._peers.is_connected(at, named.incarnation if named else None)
+        if not known:
+            await room.dials.acquire()
+        peer, connection = await self._connect(ticket, at)
+        self._check(ticket, peer, connection)
+        if not known:
+            room.dials.release()  # after one that failed no other rank gets its place
         if connection.share == 0:
             return peer, connection, None
-        if named is not None:
-            self._check_incarnation(ticket, peer, connection, named.incarnation)
         if named is None or not named.lease_id:
-            named = await self._ask_for_lease(ticket, peer)
+            named = await self._ask_for_lease(ticket, peer, room)
             connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)
             self._check_incarnation(ticket, peer, connection, named.incarnation)
         if connection.seal_address(named.seal_index) is None:
@@ -161,6 +205,13 @@ class Sources:
         found(source)
         return peer, connection, source
 
+    def _check(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
+        """PeerIncompatible or LeaseExpired if a rank is not what the ticket says of it."""
+        check_cut(ticket, peer, connection)
+        named = ticket.find(peer.rank)
+        if named is not None and connection.share > 0:
+            self._check_incarnation(ticket, peer, connection, named.incarnation)
+
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
             raise LeaseExpired(
@@ -168,17 +219,6 @@ class Sources:
                 f"incarnation {wanted}, the engine is {connection.incarnation}",
                 request_id=ticket.request_id,
                 peer=peer.address,
-            )
-
-    def _check_cut(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
-        """What the ticket says of its engine and what the rank itself says must be the same."""
-        said, true = ticket.cut, connection.cut
-        if said != true:
-            name, mine, theirs = next(
-                entry for entry in zip(Cut._fields, said, true, strict=True) if entry[1] != entry[2]
-            )
-            raise PeerIncompatible(
-                f"{peer.address}: {name}: the ticket says {mine}, the rank {theirs}", peer=peer.address
             )
 
     async def when_served(self, ask: Callable[[], Awaitable[ResultT | wire.NoLease]]) -> ResultT | wire.NoLease:
@@ -196,16 +236,21 @@ class Sources:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
 
-    async def _ask_for_lease(self, ticket: Ticket, peer: Peer) -> RankLease:
+    async def _ask_for_lease(self, ticket: Ticket, peer: Peer, room: _Room) -> RankLease:
         """Ask a rank that the ticket does not name for its lease. Raises a PeerError, or LeaseExpired."""
         question = wire.LeaseRequest(
             reader=self._local.reader,
             target=peer.at.target,
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
-            blocks_digest=wire.digest_of(ticket.block_ids),
+            blocks_digest=ticket.blocks_digest,
         )
-        reply = await self.when_served(partial(self._peers.find_lease, peer, question))
+
+        async def ask() -> wire.LeaseFound | wire.NoLease:
+            async with room.questions:
+                return await self._peers.find_lease(peer, question)
+
+        reply = await self.when_served(ask)
         if isinstance(reply, wire.NoLease):
             raise LeaseExpired(
                 f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
@@ -229,9 +274,23 @@ class Sources:
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
         return PeerIncompatible(
-            f"{ticket.address}: engine {ticket.engine_id!r} is not compatible: {'; '.join(problems)}",
+            f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible: {'; '.join(problems)}",
             peer=ticket.address,
+            engine_id=ticket.engine_id,
         )
+
+
+def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
+    """Whom to ask before the others: the first of the ranks that the ticket names itself."""
+    return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
+
+
+def check_cut(ticket: Ticket, peer: Peer, connection: Connection) -> None:
+    """PeerIncompatible unless a rank's engine is cut as the ticket says."""
+    said, true = ticket.cut, connection.cut
+    if said != true:
+        name, mine, theirs = next(entry for entry in zip(Cut._fields, said, true, strict=True) if entry[1] != entry[2])
+        raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 
 
 async def wait_for_all(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

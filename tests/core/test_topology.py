@@ -493,6 +493,36 @@ def test_the_largest_engines_are_planned_in_no_time(ours: int, theirs: int, head
     assert time.process_time() - start_s < 0.5  # some milliseconds; looking at all pairs of ranks takes minutes
 
 
+def test_ranks_that_hold_other_heads_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    tellers = topology._tellers
+
+    def watched(theirs: int, *sizes: int) -> tuple[range, bool]:
+        looked_at.append(theirs)
+        return tellers(theirs, *sizes)
+
+    monkeypatch.setattr(topology, "_tellers", watched)
+    head_sources.cache_clear()
+    head_sources(5, 8, RANKS_MAX, 8)
+    assert looked_at == list(range(5 * RANKS_MAX // 8, 6 * RANKS_MAX // 8))
+
+
+def test_stages_are_as_many_as_layers_where_all_are_known() -> None:
+    whole = Holding(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        layers=tuple(range(16)),
+        kv_heads=2,
+        model_kv_heads=0,
+        latent=False,
+        block_size=16,
+    )
+    assert topology.stages_max(whole) == 16
+    assert topology.stages_max(msgspec.structs.replace(whole, pp_size=2)) == RANKS_MAX
+
+
 def test_layers_are_compared_in_no_time() -> None:
     """As many as a peer may claim."""
     many = tuple(range(1 << 15))
