@@ -93,7 +93,7 @@ def flag(value: object, what: str, *, error: ErrorKind = RequestError) -> bool:
 
 
 def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = RequestError) -> str:
-    """Text of at most `most` characters that UTF-8, hence every message, can carry: half of a surrogate pair is none."""
+    """Text of at most `most` characters that UTF-8, hence every message, can carry: half a surrogate pair is none."""
     if not isinstance(value, str):
         raise error(f"{what}: expected a text, got {shown(value)}")
     plain = value if type(value) is str else str.__str__(value)
