@@ -37,7 +37,9 @@ def offered_digest(request_id: str, token_ids: Sequence[int] | None, num_tokens:
         return ""
     what = f"request {request_id!r}: prompt"
     if count(token_ids, what) < num_tokens:
-        raise RequestError(f"{what} has {len(token_ids)} tokens, fewer than num_tokens {num_tokens}")
+        raise RequestError(
+            f"request {request_id!r}: the prompt has {len(token_ids)} tokens, fewer than num_tokens {num_tokens}"
+        )
     return prompt_digest(request_id, _beginning(token_ids, num_tokens, what))
 
 

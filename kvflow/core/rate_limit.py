@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+_ROUNDING = 1e-5  # of a request: who keeps to the rate is not held up because of how floats add up
+
 
 class RateLimiter:
     """Counts requests by peer, whatever names one."""
@@ -26,7 +28,7 @@ class RateLimiter:
         full = float(self._requests_per_s)
         tokens, counted_s = self._buckets.pop(peer, (full, now_s))
         tokens = min(full, tokens + max(now_s - counted_s, 0.0) * self._requests_per_s)
-        allowed = tokens >= 1
+        allowed = tokens >= 1 - _ROUNDING
         self._buckets[peer] = (tokens - allowed, now_s)
         if len(self._buckets) > self._peers_max:
             self._buckets.popitem(last=False)

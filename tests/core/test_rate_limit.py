@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.core.rate_limit import RateLimiter
@@ -23,9 +23,10 @@ def test_no_peer_gets_more_than_a_burst_and_its_rate(steps: list[tuple[str, floa
     for times in allowed.values():
         for first, start_s in enumerate(times):
             for last, end_s in enumerate(times[first:], start=first):
-                assert last - first + 1 <= requests_per_s * (1 + end_s - start_s) + 1e-6
+                assert last - first + 1 <= requests_per_s * (1 + end_s - start_s) + 1e-4
 
 
+@example(1, 1.00001)
 @given(st.integers(1, 50), st.floats(0, 1e9))
 def test_who_keeps_to_the_rate_is_never_held_up(requests_per_s: int, start_s: float) -> None:
     limiter = RateLimiter(requests_per_s=requests_per_s, peers_max=1)
