@@ -42,7 +42,12 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
 async def test_many_questions_at_once() -> None:
     """More than ZeroMQ has sockets for unless it is told to."""
     count = 400
-    config = replace(PLAIN, side_channel_connections_max=2 * count, side_channel_requests_per_s_max=10**6)
+    config = replace(
+        PLAIN,
+        handshake_timeout_s=10 * PLAIN.handshake_timeout_s,  # the last of them waits for all the others
+        side_channel_connections_max=2 * count,
+        side_channel_requests_per_s_max=10**6,
+    )
     async with listening(config) as listener:
         channel = ZmqSideChannel(config, Hands().now_s)
         address = f"tcp://127.0.0.1:{listener.port}"
