@@ -119,12 +119,13 @@ def run_python() -> RunPython:
 @pytest.fixture
 def settings(tiny: tuple[Path, Greedy], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Settings of workers that run the tiny model; the environment that they need is set."""
-    from disaggregated.router import set_worker_environment
+    from disaggregated import router
     from disaggregated.worker import WorkerSettings
 
+    monkeypatch.setattr(router, "ANSWER_TIMEOUT_S", 4 * router.ANSWER_TIMEOUT_S)  # workers start together, on any host
     for name in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL", "UCX_TLS"):
         monkeypatch.delenv(name, raising=False)
-    set_worker_environment("shm")
+    router.set_worker_environment("shm")
 
     def settings(engine_id: str, *, checkpoint: Path = tiny[0], **others: Any) -> WorkerSettings:
         return WorkerSettings(engine_id=engine_id, checkpoint=checkpoint, block_size=4, block_count=16, **others)
