@@ -44,7 +44,7 @@ SLEEPING_TESTS = {
     "tests/cli/test_children.py": "waits for the kernel to change the state of a process, with a bound",
 }
 
-# What only keeps a test from hanging is long: no test depends on how fast a host is. A test of a bound sets kvflow's own.
+# What only keeps a test from hanging is long: no test depends on how fast a host is. A test of a bound sets kvflow's.
 BOUND_LEAST_S = 60
 SHORT_BOUNDS = {
     "tests/testing/test_virtual_loop.py": "virtual time passes only when nothing else can happen",
