@@ -45,6 +45,13 @@ SLEEPING_TESTS = {
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
 }
 
+# What only keeps a test from hanging is long: no test depends on how fast a host is. A test of a bound sets kvflow's.
+BOUND_LEAST_S = 60
+SHORT_BOUNDS = {
+    "tests/testing/test_virtual_loop.py": "virtual time passes only when nothing else can happen",
+    "tests/fuzz/attackers.py": "an attacker that does not get through goes on with the next attack",
+}
+
 
 def part_of(name: str) -> str:
     """The part of kvflow that a file or a dotted name belongs to; "" for kvflow itself."""
@@ -320,6 +327,36 @@ def test_exceptions_from_the_rule_are_still_needed() -> None:
     for path in SLEEPING_TESTS:
         assert path in TESTS
         assert sleeps(TESTS[path])
+    for path in SHORT_BOUNDS:
+        assert path in TESTS
+        assert short_bounds(TESTS[path])
+
+
+def short_bounds(tree: ast.AST) -> list[str]:
+    """Calls that wait for something, but not for long; `asyncio.wait` is how a test lets time pass in virtual time."""
+    found = []
+    for name, call in calls(tree):
+        bounds = [keyword.value for keyword in call.keywords if keyword.arg == "timeout" and name != "asyncio.wait"]
+        bounds += call.args[:1] if name == "asyncio.timeout" or name.endswith(".result") else []
+        bounds += call.args[1:2] if name == "asyncio.wait_for" else []
+        for bound in bounds:
+            if isinstance(bound, ast.Constant) and isinstance(bound.value, int | float) and bound.value < BOUND_LEAST_S:
+                found.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+def test_the_check_for_short_bounds_sees_them() -> None:
+    long = ast.parse("asyncio.timeout(60)\nwait_for(x)\nrun(y, timeout=WAIT_S)\nfuture.result()\ngate.wait(0.0)")
+    short = ast.parse(
+        "asyncio.timeout(5)\nasyncio.wait_for(x, 1.0)\nrun(y, timeout=30)\nf.result(10.0)\ng.join(timeout=2)"
+    )
+    assert short_bounds(long) == []
+    assert len(short_bounds(short)) == 5
+
+
+@pytest.mark.parametrize("path", [path for path in TESTS if path not in SHORT_BOUNDS])
+def test_tests_give_a_slow_host_its_time(path: str) -> None:
+    assert short_bounds(TESTS[path]) == []
 
 
 def test_tests_are_never_skipped_silently() -> None:

@@ -70,13 +70,13 @@ class Running:
         return match
 
     def health(self, name: str | None = None) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.workers[name] if name else self.url}/health", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.workers[name] if name else self.url}/health", timeout=60) as answer:
             health: dict[str, Any] = json.load(answer)
             return health
 
     def metric(self, name: str, sample: str) -> float:
         """One sample at /metrics of a worker, or of the router for ""."""
-        with urllib.request.urlopen(f"{self.workers.get(name, self.url)}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.workers.get(name, self.url)}/metrics", timeout=60) as answer:
             match = re.search(rf"^{re.escape(sample)} (\S+)$", answer.read().decode(), re.MULTILINE)
         return float(match[1]) if match else 0.0
 
@@ -122,7 +122,7 @@ def running(smollm2: tuple[Path, Greedy]) -> Iterator[Running]:
         pids = [running.health(name)["pid"] for name in running.workers]
         process.terminate()
         process.wait(timeout=60)
-        reader.join(timeout=10)
+        reader.join(timeout=60)
         process.stdout.close()
     assert [pid for pid in pids if alive(pid)] == []
 
@@ -464,7 +464,7 @@ class TestErrors:
         self, running: Running, worker: str, path: str, body: str, message: str
     ) -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{running.workers[worker]}/{path}", data=body.encode(), timeout=30)
+            urllib.request.urlopen(f"{running.workers[worker]}/{path}", data=body.encode(), timeout=60)
         assert caught.value.code == 422
         assert message in caught.value.read().decode()
         assert running.health(worker)["runtime"] == "open"
