@@ -324,7 +324,7 @@ def test_closing_twice_is_fine_and_nothing_works_afterwards() -> None:
     assert (load.done, load.safe) == (True, True)
     load.settled(0.0)
     with pytest.raises(RuntimeClosed):
-        load.result(0.0)
+        load.result()
     with pytest.raises(UsageError, match="opened once"):
         closed.open()
 

@@ -462,7 +462,7 @@ def right_calls(sides: Sides) -> dict[str, tuple[Callable[..., Any], dict[str, A
                 if verb == "prewarm":
                     raise next(result.error for result in found)
                 if verb == "start_load":
-                    found.result(5)
+                    found.result(60)
                 if verb == "keep_leases":
                     with found:
                         pass

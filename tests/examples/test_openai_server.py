@@ -82,7 +82,7 @@ class Running:
 
     def samples(self, name: str) -> list[Sample]:
         """Everything at /metrics of a worker, as Prometheus reads it."""
-        with urllib.request.urlopen(f"{self.workers[name]}/metrics", timeout=30) as answer:
+        with urllib.request.urlopen(f"{self.workers[name]}/metrics", timeout=60) as answer:
             families = list(text_string_to_metric_families(answer.read().decode()))
         return [sample for family in families for sample in family.samples]
 
@@ -451,7 +451,7 @@ class TestErrors:
         request = urllib.request.Request(f"{running.url}/v1/completions", data=b"{", method="POST")
         request.add_header("Content-Type", "application/json")
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(request, timeout=30)
+            urllib.request.urlopen(request, timeout=60)
         error = json.load(caught.value)["error"]
         assert (caught.value.code, error["type"], error["param"]) == (400, "invalid_request_error", None)
         assert "JSON" in error["message"]

@@ -52,7 +52,7 @@ def cancel_others() -> None:
 
 @pytest.mark.parametrize("name", ["kvflow-poller", "kvflow-listener"])
 async def test_a_service_that_somebody_cancels_breaks_the_runtime(name: str) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         runtime = await opened()
         lease = runtime.serve_blocks(OFFER)
         (task,) = (task for task in asyncio.all_tasks() if task.get_name() == name)
@@ -101,7 +101,7 @@ async def test_cancelling_all_tasks_alone_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("steps", range(12))
 async def test_closing_goes_on_when_it_is_cancelled_with_everything_else(steps: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         runtime = await opened()
         lease = runtime.serve_blocks(OFFER)
         closing = asyncio.create_task(runtime.aclose())
@@ -125,7 +125,7 @@ async def test_a_runtime_can_be_closed_by_a_task_that_was_cancelled() -> None:
             runtime.serve_blocks(OFFER)
             await asyncio.get_running_loop().create_future()
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         task = asyncio.create_task(engine())
         while not (runtimes and (serving := runtimes[0].statistics().serving) and serving.open_leases):
             await asyncio.sleep(0)
@@ -256,7 +256,7 @@ async def test_a_runtime_that_is_dropped_while_its_loop_runs_is_closed() -> None
     supervisor = runtime._supervisor
     with pytest.warns(ResourceWarning, match="dropped without being closed"):
         del runtime
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while supervisor.state is not RuntimeState.CLOSED:
             await asyncio.sleep(0)
     assert_closed(supervisor.statistics())
