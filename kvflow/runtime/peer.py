@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvflow.core.circuit import Circuit
@@ -99,3 +100,19 @@ class Peer:
         if self.current is None or incarnation is None or incarnation in self.over:
             return self.current
         return self.current if self.current.incarnation == incarnation else None
+
+
+def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
+    """Who goes for another one: the oldest of those that nobody has ever met, or else who was not used for longest.
+
+    One that is being asked for the first time would have answered by now if it was asked before `asked_before_s`, and
+    lived. Of those that were met the lost ones go before those that are connected, which a load may have been given
+    that does not hold it yet, unless they were used before `used_before_s`.
+    """
+    strangers = [peer for peer in peers if not peer.met]
+    silent = (one for one in strangers if one.handshake and one.handshake.is_idle(asked_before_s))
+    found = next((one for one in strangers if one.handshake is None), None) or next(silent, None)
+    if found is not None:
+        return found
+    unused = [one for one in peers if one.met and not one.busy and (one.current is None or one.used_s <= used_before_s)]
+    return min(unused, key=lambda one: (one.current is not None, one.used_s), default=None)

@@ -36,7 +36,7 @@ from kvflow.runtime.clocks import PeerClocks
 from kvflow.runtime.connection import Address, Connection, Connections, Spawn
 from kvflow.runtime.contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.handshake import Handshakes
-from kvflow.runtime.peer import LIVES_MAX, Handshake, Peer
+from kvflow.runtime.peer import LIVES_MAX, Handshake, Peer, expendable
 from kvflow.runtime.world import Clock, Timer
 
 T = TypeVar("T")
@@ -380,34 +380,15 @@ class Peers:
         """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
         if len(self._peers) < self._config.peers_max:
             return
-        peer = self._expendable()
+        now_s = self._clock.now_s()
+        asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
+        peer = expendable(self._peers.values(), asked_before_s=asked_before_s, used_before_s=used_before_s)
         if peer is None:
             raise overloaded(newcomer, f"no room for it: all {len(self._peers)} peers are in use (peers_max)")
         why = f"it made room for another of {len(self._peers)} peers (peers_max)"
         if peer.handshake is not None:
             self._give_up(peer, peer.handshake, why)
         self._drop(peer, why)
-
-    def _expendable(self) -> Peer | None:
-        """Who goes for another one: the oldest of those that nobody has ever met, or else who was not used for longest.
-
-        Where a peer is being asked for the first time one that lives would have answered in a while. Of those that we
-        have met the lost ones go before those that are connected. A load that was given a connection takes a moment
-        until it holds it.
-        """
-        now_s = self._clock.now_s()
-        asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
-        strangers = [peer for peer in self._peers.values() if not peer.met]
-        silent = (one for one in strangers if one.handshake and one.handshake.is_idle(asked_before_s))
-        found = next((one for one in strangers if one.handshake is None), None) or next(silent, None)
-        if found is not None:
-            return found
-        unused = [
-            peer
-            for peer in self._peers.values()
-            if peer.met and not peer.busy and (peer.current is None or peer.used_s <= used_before_s)
-        ]
-        return min(unused, key=lambda peer: (peer.current is not None, peer.used_s), default=None)
 
     def _sweep_later(self) -> None:
         self._sweep_timer = self._clock.call_later(self._config.peer_idle_s / 4, self._sweep)

@@ -63,7 +63,8 @@ async def test_no_sockets_are_left() -> None:
         address = f"tcp://127.0.0.1:{listener.port}"
         assert await channel.ask(address, REQUEST, fingerprint=b"") == wire.NoLease(ended=True)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free_file(), limits[1]))
+        # Not as many as are used now: ZeroMQ may still be closing those of the question before.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
         try:
             with pytest.raises(PeerUnreachable, match="Too many open files"):
                 await channel.ask(address, REQUEST, fingerprint=b"")
