@@ -32,7 +32,7 @@ BLOCK_SIZE = 16
 LAYERS = 4
 KV_HEADS, HEAD_SIZE = 4, 64
 BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, float16
-LOAD_DEADLINE_S, HANDSHAKE_S = 50.0, 30.0  # long: a test that is about them lets them pass
+LEASE_TTL_S, LOAD_DEADLINE_S, HANDSHAKE_S = 300.0, 50.0, 30.0  # long: a test that is about them lets them pass
 _STUCK_TURNS = 1000
 _LINE_BYTES_MAX = 1 << 24
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
@@ -41,6 +41,7 @@ _LIMITS = {
     "drain_timeout_s": 1.0,
     "handshake_timeout_s": HANDSHAKE_S,
     "load_deadline_s": LOAD_DEADLINE_S,
+    "lease_ttl_s": LEASE_TTL_S,
     "peer_backoff_first_s": 1e-6,  # tests try again at once
     "peer_backoff_max_s": 1e-6,
 }

@@ -21,6 +21,7 @@ from typing import Any, Self
 from engine_main import EngineSetup, run_engine
 
 TIMEOUT_S = 60.0
+START_TIMEOUT_S = 100.0  # the first start imports everything
 TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tcp"}}
 
 
@@ -72,7 +73,7 @@ class EngineProcess:
         self._closed = False
 
     def ready(self) -> EngineProcess:
-        self.wait_for_answer(0, "start", TIMEOUT_S)
+        self.wait_for_answer(0, "start", START_TIMEOUT_S)
         return self
 
     def call(self, verb: str, **arguments: Any) -> Any:

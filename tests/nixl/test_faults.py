@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import pytest
-from engine_main import BLOCK_BYTES, EngineSetup
+from engine_main import BLOCK_BYTES, LEASE_TTL_S, EngineSetup
 from engine_process import Call, EngineError, EngineProcess, Engines
 from hand_over import (
     BLOCKS,
@@ -95,7 +95,7 @@ def test_a_process_dies_or_stops(engines: Engines, transport: str, case: Case) -
 
     load = strike(case, consumer, victim, ticket)
     if victim is consumer:
-        producer.call("pass_time", seconds=ticket["kvflow"]["ttl_s"])
+        producer.call("pass_time", seconds=LEASE_TTL_S)
         outcome = producer.call("outcome", request_id="r")
         assert outcome == "expired" or (outcome == "read" and case.moment is Moment.AFTER)
         producer.call("fill", block_ids=BLOCKS, value=99.0)
@@ -156,7 +156,7 @@ def test_a_process_closes_during_a_read(engines: Engines, victim: Victim) -> Non
         consumer.start_to_quit()
         consumer.go_on()
         assert consumer.wait_for_exit() == 0
-        producer.call("pass_time", seconds=ticket["kvflow"]["ttl_s"])
+        producer.call("pass_time", seconds=LEASE_TTL_S)
         assert producer.call("outcome", request_id="r") in ("read", "expired")
         assert_healthy(producer, spare)
 

@@ -6,7 +6,7 @@ import pytest
 from engine_process import Engines
 from soak import BATCH_SIZE, soak
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
 WARM_UP, BATCHES = 3, 9
 RSS_GROWTH_BYTES_MAX = 8 << 20

@@ -11,7 +11,7 @@ from engine_main import EngineSetup
 from engine_process import Engines
 from hand_over import BLOCKS, how_it_ended, start_load
 
-pytestmark = pytest.mark.nixl
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
 BATCHES, BATCHES_MAX, BATCH_SIZE = 10, 100, 100
 BLOCKS_EACH = 2
