@@ -89,13 +89,6 @@ async def test_questions_under_way_outlive_the_closing_of_their_channel() -> Non
         await asyncio.sleep(0)
 
 
-def lowest_free_file() -> int:
-    """The number of the next file that this process opens; those above it may be open already."""
-    found = os.open(os.devnull, os.O_RDONLY)
-    os.close(found)
-    return found
-
-
 def threads() -> int:
     """Of this process, ZeroMQ's included."""
     return len(os.listdir("/proc/self/task"))
