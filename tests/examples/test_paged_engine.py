@@ -91,7 +91,10 @@ class TestPages:
 
 class TestSampling:
     # Not of subnormal numbers: a library in the same process may have torch take them for 0.
-    @given(logits=st.lists(st.floats(-30, 30, width=32, allow_subnormal=False), min_size=1, max_size=9), position=st.integers(0, 9))
+    @given(
+        logits=st.lists(st.floats(-30, 30, width=32, allow_subnormal=False), min_size=1, max_size=9),
+        position=st.integers(0, 9),
+    )
     def test_greedy_is_the_likeliest_however_it_is_asked_for(self, logits: list[float], position: int) -> None:
         row = torch.tensor(logits)
         assert GREEDY.choose(row, position) == int(row.argmax())
