@@ -5,13 +5,13 @@ The public names; everything else may change. Errors live in `kvflow.errors`.
 
 from kvflow import errors
 from kvflow.config import Config
-from kvflow.core.backends import layout_for_backend
-from kvflow.core.layout import CacheLayout, KVStyle
-from kvflow.core.ticket import Ticket, merge_tickets
+from kvflow.core.cache.backends import layout_for_backend
+from kvflow.core.cache.layout import CacheLayout, KVStyle
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.lease import Lease, LeaseOutcome, ServeRequest
-from kvflow.runtime.load import Load, LoadReport, LoadRequest
-from kvflow.runtime.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics
 

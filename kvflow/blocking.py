@@ -24,20 +24,20 @@ import uvloop
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.layout import CacheLayout
-from kvflow.core.states import LeaseState
-from kvflow.core.tensors import KVCaches
-from kvflow.core.ticket import Ticket
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.consumer.load import Load as AsyncLoad
+from kvflow.runtime.consumer.load import LoadReport, LoadRequest, checked_load_request, refused_load, request_name
 from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.lease import Lease as AsyncLease
-from kvflow.runtime.lease import LeaseOutcome, ServeRequest
-from kvflow.runtime.load import Load as AsyncLoad
-from kvflow.runtime.load import LoadReport, LoadRequest, checked_load_request, refused_load, request_name
-from kvflow.runtime.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.memory.host_buffers import BlockCopier
+from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
+from kvflow.runtime.producer.lease import Lease as AsyncLease
+from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Observer
-from kvflow.runtime.staging import BlockCopier
 from kvflow.runtime.supervisor import RuntimeStatistics
 from kvflow.runtime.world import World
 

@@ -165,7 +165,7 @@ class Config:
 
     scratch: str = "auto"
     """Whether blocks whose pieces are small are read whole into scratch memory and permuted: "auto" (where the rule of
-    `core.extents` says so), "always" or "never"."""
+    `core.plan.whole_blocks` says so), "always" or "never"."""
     scratch_slot_bytes_max: int = 32 * _MIB
     scratch_slots_max: int = 3
     """Scratch buffers, each made when it is first needed."""

@@ -24,10 +24,10 @@ from prometheus_client import CollectorRegistry
 
 import kvflow
 import kvflow.blocking
-import kvflow.integrations.prometheus as prometheus
+import kvflow.observe.prometheus as prometheus
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
-from kvflow.core.step import Step
-from kvflow.integrations.worker import ConnectorWorker
+from kvflow.connector.step import Step
+from kvflow.connector.worker import ConnectorWorker
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, InprocNetwork, InprocTransport, TestEngine
 

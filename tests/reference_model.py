@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kvflow import CacheLayout
-from kvflow.core.layout import KVStyle
+from kvflow.core.cache.layout import KVStyle
 from tests.core.caches import Cache, Recipe
 
 PRODUCER_FILL, CONSUMER_FILL = 0x5A, 0xC3

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvflow import Config
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.side_channel import Answer, Listener, SideChannel
+from kvflow.runtime.channel.protocol import Answer, Listener, SideChannel
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 
-Outcome = wire.Reply | Exception | Callable[[wire.Reply], wire.Reply]
+Outcome = messages.Reply | Exception | Callable[[messages.Reply], messages.Reply]
 
 
 @dataclass
@@ -22,8 +22,8 @@ class ScriptedSideChannel:
     the true answer; with an empty script the peer itself answers."""
 
     script: deque[Outcome] = field(default_factory=deque)
-    asked: list[wire.Request] = field(default_factory=list)
-    mute: tuple[type[wire.Request], ...] = ()
+    asked: list[messages.Request] = field(default_factory=list)
+    mute: tuple[type[messages.Request], ...] = ()
     """Kinds of questions that never arrive."""
     beneath: Callable[[Config], SideChannel] = World().side_channel
     """What carries the others."""
@@ -35,7 +35,7 @@ class ScriptedSideChannel:
     async def listen(self, answer: Answer) -> Listener:
         return await self._real.listen(answer)
 
-    async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
+    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
         self.asked.append(request)
         if isinstance(request, self.mute):
             raise PeerUnreachable(f"{address}: scripted", peer=address)
@@ -63,5 +63,5 @@ class ScriptedWorld:
         return World(side_channel=self.channel, clock=lambda: self.clock)
 
 
-def refusal(reason: str, *, passing: bool = False, version: int = wire.PROTOCOL_VERSION) -> wire.Refusal:
-    return wire.Refusal(reason=reason, version=version, passing=passing)
+def refusal(reason: str, *, transient: bool = False, version: int = messages.PROTOCOL_VERSION) -> messages.Refusal:
+    return messages.Refusal(reason=reason, version=version, transient=transient)

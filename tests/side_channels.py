@@ -10,13 +10,13 @@ from dataclasses import replace
 from tests_support import PATIENT, WAIT_S
 
 from kvflow import Config
-from kvflow.core import wire
-from kvflow.runtime.side_channel import ListenerStatistics
-from kvflow.runtime.zmq_listener import ZmqListener
-from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+from kvflow.core.protocol import messages
+from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.channel.listening import ZmqListener
+from kvflow.runtime.channel.protocol import ListenerStatistics
 
 PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
-REQUEST = wire.MetadataRequest(reader="reader/0.0.0#1", target=wire.Target("producer", 0, 0, 0))
+REQUEST = messages.MetadataRequest(reader="reader/0.0.0#1", target=messages.Target("producer", 0, 0, 0))
 
 
 class Hands:
@@ -29,8 +29,8 @@ class Hands:
         return self.now
 
 
-def answer(header: wire.Header, request: wire.Request) -> wire.Reply:
-    return wire.NoLease(ended=True)
+def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
+    return messages.NoLease(ended=True)
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +50,7 @@ async def listening(config: Config, hands: Hands | None = None) -> AsyncIterator
             await task  # raises what killed it
 
 
-async def ask(config: Config, listener: ZmqListener, request: wire.Request = REQUEST) -> wire.Reply:
+async def ask(config: Config, listener: ZmqListener, request: messages.Request = REQUEST) -> messages.Reply:
     channel = ZmqSideChannel(config, Hands().now_s)
     try:
         return await channel.ask(f"tcp://127.0.0.1:{listener.port}", request, fingerprint=b"")

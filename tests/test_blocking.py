@@ -18,7 +18,7 @@ from tests_support import PATIENT, WAIT_S, pass_deadlines, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
 from kvflow.blocking import Load, Runtime
-from kvflow.core.states import LeaseState
+from kvflow.core.policy.states import LeaseState
 from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,

@@ -42,9 +42,9 @@ from kvflow import (
     layout_for_backend,
     merge_tickets,
 )
-from kvflow.core import wire
-from kvflow.core.scheduling import SchedulingConfig
-from kvflow.core.ticket import RankLease, read_ticket
+from kvflow.connector.scheduler import SchedulingConfig
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.ticket import RankLease, read_ticket
 from kvflow.errors import ConfigError, InvalidInput, LayoutError, RequestError
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, assert_quiet, inproc_pair
@@ -586,12 +586,12 @@ def test_whatever_is_offered_readers_can_read(opened: Sides, changes: dict[str, 
         opened.assert_untouched()
     assert Ticket.from_params(json.loads(json.dumps(ticket.to_params(), allow_nan=False))) == ticket
     assert read_ticket(ticket) == ticket
-    wire.encode(
-        wire.LeaseRequest(
+    messages.encode(
+        messages.LeaseRequest(
             reader="r",
-            target=wire.Target(ticket.engine_id, 0, 0, 0),
+            target=messages.Target(ticket.engine_id, 0, 0, 0),
             request_id=ticket.request_id,
             num_tokens=ticket.num_tokens,
-            blocks_digest=wire.digest_of(ticket.block_ids),
+            blocks_digest=messages.digest_of(ticket.block_ids),
         )
     )

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.config import PORT_MAX, Config, split_address
-from kvflow.core.ticket import RankLease, Ticket
-from kvflow.core.wire import SealLocation, check_seals
+from kvflow.core.protocol.messages import SealLocation, check_seals
+from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import ConfigError
 
 RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")

@@ -14,7 +14,7 @@ from doc_engines import SURROUNDINGS, nothing
 import kvflow
 import kvflow.blocking
 from kvflow import Config, errors
-from kvflow.core.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
+from kvflow.core.policy.states import CONSUMER_TABLE, LEASE_TABLE, PEER_TABLE, PRODUCER_TABLE, TRANSFER_TABLE, mermaid
 from kvflow.testing import InprocCluster
 
 TABLES = {

@@ -34,7 +34,7 @@ from kvflow.errors import (
 )
 
 PACKAGE = Path(kvflow.__file__).parent
-NOT_HERE = ("kvflow.integrations.vllm",)  # needs vLLM
+NOT_HERE = ("kvflow.vllm",)  # needs vLLM
 
 
 def subclasses(kind: type[KVFlowError]) -> Iterator[type[KVFlowError]]:

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from kvflow import CacheLayout, Config, Runtime, RuntimeState, Ticket
-from kvflow.core.states import LeaseState, lease_open
-from kvflow.core.ticket import RankLease
+from kvflow.core.policy.states import LeaseState, lease_open
+from kvflow.core.protocol.ticket import RankLease
 from kvflow.runtime.world import Clock
 from kvflow.testing import InprocCluster, InprocPair, LoopClock, assert_quiet, inproc_pair, run_virtual
 

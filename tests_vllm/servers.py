@@ -27,7 +27,7 @@ NAME = "smollm2"
 UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
 DOWN_WITHIN_S = 60.0
 
-KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.integrations.vllm"}
+KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.vllm"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from kvflow import LeaseOutcome
+from kvflow.connector.worker import LeaseEnded, LoadFailed
 from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.integrations.vllm.layout import block_size_of
-from kvflow.integrations.vllm.metrics import KVFlowStats
-from kvflow.integrations.vllm.settings import config_of, extra_of, scheduling_of
-from kvflow.integrations.worker import LeaseEnded, LoadFailed
+from kvflow.vllm.layout import block_size_of
+from kvflow.vllm.metrics import KVFlowStats
+from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
 
 def vllm_config(role: str = "kv_both", **extra: Any) -> Any:

@@ -23,7 +23,7 @@ from paged_engine import Engine, blocks_for
 from paged_engine.weights import MODEL_NAME, load_model
 
 import kvflow
-from kvflow.integrations.prometheus import PrometheusMetrics
+from kvflow.observe.prometheus import PrometheusMetrics
 from openai_server.failures import EXPECTED_ERRORS, STATUS, failure_of
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S
 from openai_server.messages import FailureKind, WorkerHealth

@@ -23,10 +23,10 @@ from kvflow.bench.loads import MIB, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
 from kvflow.bench.targets import at_most
 from kvflow.config import Config
-from kvflow.core.layout import BlockShape
-from kvflow.core.pairing import HeadSlice, Pairing
-from kvflow.core.plan import check_block_ids, match_chunks, plan_slices
-from kvflow.core.regions import Device, Regions
+from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.plan.block_map import BlockMap, HeadSlice
+from kvflow.core.plan.descriptors import check_block_ids, match_chunks, plan_slices
 
 PEER_MEMORY_GROWTH_MAX = 1.01
 _BLOCK_SIZE = 16
@@ -112,8 +112,8 @@ class Planning:
 
     def _turns(self, _: Children) -> Iterator[Turn]:
         for case in CASES:
-            pairing = _pair_ranks(case)
-            yield from (Turn(key=case, run=partial(_timed_plan, case, pairing)) for _ in range(self.repeats))
+            block_map = _pair_ranks(case)
+            yield from (Turn(key=case, run=partial(_timed_plan, case, block_map)) for _ in range(self.repeats))
         for layers, order in product(_MEMORY_LAYERS, Order):
             yield Turn(key=(layers, order), run=partial(peer_memory, layers, order))
 
@@ -162,13 +162,13 @@ def _memory_table(memory: Sequence[PeerMemory]) -> Table:
     )
 
 
-def _pair_ranks(case: PlanCase) -> Pairing:
+def _pair_ranks(case: PlanCase) -> BlockMap:
     local = _regions(layers=case.layers, blocks=case.pool_blocks, heads=case.kv_heads, base=1 << 40)
     remote = _regions(layers=case.layers, blocks=case.pool_blocks, heads=case.remote_kv_heads, base=1 << 42)
     return _pair(local, remote, HeadSlice(0, case.remote_kv_heads - case.kv_heads, case.kv_heads))
 
 
-def _timed_plan(case: PlanCase, pairing: Pairing) -> PlanSample:
+def _timed_plan(case: PlanCase, block_map: BlockMap) -> PlanSample:
     local_ids, remote_ids = (list(scattered(side, case.pool_blocks, case.blocks)) for side in ("local", "remote"))
     start = time.perf_counter()
     local = check_block_ids(local_ids, num_blocks=case.pool_blocks, what="local block_ids")
@@ -178,7 +178,7 @@ def _timed_plan(case: PlanCase, pairing: Pairing) -> PlanSample:
         local, len(remote), local_block_size=_BLOCK_SIZE, remote_block_size=_BLOCK_SIZE, num_tokens=tokens
     )
     slices = plan_slices(
-        pairing,
+        block_map,
         [some.locate(remote) for some in chunks],
         bytes_max=case.slice_bytes,
         descriptors_max=_LIMITS.slice_descriptors_max,
@@ -225,15 +225,15 @@ def _traced_peer(layers: int, blocks: int, order: Order) -> int:
     return after - before
 
 
-def _make_peer(local: Regions, layers: int, blocks: int, order: Order) -> tuple[Pairing, object]:
+def _make_peer(local: Regions, layers: int, blocks: int, order: Order) -> tuple[BlockMap, object]:
     remote = _regions(layers=layers, blocks=blocks, heads=8, base=1 << 44, order=order)
-    pairing = _pair(local, remote, HeadSlice(0, 0, 8))
-    return pairing, pairing.groups(_BLOCK_SIZE)
+    block_map = _pair(local, remote, HeadSlice(0, 0, 8))
+    return block_map, block_map.groups(_BLOCK_SIZE)
 
 
-def _pair(local: Regions, remote: Regions, heads: HeadSlice) -> Pairing:
+def _pair(local: Regions, remote: Regions, heads: HeadSlice) -> BlockMap:
     layers = range(len(local) // PARTS)
-    return Pairing(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
+    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
 
 
 def _regions(*, layers: int, blocks: int, heads: int, base: int, order: Order = Order.HND) -> Regions:

@@ -18,8 +18,8 @@ from kvflow.doctor.findings import is_broken
 from kvflow.doctor.run import examine
 from kvflow.doctor.version import version_lines
 from kvflow.errors import ConfigError
-from kvflow.integrations.timeline import BadRecords, read_records, timeline
-from kvflow.runtime.keyring import make_key_files
+from kvflow.observe.timeline import BadRecords, read_records, timeline
+from kvflow.runtime.channel.keyring import make_key_files
 
 app = typer.Typer(name="kvflow", no_args_is_help=True)
 app.add_typer(bench, name="bench")

@@ -8,12 +8,12 @@ import time
 import msgspec
 
 from kvflow.config import Config, split_address
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.doctor.findings import Finding, ok
 from kvflow.doctor.findings import fail as failed
 from kvflow.errors import ConfigError, KVFlowError
+from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.world import SystemClock
-from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 
 _NO_FINGERPRINT = bytes(16)
 
@@ -30,7 +30,7 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
     found.append(await _check_connection(host, port, config.handshake_timeout_s))
     if found[-1].fix:
         return found
-    question = wire.MetadataRequest(reader="kvflow-doctor", target=wire.Target(engine_id or "?", 0, 0, 0))
+    question = messages.MetadataRequest(reader="kvflow-doctor", target=messages.Target(engine_id or "?", 0, 0, 0))
     channel = ZmqSideChannel(config, SystemClock().now_s)
     try:
         reply = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
@@ -42,20 +42,20 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
     return [*found, judge_answer(reply, engine_id)]
 
 
-def judge_answer(reply: wire.Reply, engine_id: str) -> Finding:
+def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
     """We come with no cache, so a "no" is what is expected; it says who is there."""
     name = "peer's answer"
-    if not isinstance(reply, wire.Refusal):
+    if not isinstance(reply, messages.Refusal):
         return ok(name, f"a kvflow rank: {type(reply).__name__}")
-    if reply.version != wire.PROTOCOL_VERSION:
-        found = f"kvflow protocol version: ours {wire.PROTOCOL_VERSION}, theirs {reply.version}"
+    if reply.version != messages.PROTOCOL_VERSION:
+        found = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {reply.version}"
         return failed(name, found, "run the same version of kvflow on both sides")
     if reply.compatibility is not None:
         facts = msgspec.structs.asdict(reply.compatibility).items()
         cache = ", ".join(f"{fact} {value!r}" for fact, value in facts)
         return ok(name, f"kvflow protocol {reply.version}; its cache: {cache}")
     found = f"kvflow protocol {reply.version}: {reply.reason}"
-    if engine_id and not reply.passing:
+    if engine_id and not reply.transient:
         return failed(name, found, "give the id and the base port of the engine that tickets name")
     return ok(name, found)
 

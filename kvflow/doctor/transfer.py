@@ -20,7 +20,7 @@ from kvflow.bench.transfer.scenario import Transfer
 from kvflow.doctor.findings import Finding, ok
 from kvflow.doctor.findings import fail as failed
 from kvflow.doctor.ucx import ReadPath, check_path, read_path
-from kvflow.transport.nixl_agents import list_plugins
+from kvflow.transport.nixl.agents import list_plugins
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"

@@ -8,8 +8,8 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 
 from kvflow.config import Config
-from kvflow.runtime.loading import Loader
-from kvflow.runtime.serving import Serving
+from kvflow.runtime.consumer.loader import Loader
+from kvflow.runtime.producer.serving import Serving
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvflow.core.plan import Descriptors
+from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvflow import checks
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
 from kvflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)

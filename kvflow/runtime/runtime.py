@@ -15,20 +15,20 @@ from typing import Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.layout import CacheLayout
-from kvflow.core.tensors import KVCaches
-from kvflow.core.ticket import Ticket
-from kvflow.core.topology import Rank
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
-from kvflow.runtime.cache import RegisteredCache, register
+from kvflow.runtime.assembly import RegisteredCache, register
+from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_load
+from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.lease import Lease, ServeRequest
-from kvflow.runtime.load import Load, LoadReport, LoadRequest, refused_load
-from kvflow.runtime.loading import Loader
+from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
-from kvflow.runtime.prewarm import PeerAddress, Prewarmed, prewarm
+from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
+from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.staging import BlockCopier
 from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics, Supervisor
 from kvflow.runtime.world import World
 

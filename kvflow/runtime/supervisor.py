@@ -21,19 +21,19 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 from kvflow.config import Config
-from kvflow.core import wire
-from kvflow.core.ledger import BlockCounts
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.ledger import BlockCounts
+from kvflow.core.protocol import messages
 from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
-from kvflow.runtime.answers import answer, refusal
-from kvflow.runtime.cache import RegisteredCache, Services
+from kvflow.runtime.assembly import RegisteredCache, Services
+from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.drain import DrainReport, busy, drain, end
-from kvflow.runtime.lease import ServingStatistics
-from kvflow.runtime.load import LoadingStatistics
-from kvflow.runtime.peers import PeerStatistics
+from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.producer.answers import answer, refusal
+from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.records import Observers
-from kvflow.runtime.side_channel import ListenerStatistics
 from kvflow.runtime.world import World
 from kvflow.transport.base import TransportError, TransportStatistics
 
@@ -81,7 +81,7 @@ class Supervisor:
         self._world = world
         self._incarnation = world.token_hex(8)
         self._host = config.advertise_host or config.listen_host
-        self._agent_name = wire.agent_name(config.engine_id, self.rank, self._incarnation)
+        self._agent_name = messages.agent_name(config.engine_id, self.rank, self._incarnation)
         self._transport = world.transport(config, self._agent_name)
         self._side_channel = world.side_channel(config)
         self._clock = world.clock()
@@ -379,11 +379,11 @@ class Supervisor:
             group.create_task(cache.readers.tell(closing=False), name="kvflow-goodbye")
             return await drain(cache.serving, cache.loader, self.config, deadline_s)
 
-    def _answer(self, header: wire.Header, request: wire.Request) -> wire.Reply:
+    def _answer(self, header: messages.Header, request: messages.Request) -> messages.Reply:
         """Answer a peer on the side channel; never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:
-            return refusal(f"engine {engine_id!r} has no KV cache registered yet", passing=True)
+            return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
         return answer(cache, header, request, draining=self.state is not RuntimeState.OPEN)

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvflow.config import Config
-from kvflow.runtime.copier import Copier
-from kvflow.runtime.side_channel import SideChannel
-from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.channel.protocol import SideChannel
+from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 
@@ -63,6 +63,6 @@ class World:
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
-    copier: Callable[[str], Copier] = Copier
+    copier: Callable[[str], CopyThread] = CopyThread
     real: bool = True
     """Whether a runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from kvflow.runtime.lease import Lease
+from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.supervisor import RuntimeStatistics
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from kvflow.config import Config
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
 from kvflow.runtime.world import Clock, World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from kvflow.runtime.copier import Copier
+from kvflow.runtime.memory.copy_thread import CopyThread
 
 
-class InlineCopier(Copier):
-    """See `runtime.copier.Copier`: one copy after the other, each of which takes `duration_s` of the loop's time."""
+class InlineCopier(CopyThread):
+    """See `runtime.memory.copy_thread.Copier`: one copy after the other, each of which takes `duration_s` of the loop's
+    time.
+    """
 
     def __init__(self, name: str, duration_s: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(name)

@@ -10,9 +10,9 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 
 from kvflow.config import Config
-from kvflow.core.layout import CacheLayout
-from kvflow.runtime.lease import Lease, ServeRequest
-from kvflow.runtime.load import LoadRequest
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.runtime.consumer.load import LoadRequest
+from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World

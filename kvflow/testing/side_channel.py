@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextvars import copy_context
 
 from kvflow.config import Config
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
-from kvflow.runtime.side_channel import Answer, ListenerStatistics, failure
+from kvflow.runtime.channel.protocol import Answer, ListenerStatistics, failure
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]
@@ -34,7 +34,7 @@ class Exchange:
 
 
 class InprocListener:
-    """See `runtime.side_channel.Listener`. What comes while nobody serves waits, as in a socket."""
+    """See `runtime.channel.protocol.Listener`. What comes while nobody serves waits, as in a socket."""
 
     def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer) -> None:
         self.port = port
@@ -59,16 +59,16 @@ class InprocListener:
             frames, reply = await self._inbox.get()
             try:
                 header_frame, body_frame = frames
-                header, request = wire.decode_header(header_frame), wire.decode_request(body_frame)
-            except (ValueError, wire.WireError):
+                header, request = messages.decode_header(header_frame), messages.decode_request(body_frame)
+            except (ValueError, messages.WireError):
                 self._dropped += 1
                 continue
             answer = self._answer(header, request)
-            if isinstance(answer, wire.Refusal):
+            if isinstance(answer, messages.Refusal):
                 self._refused += 1
             else:
                 self._answered += 1
-            reply(wire.encode_frames(wire.our_header(b""), answer))
+            reply(messages.encode_frames(messages.our_header(b""), answer))
 
     def close(self) -> None:
         if self._exchange.listeners.get(self._address) is self:
@@ -76,7 +76,7 @@ class InprocListener:
 
 
 class InprocSideChannel:
-    """See `runtime.side_channel.SideChannel`. `send` says how a question travels; without it, at once."""
+    """See `runtime.channel.protocol.SideChannel`. `send` says how a question travels; without it, at once."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class InprocSideChannel:
     def abandon(self) -> None:
         pass
 
-    async def ask(self, address: str, request: wire.Request, *, fingerprint: bytes) -> wire.Reply:
+    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
         timeout_s = self._config.handshake_timeout_s
         answered: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()
-        self._send(address, wire.encode_frames(wire.our_header(fingerprint), request), answered)
+        self._send(address, messages.encode_frames(messages.our_header(fingerprint), request), answered)
         try:
             async with asyncio.timeout(timeout_s):
                 frames = await answered
@@ -108,9 +108,9 @@ class InprocSideChannel:
             raise failure(PeerUnreachable, request.target, address, str(error)) from error
         try:
             header_frame, body_frame = frames
-            wire.decode_header(header_frame)
-            return wire.decode_reply(body_frame)
-        except (ValueError, wire.WireError) as error:
+            messages.decode_header(header_frame)
+            return messages.decode_reply(body_frame)
+        except (ValueError, messages.WireError) as error:
             why = f"the answer is no kvflow message: {error}"
             raise failure(ProtocolError, request.target, address, why) from error
 

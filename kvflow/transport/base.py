@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol, TypeAlias
 
-from kvflow.core.plan import Descriptors
-from kvflow.core.regions import Device, Span
+from kvflow.core.cache.regions import Device, Span
+from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError, KVFlowError
 
 AgentName = NewType("AgentName", str)

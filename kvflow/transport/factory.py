@@ -6,8 +6,8 @@ from kvflow.config import Config
 from kvflow.errors import ConfigError
 from kvflow.transport.base import Transport
 from kvflow.transport.inproc import InprocTransport
-from kvflow.transport.nixl import NixlTransport
-from kvflow.transport.nixl_agents import NixlSettings
+from kvflow.transport.nixl.agents import NixlSettings
+from kvflow.transport.nixl.loop import NixlTransport
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:

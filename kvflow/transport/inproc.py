@@ -18,8 +18,8 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvflow.core.plan import Descriptors
-from kvflow.core.regions import Device, Span, UInt64Array
+from kvflow.core.cache.regions import Device, Span, UInt64Array
+from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
@@ -31,7 +31,7 @@ from kvflow.transport.base import (
     TransportError,
     TransportStatistics,
 )
-from kvflow.transport.mailbox import Mailbox
+from kvflow.transport.nixl.mailbox import Mailbox
 
 Row: TypeAlias = tuple[int, int, int]
 

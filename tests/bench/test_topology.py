@@ -15,7 +15,7 @@ from kvflow.bench.topology.cuts import BASELINE, CASES, MODEL_KV_HEADS, THIN_BAS
 from kvflow.bench.topology.ranks import LoadResult
 from kvflow.bench.topology.results import CaseResult, judge, slice_target, summarize
 from kvflow.bench.topology.scenario import CONSUMERS, PRODUCERS, Topology
-from kvflow.core.topology import head_sources
+from kvflow.core.plan.topology import head_sources
 
 SCENARIO = Topology(size=64, layers=32, rounds=3)
 SLICE = "decode TP 2x, head slice"

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from kvflow import Config
 from kvflow.cli.app import app
-from kvflow.runtime.keyring import Keyring
+from kvflow.runtime.channel.keyring import Keyring
 
 
 def test_the_config_that_it_prints_works(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 A `Recipe` says how a cache looks to its user (style, order, sizes) and how it lies in memory (which axes are outermost,
 what is padded, which layers share a storage). `Cache.block` reaches a block by torch indexing, so tests can compare
-what `kvflow.core.layout` computes with what torch does. `Cache.slot` reaches K or V of one head of one token, whatever
-the style: so two caches that hold the same model in different ways can be compared.
+what `kvflow.core.cache.layout` computes with what torch does. `Cache.slot` reaches K or V of one head of one token,
+whatever the style: so two caches that hold the same model in different ways can be compared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from hypothesis import strategies as st
 
-from kvflow.core.layout import CacheLayout, KVStyle
+from kvflow.core.cache.layout import CacheLayout, KVStyle
 
 LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
 

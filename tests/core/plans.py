@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from kvflow.core.layout import BlockShape, KVStyle
-from kvflow.core.pairing import HeadSlice, Pairing, pair_whole
-from kvflow.core.plan import BlockIds, Chunks, Descriptors, match_chunks
-from kvflow.core.regions import Device, Regions, Span, map_regions
+from kvflow.core.cache.layout import BlockShape, KVStyle
+from kvflow.core.cache.regions import Device, Regions, Span, map_regions
+from kvflow.core.plan.block_map import BlockMap, HeadSlice, pair_whole
+from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
 from tests.core.caches import Cache, Recipe, Sides, recipes, sides
 
 CPU = Device("cpu", 0)
@@ -30,13 +30,13 @@ def regions_of(cache: Cache) -> Regions:
     return map_regions(cache.infer(), cache.tensors)
 
 
-def pair(local: Cache, remote: Cache) -> Pairing:
+def pair(local: Cache, remote: Cache) -> BlockMap:
     """Of two caches that hold the same."""
     return pair_whole(regions_of(local), regions_of(remote))
 
 
-def pair_sides(case: Sides, local: Cache, remote: Cache) -> Pairing:
-    return Pairing(
+def pair_sides(case: Sides, local: Cache, remote: Cache) -> BlockMap:
+    return BlockMap(
         regions_of(local),
         regions_of(remote),
         heads=HeadSlice(case.local_start, case.remote_start, case.heads),

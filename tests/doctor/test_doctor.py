@@ -19,7 +19,7 @@ from tests_support import WAIT_S, small_cache
 import kvflow
 from kvflow import Config, Runtime
 from kvflow.bench.child import BenchError
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.doctor import host as host_checks
 from kvflow.doctor.files import QUESTION_FILES, check_open_files, files_needed
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
@@ -28,8 +28,8 @@ from kvflow.doctor.peer import examine_peer, judge_answer
 from kvflow.doctor.report import as_json, print_findings
 from kvflow.doctor.transfer import judge_plugins, last_line
 from kvflow.doctor.ucx import ReadPath, check_path, read_path
+from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.world import SystemClock
-from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 
 GOOD = Host(
     python=(3, 12, 1),
@@ -131,7 +131,7 @@ async def test_a_question_has_no_more_files_than_the_check_says() -> None:
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)
     address = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    question = wire.MetadataRequest(reader="r", target=wire.Target("silent", 0, 0, 0))
+    question = messages.MetadataRequest(reader="r", target=messages.Target("silent", 0, 0, 0))
     channel = ZmqSideChannel(CONFIG, SystemClock().now_s)
 
     async def asking(count: int) -> int:
@@ -252,10 +252,10 @@ async def test_the_first_step_that_fails_is_the_last() -> None:
 
 
 def test_another_protocol_version_is_broken_and_a_rank_without_a_cache_is_not() -> None:
-    old = wire.Refusal(reason="version", version=wire.PROTOCOL_VERSION + 1)
+    old = messages.Refusal(reason="version", version=messages.PROTOCOL_VERSION + 1)
     assert judge_answer(old, "").status is Status.FAIL
-    assert f"ours {wire.PROTOCOL_VERSION}, theirs {wire.PROTOCOL_VERSION + 1}" in judge_answer(old, "").found
-    early = wire.Refusal(reason="no KV cache registered yet", version=wire.PROTOCOL_VERSION, passing=True)
+    assert f"ours {messages.PROTOCOL_VERSION}, theirs {messages.PROTOCOL_VERSION + 1}" in judge_answer(old, "").found
+    early = messages.Refusal(reason="no KV cache registered yet", version=messages.PROTOCOL_VERSION, transient=True)
     assert judge_answer(early, "prefill-0").status is Status.OK
 
 

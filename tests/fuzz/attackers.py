@@ -10,7 +10,7 @@ from random import Random
 import zmq
 from fuzz.mutants import listener_messages, tcp_streams
 
-from kvflow.core.topology import Holding
+from kvflow.core.plan.topology import CacheShare
 
 MESSAGES_PER_SOCKET = 200
 OPEN_CONNECTIONS_MAX = 100
@@ -22,11 +22,11 @@ def source(rng: Random) -> str:
 
 
 def send_messages(
-    seed: str, port: int, fingerprint: bytes, holding: Holding, bytes_max: int, count: int, server_key: bytes
+    seed: str, port: int, fingerprint: bytes, cache_share: CacheShare, bytes_max: int, count: int, server_key: bytes
 ) -> int:
     """Send messages of all kinds over ZeroMQ; with a `server_key` they try to get in with keys that nobody knows."""
     rng = Random(seed)
-    messages = listener_messages(rng, fingerprint, holding, bytes_max)
+    messages = listener_messages(rng, fingerprint, cache_share, bytes_max)
     curve, address = server_key != b"", source(rng)
     sent = 0
     with zmq.Context() as context:

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvflow.core import wire
-from kvflow.core.topology import Holding
+from kvflow.core.plan.topology import CacheShare
+from kvflow.core.protocol import messages
 
 ODD_VALUES: list[Any] = [
     None,
@@ -37,7 +37,7 @@ ODD_VALUES: list[Any] = [
     {"": None},
     {"type": "metadata"},
 ]
-TARGET = wire.Target("producer", 0, 0, 0)
+TARGET = messages.Target("producer", 0, 0, 0)
 READER = "fuzz/0.0.0#0"
 
 
@@ -98,68 +98,73 @@ def bent(rng: Random, value: Any) -> Any:
 def mutant(rng: Random, message: msgspec.Struct) -> bytes:
     """A message of ours that went wrong on its way."""
     if rng.random() < 0.5:
-        return torn(rng, wire.encode(message))
+        return torn(rng, messages.encode(message))
     while True:
         try:
-            return msgspec.msgpack.encode(bent(rng, msgspec.msgpack.decode(wire.encode(message))))
+            return msgspec.msgpack.encode(bent(rng, msgspec.msgpack.decode(messages.encode(message))))
         except (OverflowError, RecursionError):
             continue
 
 
-def requests(rng: Random, holding: Holding) -> list[wire.Request]:
+def requests(rng: Random, cache_share: CacheShare) -> list[messages.Request]:
     """One of each kind. The caller's address is one that nobody listens at."""
     digest = rng.randbytes(16)
-    caller = wire.Caller(target=wire.Target("fuzz", 0, 0, 0), address="tcp://127.0.0.1:1")
+    caller = messages.Caller(target=messages.Target("fuzz", 0, 0, 0), address="tcp://127.0.0.1:1")
     return [
-        wire.MetadataRequest(reader=READER, target=TARGET),
-        wire.MetadataRequest(reader=READER, target=TARGET, request_id="honest", caller=caller),
-        wire.LeaseRequest(reader=READER, target=TARGET, request_id="honest", num_tokens=4, blocks_digest=digest),
-        wire.ReleaseRequest(
+        messages.MetadataRequest(reader=READER, target=TARGET),
+        messages.MetadataRequest(reader=READER, target=TARGET, request_id="honest", caller=caller),
+        messages.LeaseRequest(reader=READER, target=TARGET, request_id="honest", num_tokens=4, blocks_digest=digest),
+        messages.ReleaseRequest(
             reader=READER,
             target=TARGET,
             request_id="honest",
             num_tokens=8,
             blocks_digest=digest,
             lease_id=rng.choice((None, "0" * 32)),
-            holding=holding,
+            cache_share=cache_share,
         ),
-        wire.ClockRequest(reader=READER, target=TARGET),
-        wire.Goodbye(target=TARGET, sender=wire.Target("reader", 0, 0, 0), incarnation="0", closing=True),
+        messages.ClockRequest(reader=READER, target=TARGET),
+        messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0", closing=True),
     ]
 
 
 def strangers() -> list[msgspec.Struct]:
     """Messages of ours that are no requests."""
     return [
-        wire.NoLease(ended=True),
-        wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION),
-        wire.Noted(),
-        wire.ReadDone(lease_id="0" * 32, reader=READER, share=1, whole=1),
+        messages.NoLease(ended=True),
+        messages.Refusal(reason="no", version=messages.PROTOCOL_VERSION),
+        messages.Ack(),
+        messages.ReadDone(lease_id="0" * 32, reader=READER, share=1, whole=1),
     ]
 
 
-def listener_messages(rng: Random, fingerprint: bytes, holding: Holding, bytes_max: int) -> Iterator[list[bytes]]:
+def listener_messages(
+    rng: Random, fingerprint: bytes, cache_share: CacheShare, bytes_max: int
+) -> Iterator[list[bytes]]:
     """Messages without end, for a listener: noise, mutants, wrong frames, sizes around its limit."""
-    header = wire.our_header(fingerprint)
+    header = messages.our_header(fingerprint)
     while True:
-        body = rng.choice([*requests(rng, holding), *strangers()])
+        body = rng.choice([*requests(rng, cache_share), *strangers()])
         match rng.randrange(10):
             case 0:
                 yield [rng.randbytes(rng.choice((0, 1, 30, 3000))) for _ in range(rng.randrange(1, 7))]
             case 1:
-                yield [mutant(rng, header), wire.encode(body)]
+                yield [mutant(rng, header), messages.encode(body)]
             case 2:
-                frames = wire.encode_frames(header, wire.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET))
+                frames = messages.encode_frames(header, messages.MetadataRequest(reader="fuzz/0.0.0#0", target=TARGET))
                 yield rng.choice(([b"", *frames], frames[:1], frames[::-1], frames * 2, [*frames, b""], [b""] * 300))
             case 3 if rng.random() < 0.05:
                 size = bytes_max + rng.choice((-1, 0, 1, 1000))
-                yield [wire.encode(header), wire.encode(body)[:20].ljust(size, rng.choice((b"\0", b"\x91", b"\xc1")))]
+                yield [
+                    messages.encode(header),
+                    messages.encode(body)[:20].ljust(size, rng.choice((b"\0", b"\x91", b"\xc1"))),
+                ]
             case 4:
-                yield [wire.encode(header), rng.randbytes(rng.randrange(200))]
+                yield [messages.encode(header), rng.randbytes(rng.randrange(200))]
             case 5:
-                yield [wire.encode(header), wire.encode(body)]
+                yield [messages.encode(header), messages.encode(body)]
             case _:
-                yield [wire.encode(header), mutant(rng, body)]
+                yield [messages.encode(header), mutant(rng, body)]
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"

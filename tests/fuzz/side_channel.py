@@ -47,10 +47,10 @@ from fuzz.mutants import bent, mutant
 from tests_support import PATIENT, WAIT_S, altered
 
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError
-from kvflow.runtime.cache import RegisteredCache
-from kvflow.runtime.keyring import Keyring, make_key_files
+from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.channel.keyring import Keyring, make_key_files
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
 from kvflow.transport.base import AgentName
@@ -178,8 +178,8 @@ async def notify(rng: Random, producer: Engine, count: int) -> None:
                 ServeRequest("victim", block_ids=[BLOCKS - 1], num_tokens=4, ttl_s=60)
             )
         lease_id = rng.choice((lease.ticket.lease_id, rng.randbytes(16).hex()))
-        done = wire.ReadDone(lease_id=lease_id, reader="fuzz", share=1, whole=rng.choice((1, 3)))
-        told = rng.choice((done, wire.Renew(lease_ids=(lease_id, rng.randbytes(16).hex()), reader="fuzz")))
+        done = messages.ReadDone(lease_id=lease_id, reader="fuzz", share=1, whole=rng.choice((1, 3)))
+        told = rng.choice((done, messages.Renew(lease_ids=(lease_id, rng.randbytes(16).hex()), reader="fuzz")))
         size = rng.choice((1, 40, 5000))
         producer.transport.deliver(mutant(rng, told) if rng.random() < 0.8 else rng.randbytes(rng.randrange(size)))
         await asyncio.sleep(0)
@@ -217,21 +217,21 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
     """Loads from a producer that answers everything with mutants of what an honest one would say."""
     errors: Counter[str] = Counter()
     honest, local = producer.cache.metadata, producer.cache.local
-    refusal = wire.Refusal(
-        reason="no", version=wire.PROTOCOL_VERSION, compatibility=local.compatibility, holding=local.holding
+    refusal = messages.Refusal(
+        reason="no", version=messages.PROTOCOL_VERSION, compatibility=local.compatibility, cache_share=local.cache_share
     )
-    shown = wire.ClockShown(incarnation=honest.incarnation, clock_s=1.0)
+    shown = messages.ClockShown(incarnation=honest.incarnation, clock_s=1.0)
 
     def lie() -> list[bytes]:
         body = rng.choice((honest, honest, honest, refusal, shown))
-        header = wire.our_header(b"")
+        header = messages.our_header(b"")
         match rng.randrange(8):
             case 0:
-                return [mutant(rng, header), wire.encode(body)]
+                return [mutant(rng, header), messages.encode(body)]
             case 1:
                 return [rng.randbytes(rng.randrange(100)) for _ in range(rng.randrange(1, 5))]
             case _:
-                return [wire.encode(header), mutant(rng, body)]
+                return [messages.encode(header), mutant(rng, body)]
 
     with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as router:
         router.setsockopt(zmq.LINGER, 0)
@@ -409,7 +409,7 @@ async def send(on: Scene, seed: str, count: int) -> int:
     bytes_max = on.producer.runtime.config.side_channel_request_bytes_max
     fingerprint = local.compatibility.fingerprint()
     port = port_of(on.producer)
-    return await run(on, send_messages, seed, port, fingerprint, local.holding, bytes_max, count, server_key)
+    return await run(on, send_messages, seed, port, fingerprint, local.cache_share, bytes_max, count, server_key)
 
 
 async def run(on: Scene, attacker: Callable[..., int], *arguments: Any) -> int:

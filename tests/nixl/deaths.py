@@ -42,13 +42,13 @@ class Scene:
 
 def run_without_progress_thread(*arguments: object) -> None:
     """An engine whose serving agent moves on only when its owner thread polls it."""
-    from kvflow.transport import nixl_agents
+    from kvflow.transport.nixl import agents
 
-    class Agent(nixl_agents._Agent):
+    class Agent(agents._Agent):
         def __init__(self, *arguments: object, progress: bool) -> None:
             super().__init__(*arguments, progress=False)
 
-    nixl_agents._Agent = Agent
+    agents._Agent = Agent
     run_engine(*arguments)
 
 

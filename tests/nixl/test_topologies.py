@@ -12,7 +12,7 @@ from random import Random
 import pytest
 import torch
 
-from kvflow.core.layout import KVStyle
+from kvflow.core.cache.layout import KVStyle
 from tests.hand_overs import STRAIGHT, Arrival, HandOver, Paths, run
 from tests.reference_model import Engine, Look, Model
 

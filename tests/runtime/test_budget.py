@@ -13,7 +13,7 @@ from tests_support import PATIENT, in_virtual_time, leases_ended, small_cache, v
 
 from kvflow import Config, Lease, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
-from kvflow.runtime.load import LoadingStatistics
+from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, ManualClock, inproc_pair
 from kvflow.transport.base import TransportError

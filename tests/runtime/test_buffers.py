@@ -16,7 +16,7 @@ import torch
 from tests_support import PATIENT, WAIT_S, in_virtual_time, leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
-from kvflow.core.tensors import KVCaches
+from kvflow.core.cache.tensors import KVCaches
 from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -26,8 +26,8 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.copies import canonical_parts, copy_blocks
-from kvflow.runtime.staging import CopyDirection
+from kvflow.runtime.memory.copies import canonical_parts, copy_blocks
+from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, assert_closed, assert_quiet
 from kvflow.testing.copier import InlineCopier

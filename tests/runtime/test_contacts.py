@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvflow import Config
-from kvflow.core.contacts import Contact
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.contacts import Contact
 from kvflow.errors import Overloaded, PeerUnreachable
-from kvflow.runtime.connection import Address
-from kvflow.runtime.contacts import FirstContacts
+from kvflow.runtime.peers.contacts import FirstContacts
+from kvflow.runtime.peers.link import Address
 from kvflow.testing import run_virtual
 
 CONFIG = Config(engine_id="any", first_contacts_max=2, handshake_timeout_s=5.0)

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvflow.core.layout import CacheLayout, KVStyle
-from kvflow.core.regions import map_regions
-from kvflow.runtime import copies
-from kvflow.runtime.copies import (
+from kvflow.core.cache.layout import CacheLayout, KVStyle
+from kvflow.core.cache.regions import map_regions
+from kvflow.runtime.memory import copies
+from kvflow.runtime.memory.copies import (
     allocate_host_caches,
     canonical_parts,
     chunk_sources,

@@ -16,11 +16,11 @@ from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
 from tests_support import WAIT_S, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
-from kvflow.runtime.keyring import KeyPair, Keyring, make_key_files
+from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.channel.keyring import KeyPair, Keyring, make_key_files
 from kvflow.runtime.world import World
-from kvflow.runtime.zmq_side_channel import ZmqSideChannel
 from kvflow.testing import InprocNetwork, InprocTransport
 
 
@@ -83,7 +83,7 @@ async def test_an_answer_comes_encrypted(keys: Path) -> None:
         channel = ZmqSideChannel(config_of(keys, "reader"), Hands().now_s)
         reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
         channel.close()
-        assert reply == wire.NoLease(ended=True)
+        assert reply == messages.NoLease(ended=True)
         between.close()
     assert b"CURVE" in b"".join(heard)
     for word in (b"producer", b"reader", b"get_metadata", b"no_lease"):
@@ -117,10 +117,10 @@ async def test_somebody_else_at_the_address_gets_nothing(keys: Path) -> None:
 
 
 async def test_nobody_asks_in_the_name_of_another(keys: Path) -> None:
-    liar = wire.MetadataRequest(reader="reader/0.0.0#1", target=REQUEST.target)
+    liar = messages.MetadataRequest(reader="reader/0.0.0#1", target=REQUEST.target)
     async with listening(config_of(keys, "producer")) as listener:
         reply = await ask(config_of(keys, "other"), listener, liar)
-    assert isinstance(reply, wire.Refusal)
+    assert isinstance(reply, messages.Refusal)
     assert reply.reason == "the request is in the name of 'reader', its key belongs to 'other'"
 
 
@@ -155,13 +155,13 @@ async def test_engines_join_and_leave_without_a_restart(keys: Path) -> None:
     public = keys / "other.public"
     public.rename(keys.parent / "other.public")
     other = config_of(keys, "other")
-    request = wire.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
+    request = messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
     async with listening(config_of(keys, "producer"), hands) as listener:
         with pytest.raises(PeerRefused, match="does not accept our key"):
             await ask(other, listener, request)
         (keys.parent / "other.public").rename(public)
         hands.now += 2
-        assert await ask(other, listener, request) == wire.NoLease(ended=True)
+        assert await ask(other, listener, request) == messages.NoLease(ended=True)
         public.unlink()
         hands.now += 2
         with pytest.raises(PeerRefused, match="does not accept our key"):
@@ -172,8 +172,8 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
     hands = Hands()
     pair = await _pair(keys, "other")
     server = await _pair(keys, "producer")
-    frames = wire.encode_frames(
-        wire.our_header(b""), wire.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
+    frames = messages.encode_frames(
+        messages.our_header(b""), messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
     )
     async with listening(config_of(keys, "producer"), hands) as listener:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:

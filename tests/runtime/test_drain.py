@@ -23,11 +23,11 @@ from kvflow import (
     RuntimeState,
     ServeRequest,
 )
-from kvflow.core import wire
-from kvflow.core.states import PeerState
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.states import PeerState
+from kvflow.core.protocol import messages
 from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, TransferFailed, UsageError
-from kvflow.runtime.readers import Readers
+from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, inproc_pair
 
@@ -39,13 +39,13 @@ class Sides:
     pair: InprocPair
     producer: Runtime
     consumer: Runtime
-    told: list[wire.Request]
+    told: list[messages.Request]
     """What the producer has asked others."""
 
     @property
     def goodbyes(self) -> list[bool]:
         """Whether each goodbye so far said that the producer closes."""
-        return [one.closing for one in self.told if isinstance(one, wire.Goodbye)]
+        return [one.closing for one in self.told if isinstance(one, messages.Goodbye)]
 
     @property
     def peer_state(self) -> PeerState:
@@ -274,7 +274,7 @@ async def test_a_mute_reader_costs_the_bound() -> None:
         assert cache is not None
         with socket.create_server(("127.0.0.1", 0)) as mute:
             address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-            cache.readers.remember(wire.Caller(target=wire.Target("x", 0, 0, 0), address=address))
+            cache.readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
             assert (await sides.producer.drain()).finished
             await sides.producer.aclose()
         assert sides.goodbyes == [False, True]
@@ -284,9 +284,9 @@ async def test_a_mute_reader_costs_the_bound() -> None:
     "changes",
     [
         {"incarnation": "ffff"},
-        {"sender": wire.Target("producer", 0, 0, 1)},
-        {"sender": wire.Target("somebody", 0, 0, 0)},
-        {"sender": wire.Target("producer", 1 << 60, -1, 0)},
+        {"sender": messages.Target("producer", 0, 0, 1)},
+        {"sender": messages.Target("somebody", 0, 0, 0)},
+        {"sender": messages.Target("producer", 1 << 60, -1, 0)},
     ],
     ids=str,
 )
@@ -321,7 +321,7 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
     async with open_sides(replace(CONFIG, readers_max=2)) as sides:
         cache = sides.producer._supervisor.cache
         assert cache is not None
-        readers: Readers = cache.readers
+        readers: Farewells = cache.readers
         for address in (
             "junk",
             "tcp://0.0.0.0:5",
@@ -331,32 +331,32 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
             "ipc:///tmp/x",
             "x" * 9999,
         ):
-            readers.remember(wire.Caller(target=wire.Target("x", 0, 0, 0), address=address))
-        readers.remember(wire.Caller(target=wire.Target("", 0, 0, 0), address="tcp://127.0.0.1:1"))
+            readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
+        readers.remember(messages.Caller(target=messages.Target("", 0, 0, 0), address="tcp://127.0.0.1:1"))
         assert readers.count == 0
         for port in (1, 2, 3, 3):
-            readers.remember(wire.Caller(target=wire.Target("x", 0, 0, 0), address=f"tcp://127.0.0.1:{port}"))
+            readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=f"tcp://127.0.0.1:{port}"))
         assert readers.count == 2
         await readers.tell(closing=False)
         assert readers.count == 0
         assert len(sides.goodbyes) == 2
 
 
-def goodbye(sides: Sides) -> wire.Goodbye:
+def goodbye(sides: Sides) -> messages.Goodbye:
     """What the producer would say when it closes."""
-    return wire.Goodbye(
-        target=wire.Target("consumer", *Rank(0, 0, 0)),
-        sender=wire.Target("producer", *Rank(0, 0, 0)),
+    return messages.Goodbye(
+        target=messages.Target("consumer", *Rank(0, 0, 0)),
+        sender=messages.Target("producer", *Rank(0, 0, 0)),
         incarnation=sides.producer._supervisor._incarnation,
         closing=True,
     )
 
 
-async def send(sides: Sides, message: wire.Goodbye) -> None:
+async def send(sides: Sides, message: messages.Goodbye) -> None:
     cache = sides.consumer._supervisor.cache
     assert cache is not None
-    reply = sides.consumer._supervisor._answer(wire.our_header(cache.local.compatibility.fingerprint()), message)
-    assert reply == wire.Noted()
+    reply = sides.consumer._supervisor._answer(messages.our_header(cache.local.compatibility.fingerprint()), message)
+    assert reply == messages.Ack()
     await asyncio.sleep(0)
 
 

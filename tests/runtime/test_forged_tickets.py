@@ -20,7 +20,7 @@ import pytest
 from tests_support import altered
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, Ticket
-from kvflow.core.states import PeerState
+from kvflow.core.policy.states import PeerState
 from kvflow.errors import (
     Blame,
     DeadlineExceeded,
@@ -33,7 +33,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.sources import DIALS_AT_ONCE_MAX
+from kvflow.runtime.peers.reach import DIALS_AT_ONCE_MAX
 from kvflow.testing import InprocCluster, Pair, assert_quiet, inproc_pair, run_virtual
 from kvflow.testing.pair import CacheSize, TestEngine
 from kvflow.testing.side_channel import Frames, InprocSideChannel, settle

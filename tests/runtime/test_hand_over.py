@@ -171,6 +171,6 @@ async def test_one_request_is_served_once_at_a_time(pair: InprocPair) -> None:
 
 
 def _read_done(lease_id: str, reader: str) -> bytes:
-    from kvflow.core import wire
+    from kvflow.core.protocol import messages
 
-    return wire.encode(wire.ReadDone(lease_id=lease_id, reader=reader, share=2, whole=2))
+    return messages.encode(messages.ReadDone(lease_id=lease_id, reader=reader, share=2, whole=2))

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from kvflow import Config, Ticket
-from kvflow.runtime.keeping import Keeping
-from kvflow.runtime.renewals import Renewals
-from kvflow.runtime.sources import Source, Sources
+from kvflow.runtime.consumer.keeping import Keeping
+from kvflow.runtime.consumer.renewals import Renewals
+from kvflow.runtime.peers.reach import Source, Sources
 
 
 class LateSources:

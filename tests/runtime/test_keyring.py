@@ -9,7 +9,7 @@ import pytest
 from side_channels import Hands
 
 from kvflow.errors import ConfigError
-from kvflow.runtime.keyring import Keyring, make_key_files
+from kvflow.runtime.channel.keyring import Keyring, make_key_files
 
 
 @pytest.fixture

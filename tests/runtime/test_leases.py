@@ -13,14 +13,14 @@ import pytest
 from tests_support import PATIENT, altered
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
-from kvflow.core import wire
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol import messages
 from kvflow.errors import LeaseExpired, RequestError
-from kvflow.runtime.clocks import PeerClocks
-from kvflow.runtime.connection import Address
-from kvflow.runtime.lease import ServingStatistics
-from kvflow.runtime.load import LoadingStatistics
-from kvflow.runtime.side_channel import ListenerStatistics
+from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.consumer.load import LoadingStatistics
+from kvflow.runtime.peers.clocks import PeerClocks
+from kvflow.runtime.peers.link import Address
+from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.world import Timer, World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
 
@@ -121,7 +121,7 @@ async def ended(timed: Timed, lease: Lease) -> LeaseOutcome:
 
 
 def renew(lease: Lease, reader: str = "reader") -> bytes:
-    return wire.encode(wire.Renew(lease_ids=(lease.ticket.lease_id,), reader=reader))
+    return messages.encode(messages.Renew(lease_ids=(lease.ticket.lease_id,), reader=reader))
 
 
 # --- the producer's side of renewal
@@ -174,9 +174,9 @@ async def test_renewals_that_are_late_unknown_or_duplicate_change_nothing() -> N
         transport = timed.pair.producer.transport
         ended, lease = timed.pair.offer([4], "ended"), timed.pair.offer([3], reader_count=2)
         ended.revoke()
-        done = wire.ReadDone(lease_id=lease.ticket.lease_id, reader="faster", share=1, whole=1)
-        unknown = wire.encode(wire.Renew(lease_ids=("ab" * 16,), reader="reader"))
-        for payload in (renew(ended), unknown, wire.encode(done), renew(lease, "faster")):
+        done = messages.ReadDone(lease_id=lease.ticket.lease_id, reader="faster", share=1, whole=1)
+        unknown = messages.encode(messages.Renew(lease_ids=("ab" * 16,), reader="reader"))
+        for payload in (renew(ended), unknown, messages.encode(done), renew(lease, "faster")):
             transport.deliver(payload)  # the last one was overtaken by its reader's own end
         await settle()
         assert (timed.serving.late_notifications, timed.serving.renewals) == (3, 0)
@@ -501,12 +501,12 @@ async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None
 def test_what_is_sure_about_a_clock_says_nothing_about_another_life_of_its_peer() -> None:
     clocks = PeerClocks(BASE, ManualClock(1.5))
     peer = Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
-    assert clocks.sure_until_s(peer, "new", 50.0) == -math.inf
+    assert clocks.not_expired_before_s(peer, "new", 50.0) == -math.inf
     clocks.note(peer, "new", 10.0, sent_s=1.0)
-    assert clocks.sure_until_s(peer, "new", 50.0) == pytest.approx(41.0, abs=0.01)
-    assert clocks.sure_until_s(peer, "old", 50.0) == -math.inf
+    assert clocks.not_expired_before_s(peer, "new", 50.0) == pytest.approx(41.0, abs=0.01)
+    assert clocks.not_expired_before_s(peer, "old", 50.0) == -math.inf
     clocks.forget(peer)
-    assert clocks.sure_until_s(peer, "new", 50.0) == -math.inf
+    assert clocks.not_expired_before_s(peer, "new", 50.0) == -math.inf
 
 
 # --- revoking
@@ -647,20 +647,20 @@ async def test_a_release_needs_a_ticket() -> None:
         lease.revoke()
 
 
-def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **change: object) -> wire.Reply:
+def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **change: object) -> messages.Reply:
     """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
     cache = timed.pair.consumer.runtime._supervisor.cache
     assert cache is not None
-    question = wire.ReleaseRequest(
+    question = messages.ReleaseRequest(
         reader="reader",
-        target=wire.Target("producer", 0, 0, 0),
+        target=messages.Target("producer", 0, 0, 0),
         request_id=lease.request_id,
         num_tokens=lease.ticket.num_tokens,
-        blocks_digest=wire.digest_of(lease.ticket.block_ids),
+        blocks_digest=messages.digest_of(lease.ticket.block_ids),
         lease_id=lease.ticket.lease_id if named else None,
-        holding=msgspec.structs.replace(cache.local.holding, **change),
+        cache_share=msgspec.structs.replace(cache.local.cache_share, **change),
     )
-    header = wire.our_header(cache.local.compatibility.fingerprint())
+    header = messages.our_header(cache.local.compatibility.fingerprint())
     return timed.pair.producer.runtime._supervisor._answer(header, question)
 
 
@@ -668,7 +668,7 @@ def answer_to_release(timed: Timed, lease: Lease, *, named: bool = True, **chang
 async def test_a_release_by_one_who_cannot_be_a_reader_is_refused(change: dict[str, object]) -> None:
     async with timed_pair() as timed:
         lease = timed.pair.offer([3])
-        assert isinstance(answer_to_release(timed, lease, **change), wire.Refusal)
+        assert isinstance(answer_to_release(timed, lease, **change), messages.Refusal)
         assert lease.state == "offered"
         lease.revoke()
 
@@ -679,7 +679,7 @@ async def test_a_release_by_a_stage_that_holds_none_of_our_layers_changes_nothin
         lease = timed.pair.offer([3])
         for _ in range(2):  # while it is open, and after it
             reply = answer_to_release(timed, lease, named=named, pp_size=2, pp_rank=1, layers=(5,))
-            assert isinstance(reply, wire.Released)
+            assert isinstance(reply, messages.Released)
             lease.revoke()
         assert (timed.serving.malformed_notifications, timed.serving.late_notifications) == (0, 0)
 
@@ -689,11 +689,11 @@ async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only() -> Non
         old = timed.pair.offer([4])
         old.revoke()
         lease = timed.pair.offer([3])  # the same request, offered anew
-        assert answer_to_release(timed, old, named=False) == wire.NoLease(ended=True)
+        assert answer_to_release(timed, old, named=False) == messages.NoLease(ended=True)
         assert lease.state == "offered"
-        assert isinstance(answer_to_release(timed, lease, named=False), wire.Released)
+        assert isinstance(answer_to_release(timed, lease, named=False), messages.Released)
         assert lease.state == "read"
-        assert answer_to_release(timed, lease, named=False) == wire.NoLease(ended=True)
+        assert answer_to_release(timed, lease, named=False) == messages.NoLease(ended=True)
 
 
 # --- what a cancelled load leaves

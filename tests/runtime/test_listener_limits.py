@@ -15,11 +15,11 @@ import zmq.asyncio
 from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
 from tests_support import WAIT_S
 
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.zmq_listener import ZmqListener
+from kvflow.runtime.channel.listening import ZmqListener
 
-QUESTION = wire.encode_frames(wire.our_header(b""), REQUEST)
+QUESTION = messages.encode_frames(messages.our_header(b""), REQUEST)
 
 
 @contextlib.asynccontextmanager
@@ -72,12 +72,12 @@ async def test_garbage_counts_as_asking() -> None:
 async def test_a_request_that_is_too_large_ends_its_connection_unread() -> None:
     config = replace(PLAIN, side_channel_request_bytes_max=1000)
     async with listening(config) as listener:
-        long = wire.LeaseRequest(
+        long = messages.LeaseRequest(
             reader="r", target=REQUEST.target, request_id="x" * 1000, num_tokens=1, blocks_digest=b""
         )
         with pytest.raises(PeerUnreachable, match="closed the connection without an answer"):
             await ask(replace(PLAIN, engine_id="reader"), listener, long)
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
 
 
 async def test_a_flood_leaves_the_loop_its_turns() -> None:
@@ -112,7 +112,7 @@ async def test_a_flood_that_ends_in_a_reset_kills_nobody() -> None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
             writer.write((b"\x00\x01x" * 30 + ping) * 10)
             writer.transport.abort()
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
 
 
 async def test_connections_are_counted_down_when_they_end() -> None:
@@ -137,7 +137,7 @@ async def test_bytes_that_are_no_message_change_nothing(data: bytes) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(data)
         await writer.drain()
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
         writer.close()
         await seen(listener, answered=1, refused=0, connections=0)
 
@@ -152,7 +152,7 @@ async def test_too_many_connections_are_all_dropped_and_the_port_stays() -> None
             with contextlib.suppress(ConnectionError):
                 await reader.read()  # what ZeroMQ says first, and the end
             writer.close()
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == wire.NoLease(ended=True)
+        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
         assert listener.port == port
         await seen(listener, recycled=1, connections=0)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvflow.runtime import lookups
-from kvflow.runtime.lookups import Lookups
+from kvflow.runtime.channel import lookups
+from kvflow.runtime.channel.lookups import Lookups
 
 ENTRIES = [
     (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fd00::7", 0, 0, 0)),

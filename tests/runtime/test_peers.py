@@ -14,9 +14,9 @@ from scripted import ScriptedSideChannel, ScriptedWorld, refusal
 from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, in_virtual_time, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, ServeRequest, Ticket
-from kvflow.core import wire
-from kvflow.core.states import PeerEvent, PeerState
-from kvflow.core.topology import Rank
+from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.states import PeerEvent, PeerState
+from kvflow.core.protocol import messages
 from kvflow.errors import (
     KVFlowError,
     LeaseExpired,
@@ -28,7 +28,7 @@ from kvflow.errors import (
     ProtocolError,
     TransferFailed,
 )
-from kvflow.runtime.peers import PeerStatistics
+from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, InprocPair, InprocTransport, ManualClock, inproc_pair
 from kvflow.transport.base import PeerGone
@@ -54,7 +54,7 @@ class Reader:
     @property
     def questions(self) -> int:
         """Handshakes so far."""
-        return sum(isinstance(one, wire.MetadataRequest) for one in self.scripted.channel.asked)
+        return sum(isinstance(one, messages.MetadataRequest) for one in self.scripted.channel.asked)
 
     @property
     def peer(self) -> PeerStatistics:
@@ -66,7 +66,7 @@ class Reader:
         """Agents that the transport knows."""
         return self.runtime.statistics().transport.open_peers
 
-    def answer(self, *outcomes: wire.Reply | Exception | Callable[[wire.Reply], wire.Reply]) -> None:
+    def answer(self, *outcomes: messages.Reply | Exception | Callable[[messages.Reply], messages.Reply]) -> None:
         """What the next questions get."""
         self.scripted.channel.script.extend(outcomes)
 
@@ -152,12 +152,12 @@ async def test_a_failed_handshake_fails_all_who_wait_and_the_next_loads_at_once(
         (PeerUnreachable("nobody", peer="p"), PeerUnreachable),
         (refusal("unknown engine"), PeerRefused),
         (refusal("no", version=7), PeerIncompatible),
-        (wire.Noted(), ProtocolError),
+        (messages.Ack(), ProtocolError),
     ],
     ids=["unreachable", "refused", "another version", "another answer"],
 )
 async def test_waits_double_while_it_fails_and_each_ends_with_one_question(
-    reader: Reader, outcome: wire.Reply | Exception, error: type[KVFlowError]
+    reader: Reader, outcome: messages.Reply | Exception, error: type[KVFlowError]
 ) -> None:
     lease = reader.pair.offer([3])
     waits = []
@@ -178,7 +178,7 @@ async def test_waits_double_while_it_fails_and_each_ends_with_one_question(
 
 async def test_who_is_not_ready_yet_may_be_asked_again_at_once(reader: Reader) -> None:
     lease = reader.pair.offer([3])
-    reader.answer(refusal("no KV cache registered yet", passing=True))
+    reader.answer(refusal("no KV cache registered yet", transient=True))
     with pytest.raises(PeerNotReady, match="no KV cache registered yet"):
         await reader.load(lease.ticket)
     assert (reader.peer.state, reader.peer.failures) == (PeerState.UNKNOWN, 0)
@@ -189,7 +189,7 @@ async def test_who_is_not_ready_yet_may_be_asked_again_at_once(reader: Reader) -
 async def test_not_ready_for_one_request_is_no_answer_for_another(reader: Reader) -> None:
     """Who shared the handshake asks for itself: a draining rank connects readers of its open leases only."""
     lease = reader.pair.offer([3])
-    reader.answer(refusal("draining", passing=True))
+    reader.answer(refusal("draining", transient=True))
     results = await asyncio.gather(*(reader.load(lease.ticket, block) for block in range(3)), return_exceptions=True)
     assert [type(result) for result in results] == [PeerNotReady, LoadReport, LoadReport]
     assert reader.questions == 2
@@ -244,9 +244,9 @@ async def test_many_reads_that_fail_at_once_are_one_failure(reader: Reader) -> N
     await reader.load(lease.ticket)
 
 
-def about_lease(ticket: Ticket) -> wire.LeaseRequest:
-    target = wire.Target("producer", 0, 0, 0)
-    return wire.LeaseRequest(
+def about_lease(ticket: Ticket) -> messages.LeaseRequest:
+    target = messages.Target("producer", 0, 0, 0)
+    return messages.LeaseRequest(
         reader="r", target=target, request_id=ticket.request_id, num_tokens=4, blocks_digest=ticket.blocks_digest
     )
 
@@ -260,7 +260,7 @@ async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all
     silence: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asked = 0
 
-    async def say_nothing(*_: object, **__: object) -> wire.Reply:
+    async def say_nothing(*_: object, **__: object) -> messages.Reply:
         nonlocal asked
         asked += 1
         await silence
@@ -376,7 +376,7 @@ async def reborn_producer(reader: Reader, port: int) -> AsyncIterator[Runtime]:
 async def test_a_producer_that_died_without_a_word_and_came_back() -> None:
     """Old connection, nobody there, new life: no wait keeps a ticket of the new life out, no old ticket disturbs it."""
     dying = ScriptedWorld(clock=ManualClock())
-    dying.channel.mute = (wire.Goodbye,)
+    dying.channel.mute = (messages.Goodbye,)
     async with open_reader(producer=World(side_channel=dying.channel)) as reader:
         first, unread = reader.pair.offer([3]), reader.pair.offer([4], "unread", ttl_s=0.001)
         await reader.load(first.ticket)
@@ -579,7 +579,7 @@ async def test_a_load_that_waits_for_a_lease_connects_again_to_a_peer_that_was_f
     first = reader.pair.offer([3])
     ticket = first.ticket.without_leases(request_id="late", block_ids=[4], num_tokens=4, ttl_s=30.0)
     load = asyncio.create_task(reader.load(ticket))
-    while not any(isinstance(question, wire.LeaseRequest) for question in reader.scripted.channel.asked):
+    while not any(isinstance(question, messages.LeaseRequest) for question in reader.scripted.channel.asked):
         await asyncio.sleep(0)
     assert await reader.runtime.forget_peer("producer")
     late = producer.serve_blocks(ServeRequest("late", block_ids=[4], num_tokens=4))

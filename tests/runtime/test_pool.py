@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from kvflow.runtime.pool import Pool
+from kvflow.runtime.memory.pool import Pool
 
 
 async def test_who_is_cancelled_in_the_turn_in_which_numbers_come_back_gives_its_place_up() -> None:

@@ -12,9 +12,9 @@ import pytest
 from hand_overs import free_ports
 from side_channels import PLAIN, REQUEST, Hands, listening
 
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.zmq_side_channel import ZmqSideChannel
+from kvflow.runtime.channel.asking import ZmqSideChannel
 
 
 async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
@@ -32,9 +32,9 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
                 await stack.enter_async_context(listening(replace(PLAIN, listen=f"tcp://127.0.0.1:{port}")))
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvflow.runtime.zmq_side_channel._probe", probe)
+            patch.setattr("kvflow.runtime.channel.asking._probe", probe)
             reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
-        assert reply == wire.NoLease(ended=True)
+        assert reply == messages.NoLease(ended=True)
         assert probes >= 1
     channel.close()
 
@@ -52,7 +52,7 @@ async def test_many_questions_at_once() -> None:
         channel = ZmqSideChannel(config, Hands().now_s)
         address = f"tcp://127.0.0.1:{listener.port}"
         asked = [channel.ask(address, REQUEST, fingerprint=b"") for _ in range(count)]
-        assert await asyncio.gather(*asked) == [wire.NoLease(ended=True)] * count
+        assert await asyncio.gather(*asked) == [messages.NoLease(ended=True)] * count
         channel.close()
 
 
@@ -61,7 +61,7 @@ async def test_no_sockets_are_left() -> None:
     async with listening(PLAIN) as listener:
         channel = ZmqSideChannel(PLAIN, Hands().now_s)
         address = f"tcp://127.0.0.1:{listener.port}"
-        assert await channel.ask(address, REQUEST, fingerprint=b"") == wire.NoLease(ended=True)
+        assert await channel.ask(address, REQUEST, fingerprint=b"") == messages.NoLease(ended=True)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Not as many as are used now: ZeroMQ may still be closing those of the question before.
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
@@ -70,7 +70,7 @@ async def test_no_sockets_are_left() -> None:
                 await channel.ask(address, REQUEST, fingerprint=b"")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert await channel.ask(address, REQUEST, fingerprint=b"") == wire.NoLease(ended=True)
+        assert await channel.ask(address, REQUEST, fingerprint=b"") == messages.NoLease(ended=True)
         channel.close()
 
 
@@ -84,7 +84,7 @@ async def test_questions_under_way_outlive_the_closing_of_their_channel() -> Non
         await asyncio.sleep(0)
         channel.close()
         channel.close()
-        assert await asyncio.gather(*asked) == [wire.NoLease(ended=True)] * 5
+        assert await asyncio.gather(*asked) == [messages.NoLease(ended=True)] * 5
     while threads() > before:
         await asyncio.sleep(0)
 

@@ -9,7 +9,7 @@ import pytest
 from tests_support import PATIENT, in_virtual_time, leases_ended, virtual_pair
 
 from kvflow import LeaseOutcome, LoadReport
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFailed
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 from kvflow.transport.base import PeerGone, TransportError
@@ -256,7 +256,7 @@ async def test_forged_notifications_release_nothing(pair: InprocPair) -> None:
     for payload in (
         b"",
         b"\xff" * 10,
-        wire.encode(wire.ReadDone(lease_id="abc", reader="x", share=1, whole=1)),
+        messages.encode(messages.ReadDone(lease_id="abc", reader="x", share=1, whole=1)),
         b"x" * 100_000,
     ):
         transport.deliver(payload)

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests_support import PATIENT, WAIT_S, altered, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
-from kvflow.core import wire
-from kvflow.core.layout import BlockShape
+from kvflow.core.cache.layout import BlockShape
+from kvflow.core.protocol import messages
 from kvflow.errors import (
     DeadlineExceeded,
     LeaseExpired,
@@ -64,18 +64,18 @@ def ticket_for(pair: InprocPair, port: int, **changes: object) -> Ticket:
     return altered(lease.ticket, port=port, **changes)
 
 
-def reply_frames(body: wire.Reply, version: int = wire.PROTOCOL_VERSION) -> list[bytes]:
-    return wire.encode_frames(wire.Header(magic=wire.MAGIC, version=version, fingerprint=b""), body)
+def reply_frames(body: messages.Reply, version: int = messages.PROTOCOL_VERSION) -> list[bytes]:
+    return messages.encode_frames(messages.Header(magic=messages.MAGIC, version=version, fingerprint=b""), body)
 
 
-def metadata_of(pair: InprocPair) -> wire.Metadata:
+def metadata_of(pair: InprocPair) -> messages.Metadata:
     """What the producer's listener really answers."""
     runtime = pair.producer.runtime
     cache = pair.consumer.runtime._supervisor.cache
     assert cache is not None
-    request = wire.MetadataRequest(reader="test", target=wire.Target("producer", 0, 0, 0))
-    reply = runtime._supervisor._answer(wire.our_header(cache.local.compatibility.fingerprint()), request)
-    assert isinstance(reply, wire.Metadata)
+    request = messages.MetadataRequest(reader="test", target=messages.Target("producer", 0, 0, 0))
+    reply = runtime._supervisor._answer(messages.our_header(cache.local.compatibility.fingerprint()), request)
+    assert isinstance(reply, messages.Metadata)
     return reply
 
 
@@ -118,9 +118,15 @@ async def test_a_mute_producer_costs_a_release_its_bound() -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [wire.ClockShown(incarnation="i", clock_s=1.0), wire.Refusal(reason="no", version=wire.PROTOCOL_VERSION)]
+    "reply",
+    [
+        messages.ClockShown(incarnation="i", clock_s=1.0),
+        messages.Refusal(reason="no", version=messages.PROTOCOL_VERSION),
+    ],
 )
-async def test_a_release_that_is_answered_by_something_else_told_nobody(pair: InprocPair, reply: wire.Reply) -> None:
+async def test_a_release_that_is_answered_by_something_else_told_nobody(
+    pair: InprocPair, reply: messages.Reply
+) -> None:
     async with fake_peer(lambda _: reply_frames(reply)) as port:
         assert not await pair.consumer.runtime.release_blocks(ticket_for(pair, port))
 
@@ -156,7 +162,7 @@ async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
         ({"engine_id": "other"}, PeerRefused, "expected engine 'producer', found 'other'"),
         ({"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
         ({"clock_s": float("nan")}, ProtocolError, "clock: nan s"),
-        ({"seals": wire.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, "seal table: 5 seals at 0"),
+        ({"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, "seal table: 5 seals at 0"),
     ],
 )
 async def test_metadata_that_contradicts_itself(
@@ -174,10 +180,10 @@ async def test_metadata_that_contradicts_itself(
         ({"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
         ({"num_blocks": 1 << 62}, ProtocolError, "region table: base"),
         ({"bases": [1], "strides": [4096]}, ProtocolError, "region table: 1 regions, parts of a layer"),
-        ({"bases": [1, 1], "strides": [4096] * 2}, ProtocolError, "holding: 2 layers, 2 regions"),
+        ({"bases": [1, 1], "strides": [4096] * 2}, ProtocolError, "cache share: 2 layers, 2 regions"),
         ({"block": BlockShape(4, 2, 16, 16, 64)}, PeerIncompatible, "bytes of a head: ours 64, theirs 32"),
         ({"block": BlockShape(4, 2, 32, 16, 64)}, ProtocolError, "region table: 16 blocks of shape"),
-        ({"block": BlockShape(2, 4, 32, 32, 64)}, ProtocolError, "holding: block_size 4, kv_heads 2"),
+        ({"block": BlockShape(2, 4, 32, 32, 64)}, ProtocolError, "cache share: block_size 4, kv_heads 2"),
         ({"device_kind": "tape"}, PeerIncompatible, "device: ours .*, theirs tape"),
     ],
 )
@@ -202,31 +208,31 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
     honest = metadata_of(pair)
     cache = pair.consumer.runtime._supervisor.cache
     assert cache is not None
-    refusal = wire.Refusal(
+    refusal = messages.Refusal(
         reason="no",
-        version=wire.PROTOCOL_VERSION,
+        version=messages.PROTOCOL_VERSION,
         compatibility=cache.local.compatibility,
-        holding=msgspec.structs.replace(honest.holding, **changes),
+        cache_share=msgspec.structs.replace(honest.cache_share, **changes),
     )
     async with fake_peer(lambda _: reply_frames(refusal)) as port:
-        with pytest.raises(ProtocolError, match="holding: "):
+        with pytest.raises(ProtocolError, match="cache share: "):
             await load_from(pair, ticket_for(pair, port))
     lease = pair.offer([3])
     await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
 
 
 async def test_an_engine_of_another_protocol_version(pair: InprocPair) -> None:
-    refusal = wire.Refusal(reason="no", version=7)
+    refusal = messages.Refusal(reason="no", version=7)
     async with fake_peer(lambda _: reply_frames(refusal, version=7)) as port:
         with pytest.raises(PeerIncompatible, match="kvflow protocol version: ours 3, theirs 7"):
             await load_from(pair, ticket_for(pair, port))
 
 
 async def test_the_listener_refuses_another_version_before_it_reads_the_body(pair: InprocPair) -> None:
-    header = wire.Header(magic=wire.MAGIC, version=9, fingerprint=b"")
+    header = messages.Header(magic=messages.MAGIC, version=9, fingerprint=b"")
     reply = await exchange(pair.producer.runtime.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
-    refusal = wire.decode_reply(reply[1])
-    assert isinstance(refusal, wire.Refusal)
+    refusal = messages.decode_reply(reply[1])
+    assert isinstance(refusal, messages.Refusal)
     assert refusal.reason == "kvflow protocol version: ours 3, theirs 9"
 
 
@@ -315,7 +321,7 @@ async def test_a_restarted_producer_never_satisfies_an_old_ticket(pair: InprocPa
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=4))
 async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
     async with inproc_pair(config=PATIENT) as pair:
-        await send_only(pair.producer.runtime.address, [frames, [b"", *frames], [wire.MAGIC.encode()] * 2])
+        await send_only(pair.producer.runtime.address, [frames, [b"", *frames], [messages.MAGIC.encode()] * 2])
         lease = pair.offer([3])
         await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
         assert await lease is LeaseOutcome.READ
@@ -325,7 +331,7 @@ async def test_garbage_is_counted() -> None:
     config = replace(PATIENT, side_channel_message_bytes_max=10_000)
     async with inproc_pair(config=config) as pair:
         runtime = pair.producer.runtime
-        valid_header = msgspec.msgpack.encode(wire.our_header(b""))
+        valid_header = msgspec.msgpack.encode(messages.our_header(b""))
         await exchange(runtime.address, [valid_header, b"\xc1"])
         await send_only(runtime.address, [[b"one"], [b"x" * 20_000, b"too large"], [b"not a header", b""]])
         statistics = runtime.statistics().listener

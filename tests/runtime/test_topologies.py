@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvflow import LoadRequest, RuntimeState
-from kvflow.core.layout import KVStyle
+from kvflow.core.cache.layout import KVStyle
 from kvflow.errors import PeerIncompatible
 from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport

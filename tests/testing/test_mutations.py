@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvflow.core.lease_book import LeaseBook, LeaseEntry
-from kvflow.core.ledger import BlockLedger
-from kvflow.core.seals import SealTable
-from kvflow.core.states import TransferEvent, TransferState
-from kvflow.runtime import connection
-from kvflow.runtime.peers import Peer
+from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
+from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.policy.states import TransferEvent, TransferState
+from kvflow.core.protocol.seals import SealTable
+from kvflow.runtime.consumer.flight import Transfer
+from kvflow.runtime.consumer.releases import Releases
+from kvflow.runtime.peers import link
+from kvflow.runtime.peers.table import Peer
 from kvflow.runtime.poller import Poller
-from kvflow.runtime.releases import Releases
-from kvflow.runtime.transfer import Transfer
 from kvflow.testing.simulator import simulate
 
 SEEDS_MAX = 1000
@@ -43,7 +43,7 @@ def believe_every_seal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seal that was fetched at the start vouches for slow reads, too."""
-    monkeypatch.setattr(connection, "trust_s", lambda hold_s: 1e9)
+    monkeypatch.setattr(link, "trust_s", lambda hold_s: 1e9)
 
 
 def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,10 +102,10 @@ def keep_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated connection is given back to the transport while reads use it."""
 
-    async def idle(self: connection.Connection) -> None:
+    async def idle(self: link.Connection) -> None:
         pass
 
-    monkeypatch.setattr(connection.Connection, "idle", idle)
+    monkeypatch.setattr(link.Connection, "idle", idle)
 
 
 MUTATIONS: dict[str, tuple[Mutation, str]] = {

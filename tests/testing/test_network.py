@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvflow import Config
-from kvflow.core import wire
-from kvflow.core.plan import Descriptors
-from kvflow.core.regions import Span
-from kvflow.core.seals import HOST
+from kvflow.core.cache.regions import Span
+from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.seals import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
-from kvflow.runtime.side_channel import SideChannel
+from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.testing.side_channel import InprocSideChannel
 from kvflow.testing.simulator.network import Flight, Host, Network
 from kvflow.testing.simulator.settings import Weather
@@ -269,7 +269,7 @@ def test_a_stalled_poller_hears_later() -> None:
 
 # --- questions
 
-QUESTION = wire.ClockRequest(reader="reader", target=wire.Target("target", 0, 0, 0))
+QUESTION = messages.ClockRequest(reader="reader", target=messages.Target("target", 0, 0, 0))
 
 
 def asker(setup: Setup, node: Node) -> SideChannel:
@@ -283,7 +283,7 @@ def start_listener(setup: Setup, node: Node) -> None:
 
     async def serve() -> None:
         channel = InprocSideChannel(setup.network.exchange, config)
-        listener = await channel.listen(lambda header, request: wire.ClockShown(incarnation="1", clock_s=1.0))
+        listener = await channel.listen(lambda header, request: messages.ClockShown(incarnation="1", clock_s=1.0))
         await listener.serve()
 
     node.host.life.task(serve())
@@ -295,7 +295,7 @@ def test_an_answer_comes_back() -> None:
         start_listener(setup, target)
         await pass_time(0.1)
         reply = await asker(setup, reader).ask("tcp://target:5600", QUESTION, fingerprint=b"")
-        assert reply == wire.ClockShown(incarnation="1", clock_s=1.0)
+        assert reply == messages.ClockShown(incarnation="1", clock_s=1.0)
 
     simulated(body)
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from tests_support import WAIT_S
 
-from kvflow.core.plan import Descriptors
-from kvflow.core.regions import Device, Span, UInt64Array
+from kvflow.core.cache.regions import Device, Span, UInt64Array
+from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import AgentName, Event, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from kvflow.transport.nixl import NixlTransport
-from kvflow.transport.nixl_agents import NixlSettings
+from kvflow.transport.nixl.agents import NixlSettings
+from kvflow.transport.nixl.loop import NixlTransport
 
 CPU = Device("cpu", 0)
 SIZE = 1 << 20

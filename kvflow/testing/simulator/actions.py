@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from kvflow.core.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import Engine

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvflow.core.layout import CacheLayout
-from kvflow.core.tensors import KVCaches
-from kvflow.runtime.staging import CopyDirection
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import KVCaches
+from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.testing.simulator.settings import MODEL_KV_HEADS
 
 HEAD_SIZE = 4
@@ -81,7 +81,7 @@ class RankCache:
         return range(offset // self._block_bytes, (offset + size_bytes - 1) // self._block_bytes + 1)
 
     def copy_blocks(self, host_caches: KVCaches, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
-        """An engine's own `runtime.staging.BlockCopier`."""
+        """An engine's own `runtime.memory.host_buffers.BlockCopier`."""
         ours = self.tensors["layers.0"]
         theirs = cast(torch.Tensor, host_caches["layers.0"])
         for device_block, host_block in pairs:

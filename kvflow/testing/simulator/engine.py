@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvflow.config import Config
-from kvflow.core.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     BlocksBusy,
     KVFlowError,
@@ -24,9 +24,9 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
-from kvflow.runtime.lease import LeaseOutcome, ServeRequest
-from kvflow.runtime.load import LoadReport, LoadRequest
-from kvflow.runtime.prewarm import PeerAddress
+from kvflow.runtime.consumer.load import LoadReport, LoadRequest
+from kvflow.runtime.peers.prewarm import PeerAddress
+from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.simulator.cache import RankCache

@@ -23,7 +23,7 @@ from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
 """On whose behalf code runs, set by an engine around each load: reads remember it."""
 
-Landing = Callable[["Flight", list[Row]], None]
+Route = Callable[["Flight", list[Row]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class Flight:
 class Network:
     """Time and faults of everything that engines send each other."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, note: Callable[..., None], on_landing: Landing) -> None:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, note: Callable[..., None], on_landing: Route) -> None:
         self.loop = loop
         self.rng = rng
         self.weather: Weather = CALM

@@ -17,7 +17,7 @@ from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvflow.runtime.lease import LeaseOutcome
+from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
 from kvflow.testing.simulator.checks import Checks
 from kvflow.testing.simulator.engine import Engine

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvflow.core.ticket import Ticket, merge_tickets
-from kvflow.runtime.lease import Lease
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.simulator.cache import RankCache
 

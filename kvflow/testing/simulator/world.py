@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvflow.config import Config
-from kvflow.core import wire
+from kvflow.core.protocol import messages
 from kvflow.runtime.world import World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
@@ -61,7 +61,7 @@ def garbled(network: Network, frames: Frames) -> Frames:
         case 1:
             return [network.rng.randbytes(len(header)), body]
         case 2:
-            return [header, wire.encode(wire.NoLease(ended=network.rng.random() < 0.5))]
+            return [header, messages.encode(messages.NoLease(ended=network.rng.random() < 0.5))]
         case _:
             return [header, body, body]
 

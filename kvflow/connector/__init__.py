@@ -1,0 +1,1 @@
+"""The two halves of an engine's connector: the scheduler's side and the worker's."""

@@ -1,0 +1,382 @@
+"""The scheduler's half of a connector, for any engine: what comes from remote, what each step loads, saves and sends.
+
+An engine's scheduler asks here and is told; the answers are decided without waiting, and what has to be done leaves as
+a `Step` for the engine's workers. In the order of a request's life:
+
+    add                      a request has come
+    num_new_matched_tokens   how much of its prompt can come from remote; no side effects, ask as often as you like
+    update_after_alloc       it has blocks now
+    build_step               what the workers do in this step
+    update_from_workers      what they have finished
+    request_finished         may its blocks be freed, and what does the router get?
+
+A request consumes (its parameters are a ticket) or produces (`do_remote_decode`); `core.policy.states` draws the life
+of each. A ticket is used once: whatever becomes of the load, after it the prompt is computed locally. Whether a failed
+load fails its request or is recomputed is the engine's policy.
+
+What makes a hand-over safe: a prompt's lease is opened in the step that completes the prompt, under a name that is a
+secret until `request_finished` gives it to the router. From then on the blocks are held until the workers report that
+the lease has ended; before, a preemption or an abort may take them at once, since nobody can have asked for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kvflow import checks
+from kvflow.connector.step import Keep, Receive, Release, Save, Send, Step
+from kvflow.core.policy.states import (
+    CONSUMER_TABLE,
+    PRODUCER_TABLE,
+    ConsumerEvent,
+    ConsumerState,
+    ProducerEvent,
+    ProducerState,
+    fire,
+    knows,
+    request_blocks_held,
+)
+from kvflow.core.protocol.prompts import check_prompt, prompt_digest
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import ConfigError, UsageError
+
+_SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
+
+
+class EngineRequest(Protocol):
+    """What a scheduler's request has to tell."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """None if the engine does not know, or they do not say what the prompt is: nothing is compared then."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
+
+
+class Matched(NamedTuple):
+    """How many prompt tokens can come from remote, and whether they come between the steps."""
+
+    tokens: int
+    asynchronous: bool
+
+
+class Scheduled(NamedTuple):
+    """A request of this step, and how many of its tokens are computed once the step is."""
+
+    request_id: str
+    num_computed_tokens: int
+
+
+class Finished(NamedTuple):
+    """Whether a request's blocks must stay until it is reported as sent or received, and what the router gets."""
+
+    hold_blocks: bool
+    params: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulingConfig:
+    """What a scheduler decides by. `block_size` is the engine's, in tokens."""
+
+    block_size: int
+    lease_ttl_s: float
+    """How long an offered prompt is kept for its reader."""
+    fetch_tokens_min: int = 1
+    """With fewer tokens than this to come from remote, computing them is faster."""
+    full_blocks_only: bool = False
+    """Offer only blocks that are full: a prompt shorter than one offers nothing."""
+    produces: bool = True
+    consumes: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "fetch_tokens_min"):
+            object.__setattr__(self, name, checks.whole(getattr(self, name), name, least=1, error=ConfigError))
+        object.__setattr__(self, "lease_ttl_s", checks.seconds(self.lease_ttl_s, "lease_ttl_s", error=ConfigError))
+        for name in ("full_blocks_only", "produces", "consumes"):
+            checks.flag(getattr(self, name), name, error=ConfigError)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Consumer:
+    request_id: str
+    num_prompt_tokens: int
+    ticket: Ticket
+    state: ConsumerState = ConsumerState.EXPECTED
+
+    @property
+    def offered_tokens(self) -> int:
+        """Prompt tokens that the ticket's blocks hold; 0 if they cannot be of this prompt."""
+        offered = min(self.ticket.num_tokens, len(self.ticket.block_ids) * self.ticket.block_size)
+        return offered if self.ticket.num_tokens <= self.num_prompt_tokens else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A prompt's lease, and when it was opened."""
+
+    save: Save
+    since_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Producer:
+    request_id: str
+    num_prompt_tokens: int
+    prompt: Sequence[int] | None
+    saved: _Saved | None = None
+    state: ProducerState = ProducerState.COMPUTING
+
+    def digest_of(self, save: Save) -> str:
+        """The digest of what is offered, for its ticket."""
+        return "" if self.prompt is None else prompt_digest(save.serve_id, self.prompt[: save.num_tokens])
+
+
+@dataclass(slots=True)
+class _NextStep:
+    keep: dict[str, Keep] = field(default_factory=dict)
+    withdraw: list[str] = field(default_factory=list)
+    abandon: list[str] = field(default_factory=list)
+    receive: list[Receive] = field(default_factory=list)
+    save: list[Save] = field(default_factory=list)
+    send: list[Send] = field(default_factory=list)
+    release: list[Release] = field(default_factory=list)
+
+
+class ConnectorScheduler:
+    """All requests of one engine's scheduler that concern transfers.
+
+    `new_secret` makes a text that nobody can guess. Nothing is offered before `introduce`.
+    """
+
+    def __init__(self, config: SchedulingConfig, *, new_secret: Callable[[], str]) -> None:
+        self._config = config
+        self._new_secret = new_secret
+        self._introduction: Ticket | None = None
+        self._consumers: dict[str, _Consumer] = {}
+        self._producers: dict[str, _Producer] = {}
+        self._next = _NextStep()
+
+    def __repr__(self) -> str:
+        return f"<ConnectorScheduler {len(self._consumers)} consumers, {len(self._producers)} producers>"
+
+    @property
+    def open_requests(self) -> int:
+        """How many requests have been added and have not ended."""
+        return len(self._consumers) + len(self._producers)
+
+    def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
+        """None for a request that does not concern transfers, or not any more."""
+        request = self._consumers.get(request_id) or self._producers.get(request_id)
+        return request.state if request else None
+
+    def blocks_held(self, request_id: str) -> bool:
+        """Whether the request's blocks must stay as they are, although it may have ended for the engine."""
+        state = self.state_of(request_id)
+        return state is not None and request_blocks_held(state)
+
+    def introduce(self, ticket: Ticket) -> None:
+        """Say who the engine's ranks are: a ticket of theirs, whatever for (`merge_tickets` of all ranks' tickets)."""
+        self._introduction = ticket
+
+    def add(self, request: EngineRequest) -> None:
+        """A request has come.
+
+        RequestError (PromptMismatch if the ticket is of another prompt): its prompt is computed locally.
+        """
+        if self.state_of(request.request_id) is not None:
+            raise UsageError(f"request {request.request_id!r}: it is there already")
+        if request.kv_transfer_params is None:
+            return
+        params = checks.mapping(request.kv_transfer_params, "kv_transfer_params")
+        checks.text(request.request_id, "request_id")
+        request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
+        if params.get("do_remote_prefill") and self._config.consumes:
+            ticket = Ticket.from_params(params)
+            if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
+                check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
+            consumer = _Consumer(request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=ticket)
+            self._consumers[request_id] = consumer
+            if consumer.offered_tokens:
+                self._next.keep[request_id] = Keep(request_id=request_id, ticket=consumer.ticket)
+        elif params.get("do_remote_decode") and self._config.produces:
+            self._producers[request_id] = _Producer(
+                request_id=request_id, num_prompt_tokens=num_prompt_tokens, prompt=request.prompt_token_ids
+            )
+
+    def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
+        """How many tokens beyond `num_computed_tokens`, which fill whole blocks, can come from remote."""
+        request = self._consumers.get(request_id)
+        if request is None or request.state is not ConsumerState.EXPECTED:
+            return Matched(0, False)
+        tokens = request.offered_tokens - num_computed_tokens
+        return Matched(tokens, True) if tokens >= self._config.fetch_tokens_min else Matched(0, False)
+
+    def update_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """A request has got blocks: `block_ids` are all of its own in prompt order, computed ones first.
+
+        With `num_external_tokens` 0 nothing will be read, so its producer is told. Raises UsageError if the number is
+        not one that `num_new_matched_tokens` has given.
+        """
+        request = self._consumers.get(request_id)
+        if request is None or request.state is not ConsumerState.EXPECTED:
+            return
+        if num_external_tokens == 0:
+            self._consumer_fires(request, ConsumerEvent.SKIP)
+            self._release(request)
+            return
+        size, offered = self._config.block_size, request.offered_tokens
+        computed = offered - num_external_tokens
+        missing = tuple(block_ids[computed // size : -(-offered // size)])
+        if computed < 0 or computed % size or len(missing) * size < num_external_tokens:
+            raise UsageError(
+                f"request {request_id!r}: {num_external_tokens} of {offered} offered tokens do not go into blocks of "
+                f"{size} tokens, of which it has {len(block_ids)}"
+            )
+        self._consumer_fires(request, ConsumerEvent.RECEIVE)
+        self._next.receive.append(Receive(request_id=request_id, ticket=request.ticket, block_ids=missing))
+
+    def build_step(
+        self,
+        scheduled: Iterable[Scheduled],
+        *,
+        preempted: Iterable[str],
+        block_ids: Callable[[str], Sequence[int]],
+        now_s: float,
+    ) -> Step:
+        """What the workers do in this step; afterwards nothing of it is left here.
+
+        `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a scheduled request;
+        `now_s` is any steady clock's.
+        """
+        for request_id in preempted:
+            self._preempt(request_id)
+        for entry in scheduled:
+            request = self._producers.get(entry.request_id)
+            if request is not None and request.state is ProducerState.COMPUTING:
+                self._save_if_complete(request, entry.num_computed_tokens, block_ids, now_s)
+        work, self._next = self._next, _NextStep()
+        return Step(
+            keep=tuple(keep for keep in work.keep.values() if self._waits(keep.request_id)),
+            withdraw=tuple(work.withdraw),
+            abandon=tuple(request_id for request_id in work.abandon if request_id in self._consumers),
+            receive=tuple(work.receive),
+            save=tuple(work.save),
+            send=tuple(work.send),
+            release=tuple(work.release),
+        )
+
+    def update_from_workers(self, *, received: Iterable[str] = (), sent: Iterable[str] = ()) -> None:
+        """Loads that have ended, well or not, and leases that have. Ids that nobody waits for change nothing."""
+        for request_id in received:
+            consumer = self._consumers.get(request_id)
+            if consumer is not None and knows(CONSUMER_TABLE, consumer.state, ConsumerEvent.RECEIVED):
+                self._consumer_fires(consumer, ConsumerEvent.RECEIVED)
+        for request_id in sent:
+            producer = self._producers.get(request_id)
+            if producer is not None and knows(PRODUCER_TABLE, producer.state, ProducerEvent.SENT):
+                self._producer_fires(producer, ProducerEvent.SENT)
+
+    def request_finished(self, request_id: str, *, completed: bool, now_s: float) -> Finished:
+        """A request has ended for the engine: `completed` by itself, or else aborted or failed.
+
+        With `hold_blocks` its blocks are the engine's again when it is reported as sent, or as received.
+        """
+        if request_id in self._consumers:
+            return self._consumer_finished(self._consumers[request_id])
+        if request_id in self._producers:
+            return self._producer_finished(self._producers[request_id], completed, now_s)
+        return Finished(False, None)
+
+    def withdraw_all(self) -> None:
+        """End every lease whose ticket is out: what the blocks hold is not to be read any more."""
+        self._next.withdraw += (
+            request.request_id for request in self._producers.values() if request.state is ProducerState.SENDING
+        )
+
+    def _waits(self, request_id: str) -> bool:
+        """Whether a consumer has no blocks yet."""
+        return self.state_of(request_id) is ConsumerState.EXPECTED
+
+    def _consumer_finished(self, request: _Consumer) -> Finished:
+        expected = request.state is ConsumerState.EXPECTED
+        self._consumer_fires(request, ConsumerEvent.END)
+        if expected:
+            self._release(request)
+        elif request.state is ConsumerState.ABANDONED:
+            self._next.abandon.append(request.request_id)
+        return Finished(request_blocks_held(request.state), None)
+
+    def _producer_finished(self, request: _Producer, completed: bool, now_s: float) -> Finished:
+        saved = request.saved
+        remaining_s = saved.save.ttl_s - (now_s - saved.since_s) if saved else 0.0
+        if saved is None or self._introduction is None or not completed or remaining_s <= 0:
+            self._producer_fires(request, ProducerEvent.END)
+            self._withdraw(request)
+            return Finished(False, None)
+        save = saved.save
+        ticket = self._introduction.without_leases(
+            request_id=save.serve_id,
+            block_ids=save.block_ids,
+            num_tokens=save.num_tokens,
+            ttl_s=remaining_s,
+            prompt_digest=request.digest_of(save),
+        )
+        if save.block_ids:
+            self._producer_fires(request, ProducerEvent.SEND)
+            self._next.send.append(Send(request_id=request.request_id, remaining_s=remaining_s))
+        else:
+            self._producer_fires(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
+        return Finished(request_blocks_held(request.state), ticket.to_params())
+
+    def _preempt(self, request_id: str) -> None:
+        request = self._producers.get(request_id)
+        if request is not None and request.state is ProducerState.SAVED:
+            self._producer_fires(request, ProducerEvent.PREEMPT)
+            self._withdraw(request)
+
+    def _save_if_complete(
+        self, request: _Producer, num_computed_tokens: int, block_ids: Callable[[str], Sequence[int]], now_s: float
+    ) -> None:
+        if num_computed_tokens < request.num_prompt_tokens or self._introduction is None:
+            return
+        tokens, size = request.num_prompt_tokens, self._config.block_size
+        if self._config.full_blocks_only:
+            tokens -= tokens % size
+        save = Save(
+            request_id=request.request_id,
+            serve_id=f"{request.request_id[:_SHOWN_ID_CHARS]}#{self._new_secret()}",
+            block_ids=tuple(block_ids(request.request_id)[: -(-tokens // size)]),
+            num_tokens=tokens,
+            ttl_s=self._config.lease_ttl_s,
+        )
+        request.saved = _Saved(save, now_s)
+        self._producer_fires(request, ProducerEvent.SAVE)
+        if save.block_ids:
+            self._next.save.append(save)
+
+    def _release(self, request: _Consumer) -> None:
+        if request.ticket.block_ids:
+            self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket))
+
+    def _withdraw(self, request: _Producer) -> None:
+        """End the lease of a prompt whose ticket nobody has."""
+        saved, request.saved = request.saved, None
+        if saved is not None and saved.save.block_ids:
+            self._next.withdraw.append(request.request_id)
+
+    def _consumer_fires(self, request: _Consumer, event: ConsumerEvent) -> None:
+        request.state = fire(CONSUMER_TABLE, request.state, event)
+        if request.state is ConsumerState.ENDED:
+            del self._consumers[request.request_id]
+
+    def _producer_fires(self, request: _Producer, event: ProducerEvent) -> None:
+        request.state = fire(PRODUCER_TABLE, request.state, event)
+        if request.state is ProducerState.ENDED:
+            del self._producers[request.request_id]

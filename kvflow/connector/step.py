@@ -1,0 +1,69 @@
+"""What an engine's scheduler hands its workers each step: frozen messages that any executor can carry.
+
+A `Step` is made by `connector.scheduler` and carried out by each worker. The workers tell the engine which requests
+have been received and sent; nothing else comes back.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvflow.core.protocol.ticket import Ticket
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """The request waits for blocks: keep what its ticket offers until it is received or released."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Receive(msgspec.Struct, frozen=True, kw_only=True):
+    """Load what the ticket offers into `block_ids`. The request waits until it is reported as received."""
+
+    request_id: str
+    ticket: Ticket
+    block_ids: tuple[int, ...]
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True):
+    """These blocks hold a whole prompt once this step has been computed: open a lease under `serve_id`.
+
+    The lease is open before its ticket can be out, so it keeps no reader waiting, and nobody can read it before: its
+    `serve_id` is a secret until then.
+    """
+
+    request_id: str
+    serve_id: str
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    ttl_s: float
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """The ticket of a saved request is out. The engine waits until the request is reported as sent."""
+
+    request_id: str
+    remaining_s: float
+    """What its lease had left when the request finished."""
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing will be read for this ticket: tell its producer at once."""
+
+    request_id: str
+    ticket: Ticket
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One step's work, in the order in which a worker has to begin it."""
+
+    send: tuple[Send, ...] = ()
+    keep: tuple[Keep, ...] = ()
+    withdraw: tuple[str, ...] = ()
+    """Requests whose leases end now: their blocks may be used for something else."""
+    receive: tuple[Receive, ...] = ()
+    abandon: tuple[str, ...] = ()
+    """Requests whose loads nobody wants any more. They are reported as received once no byte can land."""
+    save: tuple[Save, ...] = ()
+    release: tuple[Release, ...] = ()

@@ -1,0 +1,254 @@
+"""The workers' half of a connector, for any engine: carries out what `connector.scheduler` hands over each step.
+
+An engine's step calls `begin` and `collect`, and neither ever waits: the work runs on the loop of a `blocking.Runtime`
+and goes on between the steps. What is reported is final: a request is received when no byte can land in its blocks any
+more, be it for a load that failed or was abandoned, and sent when its lease has ended and the engine waits for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Coroutine, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvflow.blocking import Runtime as BlockingRuntime
+from kvflow.connector.step import Keep, Receive, Save, Step
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import KVFlowError
+from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
+from kvflow.runtime.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load has succeeded."""
+
+    request_id: str
+    report: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed:
+    """A load has failed, or was abandoned (`error` is None); its blocks are safe and hold nothing of use."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    error: KVFlowError | None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """A lease has ended. `sent` if the engine waits for that."""
+
+    request_id: str
+    outcome: LeaseOutcome
+    sent: bool
+
+
+Happening: TypeAlias = Loaded | LoadFailed | LeaseEnded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """What has ended since the last call of `collect`."""
+
+    received: frozenset[str]
+    """Loads that have ended, those that failed included."""
+    failed: Mapping[str, LoadFailed]
+    sent: frozenset[str]
+    happenings: tuple[Happening, ...]
+    """All of it, in order: for metrics and logs."""
+
+
+class ConnectorWorker:
+    """One rank's worker. It owns nothing: who made the runtime closes it."""
+
+    def __init__(self, runtime: BlockingRuntime) -> None:
+        self._runtime = runtime
+        self._happened: deque[Happening] = deque()
+        self._courier = _Courier(self._happened)
+
+    def introduction(self) -> Ticket:
+        """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
+        return self._runtime.serve_blocks(ServeRequest("introduction", block_ids=[], num_tokens=0)).ticket
+
+    def begin(self, step: Step) -> None:
+        """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed."""
+        if step != _NOTHING:
+            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step))
+
+    def collect(self) -> Results:
+        """What has ended meanwhile; returns at once. Raises what has gone wrong in kvflow itself."""
+        if self._courier.problem is not None:
+            raise self._courier.problem
+        happened = tuple(self._happened.popleft() for _ in range(len(self._happened)))
+        failed = {entry.request_id: entry for entry in happened if isinstance(entry, LoadFailed)}
+        loaded = {entry.request_id for entry in happened if isinstance(entry, Loaded)}
+        sent = {entry.request_id for entry in happened if isinstance(entry, LeaseEnded) and entry.sent}
+        return Results(
+            received=frozenset(loaded | failed.keys()), failed=failed, sent=frozenset(sent), happenings=happened
+        )
+
+
+_NOTHING = Step()
+
+
+@dataclass(slots=True, eq=False)
+class _Offer:
+    """A saved prompt: its lease, if there is one, and whether the engine waits for its end."""
+
+    request_id: str
+    lease: Lease | None
+    outcome: LeaseOutcome | None = None
+    sent: bool = False
+
+
+@dataclass(slots=True)
+class _Courier:
+    """Lives on the loop: the loads and leases of the engine's requests."""
+
+    happened: deque[Happening]
+    kept: dict[str, ExitStack] = field(default_factory=dict)
+    """What the tickets of requests that wait for blocks, or load, keep open."""
+    loads: dict[str, asyncio.Task[LoadReport]] = field(default_factory=dict)
+    offers: dict[str, _Offer] = field(default_factory=dict)
+    withdrawn: set[Lease] = field(default_factory=set)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    problem: BaseException | None = None
+
+    async def carry_out(self, runtime: Runtime, step: Step) -> None:
+        """Start everything, in the order in which it may touch the same blocks."""
+        try:
+            self._start(runtime, step)
+        except Exception as problem:  # noqa: BLE001 - a bug of ours; the engine gets it with its next step
+            self.problem = problem
+
+    def _start(self, runtime: Runtime, step: Step) -> None:
+        for send in step.send:
+            self._send(send.request_id)
+        for release in step.release:
+            self._let_go(release.request_id)
+            self._spawn(_release(runtime, release.ticket))
+        for keep in step.keep:
+            self._keep(runtime, keep)
+        for request_id in step.withdraw:
+            self._withdraw(request_id)
+        for receive in step.receive:
+            self._receive(runtime, receive)
+        for request_id in step.abandon:
+            if request_id in self.loads:  # else its end is on its way to the engine
+                self.loads[request_id].cancel()
+        for save in step.save:
+            self._save(runtime, save)
+
+    def _keep(self, runtime: Runtime, keep: Keep) -> None:
+        kept = ExitStack()
+        try:
+            kept.enter_context(runtime.keep_leases(keep.ticket))
+        except KVFlowError as error:
+            logger.info("request %s: its leases are not kept: %s", keep.request_id, error)
+        else:
+            self.kept[keep.request_id] = kept
+
+    def _let_go(self, request_id: str) -> None:
+        if request_id in self.kept:
+            self.kept.pop(request_id).close()
+
+    def _receive(self, runtime: Runtime, receive: Receive) -> None:
+        started: list[Load] = []
+        load = asyncio.create_task(self._load(runtime, receive, started), name=f"kvflow-receive {receive.request_id}")
+        self.loads[receive.request_id] = load
+        self._spawn(self._follow(runtime, receive, load, started))
+
+    async def _load(self, runtime: Runtime, receive: Receive, started: list[Load]) -> LoadReport:
+        for lease in tuple(self.withdrawn):
+            await lease  # its blocks may be ours now, and are kept for a moment after its end
+        request = LoadRequest(receive.request_id, ticket=receive.ticket, block_ids=receive.block_ids)
+        started.append(runtime.start_load(request))
+        return await started[0]
+
+    async def _follow(
+        self, runtime: Runtime, receive: Receive, load: asyncio.Task[LoadReport], started: list[Load]
+    ) -> None:
+        """Wait until a load has ended and its blocks are safe; then say so."""
+        request_id = receive.request_id
+        await asyncio.wait([load])
+        self._let_go(request_id)
+        for one in started:
+            await one.settled()
+        del self.loads[request_id]
+        error = None if load.cancelled() else load.exception()
+        if error is not None and not isinstance(error, KVFlowError):
+            raise error
+        if load.cancelled() or error is not None:
+            self.happened.append(LoadFailed(request_id, receive.block_ids, error))
+            logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
+        else:
+            self.happened.append(Loaded(request_id, load.result()))
+        if load.cancelled():  # a load that failed may be tried elsewhere, with the same ticket
+            await _release(runtime, receive.ticket)
+
+    def _save(self, runtime: Runtime, save: Save) -> None:
+        request = ServeRequest(save.serve_id, block_ids=save.block_ids, num_tokens=save.num_tokens, ttl_s=save.ttl_s)
+        try:
+            lease = runtime.serve_blocks(request)
+        except KVFlowError as error:
+            logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
+            self.offers[save.request_id] = _Offer(save.request_id, None, LeaseOutcome.REVOKED)
+            return
+        offer = self.offers[save.request_id] = _Offer(save.request_id, lease)
+        self._spawn(self._watch(offer, lease))
+
+    async def _watch(self, offer: _Offer, lease: Lease) -> None:
+        offer.outcome = await lease
+        self.withdrawn.discard(lease)
+        self._report_if_over(offer)
+
+    def _send(self, request_id: str) -> None:
+        offer = self.offers[request_id]
+        offer.sent = True
+        self._report_if_over(offer)
+
+    def _withdraw(self, request_id: str) -> None:
+        offer = self.offers.get(request_id)
+        if offer is None:
+            return  # its end is on its way to the engine
+        if not offer.sent:
+            del self.offers[request_id]
+        if offer.lease is not None and offer.outcome is None:
+            offer.lease.revoke()
+            self.withdrawn.add(offer.lease)
+        self._report_if_over(offer)
+
+    def _report_if_over(self, offer: _Offer) -> None:
+        """A lease may end before the engine says that it waits for that."""
+        current = self.offers.get(offer.request_id) is offer
+        if offer.outcome is not None and (offer.sent or not current):
+            self.happened.append(LeaseEnded(offer.request_id, offer.outcome, offer.sent))
+            if current:
+                del self.offers[offer.request_id]
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self.problem = task.exception()
+
+
+async def _release(runtime: Runtime, ticket: Ticket) -> None:
+    """Tell a producer that nothing will be read for its ticket. Its lease would run out without us too."""
+    try:
+        await runtime.release_blocks(ticket)
+    except KVFlowError as error:
+        logger.info("request %s: its producer was not told: %s", ticket.request_id, error)

@@ -1,0 +1,355 @@
+"""What one rank's KV cache looks like in memory: which bytes belong to (layer, K or V, block).
+
+A cache is a dict of layer name to tensor, or to a (K, V) pair of tensors. Four ways to hold K and V are known
+(`KVStyle`); the last axes are tokens, heads and head elements in either order (NHD or HND). Strides are
+read from the tensors, so permuted views, padded blocks and layers that share one storage all work, as long
+as the bytes of one block of one region are dense and the elements of a head lie together.
+
+The canonical form is a list of regions (`core.cache.regions`): one for each layer and part (K, V, or the one latent or
+fused part), each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any
+block. A tensor that stacks K and V next to each other in a block is two regions too; `pairing` fuses neighbours again
+where both sides allow it.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from kvflow import checks
+from kvflow.checks import answer, shown
+from kvflow.core.cache.tensors import (
+    LAYERS_MAX,
+    NAME_CHARS_MAX,
+    KVCaches,
+    LayerCache,
+    TensorLike,
+    checked_caches,
+    tensors_of,
+)
+from kvflow.errors import LayoutError
+
+PLAIN = "plain"  # the kv_format of bytes that are values of the dtype and nothing else
+
+
+class KVStyle(enum.StrEnum):
+    """How a layer holds K and V. B blocks, N tokens of a block, H heads, D head elements (N and H may be swapped)."""
+
+    KV_FIRST = "kv_first"  # one tensor (2, B, N, H, D)
+    BLOCKS_FIRST = "blocks_first"  # one tensor (B, 2, N, H, D)
+    APART = "apart"  # a pair of tensors (B, N, H, D)
+    FUSED = "fused"  # one tensor (B, N, H, D) whose last axis holds K and V of a head together
+    MLA = "mla"  # one tensor (B, N, D): the latent of multi-head latent attention
+
+
+# The axes in front of a block's own, per style; "kv" has two entries.
+_OUTER_AXES: dict[KVStyle, tuple[str, ...]] = {
+    KVStyle.KV_FIRST: ("kv", "block"),
+    KVStyle.BLOCKS_FIRST: ("block", "kv"),
+    KVStyle.APART: ("block",),
+    KVStyle.FUSED: ("block",),
+    KVStyle.MLA: ("block",),
+}
+_INNER_AXES: dict[str, tuple[str, ...]] = {"NHD": ("token", "head", "dim"), "HND": ("head", "token", "dim")}
+_MLA_INNER_AXES = ("token", "dim")
+
+# The index of a layer in its model is the one number among the words of its name, as in "model.layers.12.self_attn".
+_LAYER_INDEX = re.compile(r"(?:^|[._/])(\d+)(?=[._/]|$)")
+
+# The parts of a layer, in the order of the regions.
+_PARTS: dict[KVStyle, tuple[str, ...]] = {
+    KVStyle.KV_FIRST: ("K", "V"),
+    KVStyle.BLOCKS_FIRST: ("K", "V"),
+    KVStyle.APART: ("K", "V"),
+    KVStyle.FUSED: ("KV",),
+    KVStyle.MLA: ("latent",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """The shape of one rank's cache, equal for all its layers.
+
+    `order` is the order of the axes in the tensors' shape; `memory_order` is the one their strides give. `dtype` is
+    the name without a package ("float16"). For MLA `num_kv_heads` is 1 and `head_size` the latent's size; for
+    FUSED `head_size` is the last axis, that is K and V of a head together. `layer_indices` says which layers of the
+    model these are: a rank of a pipeline holds some. `kv_format` names what the bytes mean where they are more than
+    values of `dtype`, such as scales inside a block; both sides must have the same.
+    """
+
+    layer_names: tuple[str, ...]
+    layer_indices: tuple[int, ...]
+    kv_format: str
+    style: KVStyle
+    order: str
+    memory_order: str
+    dtype: str
+    itemsize: int
+    num_blocks: int
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+
+    def __post_init__(self) -> None:
+        for name, plain in _plain_fields(self).items():
+            object.__setattr__(self, name, plain)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of a layer's regions."""
+        return _PARTS[self.style]
+
+    @property
+    def latent(self) -> bool:
+        """Whether there is one latent part in place of K and V."""
+        return self.style is KVStyle.MLA
+
+    @property
+    def kv_head_size(self) -> int:
+        """Elements of K, or of V, or of the latent, of one head of one token."""
+        return self.head_size // 2 if self.style is KVStyle.FUSED else self.head_size
+
+    @property
+    def block_shape(self) -> BlockShape:
+        """Where the tokens and heads of one block of one region lie."""
+        run = self.head_size * self.itemsize
+        tokens, heads = self.block_size, self.num_kv_heads
+        token_stride, head_stride = (heads * run, run) if self.memory_order == "NHD" else (run, tokens * run)
+        return BlockShape(tokens, heads, run, token_stride, head_stride)
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """Bytes of one token in one region."""
+        return self.num_kv_heads * self.head_size * self.itemsize
+
+    @property
+    def region_block_size_bytes(self) -> int:
+        """Bytes of one block in one region."""
+        return self.slot_size_bytes * self.block_size
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block over all layers and parts."""
+        return self.region_block_size_bytes * len(self.parts) * len(self.layer_names)
+
+    @classmethod
+    def infer(
+        cls,
+        kv_caches: KVCaches,
+        *,
+        order: str,
+        block_size: int,
+        style: KVStyle | str | None = None,
+        layer_indices: Sequence[int] | None = None,
+        kv_format: str = PLAIN,
+    ) -> CacheLayout:
+        """Read the layout off the tensors.
+
+        `order` names the axes of the tensors' shape, "NHD" or "HND"; `block_size` is in tokens and is checked
+        against the shape. `style` is needed only where shapes do not tell: a 5-axis tensor whose first two axes
+        are both 2. `layer_indices` defaults to the numbers in the layers' names ("model.layers.12.self_attn"), or to
+        their positions if some name has none or several. Raises LayoutError with the layer's name and both values.
+        """
+        kv_caches = checked_caches(kv_caches)
+        block_size = _size(block_size, "block_size")
+        order = _order(order, "order")
+        name, first = next(iter(kv_caches.items()))
+        chosen = _infer_style(name, first) if style is None else _style_of(style)
+        layout = replace(
+            _layout_of_layer(name, first, chosen, order, tuple(kv_caches)),
+            layer_indices=_layer_indices(tuple(kv_caches), layer_indices),
+            kv_format=kv_format,
+        )
+        if layout.block_size != block_size:
+            raise LayoutError(
+                f"layer {name!r}: block_size is {block_size}, but axis 'token' of shape {_shape_text(name, first)} "
+                f"read as {order} has {layout.block_size}"
+            )
+        layout.check(kv_caches)
+        return layout
+
+    def check(self, kv_caches: KVCaches) -> None:
+        """Raise LayoutError unless every tensor is as this layout says."""
+        kv_caches = checked_caches(kv_caches)
+        if tuple(kv_caches) != self.layer_names:
+            raise LayoutError(
+                f"layers differ: layout has {_some(self.layer_names)}, caches have {_some(tuple(kv_caches))}"
+            )
+        for name, layer in kv_caches.items():
+            other = _layout_of_layer(name, layer, self.style, self.order, self.layer_names)
+            for field in ("dtype", "itemsize", "num_blocks", "block_size", "num_kv_heads", "head_size", "memory_order"):
+                ours, theirs = getattr(self, field), getattr(other, field)
+                if ours != theirs:
+                    raise LayoutError(f"layer {name!r}: {field} is {theirs}, the layout says {ours}")
+
+
+class BlockShape(NamedTuple):
+    """One block of one region: how many tokens and KV heads, and where they lie in it. All in bytes.
+
+    Token t of head h begins at `t * token_stride + h * head_stride` and has `run` bytes.
+    """
+
+    tokens: int
+    heads: int
+    run: int
+    token_stride: int
+    head_stride: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.tokens * self.heads * self.run
+
+
+def _infer_style(name: str, layer: LayerCache) -> KVStyle:
+    tensors = tensors_of(name, layer)
+    if len(tensors) > 1:
+        return KVStyle.APART
+    shape = tuple(tensors[0].shape)
+    if len(shape) == 3:
+        return KVStyle.MLA
+    if len(shape) == 4:
+        return KVStyle.FUSED
+    if len(shape) == 5 and shape[:2] == (2, 2):
+        raise LayoutError(f"layer {name!r}: shape {shape} fits kv_first and blocks_first; pass style=")
+    if len(shape) == 5 and shape[0] == 2:
+        return KVStyle.KV_FIRST
+    if len(shape) == 5 and shape[1] == 2:
+        return KVStyle.BLOCKS_FIRST
+    raise LayoutError(
+        f"layer {name!r}: expected a shape (2, B, ..), (B, 2, ..), (B, N, H, D), (B, N, D) or a (K, V) pair, "
+        f"got {len(shape)} axes: {shape}"
+    )
+
+
+def _style_of(style: KVStyle | str) -> KVStyle:
+    found = answer(partial(KVStyle, style))
+    if found is None:
+        raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {shown(style)}")
+    return found
+
+
+def _order(order: str, what: str) -> str:
+    if not isinstance(order, str) or order not in _INNER_AXES:
+        raise LayoutError(f"{what}: expected one of {sorted(_INNER_AXES)}, got {shown(order)}")
+    return str.__str__(order)
+
+
+def _name(value: object, what: str) -> str:
+    return checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
+
+
+def _size(value: object, what: str) -> int:
+    return checks.whole(value, what, least=1, error=LayoutError)
+
+
+def _plain_fields(layout: CacheLayout) -> dict[str, object]:
+    """The fields of a layout in Python's own types; LayoutError names one that no cache has."""
+    names = layout.layer_names
+    if not isinstance(names, tuple | list) or not 0 < len(names) <= LAYERS_MAX:
+        raise LayoutError(f"layer_names: expected 1 to {LAYERS_MAX} names, got {shown(names)}")
+    return {
+        "layer_names": tuple(_name(name, "layer_names") for name in names),
+        "layer_indices": _given_indices(layout.layer_indices, len(names)),
+        "kv_format": _name(layout.kv_format, "kv_format"),
+        "style": _style_of(layout.style),
+        "order": _order(layout.order, "order"),
+        "memory_order": _order(layout.memory_order, "memory_order"),
+        "dtype": _name(layout.dtype, "dtype"),
+        **{name: _size(getattr(layout, name), name) for name in _SIZES},
+    }
+
+
+_SIZES = ("itemsize", "num_blocks", "block_size", "num_kv_heads", "head_size")
+
+
+def axes_of(style: KVStyle, order: str) -> tuple[str, ...]:
+    inner = _MLA_INNER_AXES if style is KVStyle.MLA else _INNER_AXES[order]
+    return _OUTER_AXES[style] + inner
+
+
+def _layout_of_layer(
+    name: str, layer: LayerCache, style: KVStyle, order: str, layer_names: tuple[str, ...]
+) -> CacheLayout:
+    tensors = tensors_of(name, layer)
+    if (len(tensors) == 2) != (style is KVStyle.APART):
+        raise LayoutError(f"layer {name!r}: style {style} wants {'a pair' if style is KVStyle.APART else 'one tensor'}")
+    first, last = tensors[0], tensors[-1]
+    axes = axes_of(style, order)
+    for tensor in tensors:
+        if len(tensor.shape) != len(axes):
+            raise LayoutError(
+                f"layer {name!r}: style {style} has {len(axes)} axes ({', '.join(axes)}), "
+                f"got shape {tuple(tensor.shape)}"
+            )
+    facts = [(tuple(t.shape), str(t.dtype), _memory_order(name, style, order, t)) for t in (first, last)]
+    if facts[0] != facts[1]:
+        raise LayoutError(f"layer {name!r}: K is {facts[0]}, V is {facts[1]}")
+    size = dict(zip(axes, first.shape, strict=True))
+    if size.get("kv", 2) != 2:
+        raise LayoutError(f"layer {name!r}: axis 'kv' of shape {tuple(first.shape)} is {size['kv']}, expected 2")
+    if min(size.values()) < 1:
+        raise LayoutError(f"layer {name!r}: empty axis in shape {tuple(first.shape)}")
+    if style is KVStyle.FUSED and size["dim"] % 2:
+        raise LayoutError(f"layer {name!r}: axis 'dim' holds K and V of a head, so it is even; got {size['dim']}")
+    return CacheLayout(
+        layer_names=layer_names,
+        layer_indices=tuple(range(len(layer_names))),
+        kv_format=PLAIN,
+        style=style,
+        order=order,
+        memory_order=_memory_order(name, style, order, first),
+        dtype=str(first.dtype).rpartition(".")[2],
+        itemsize=first.element_size(),
+        num_blocks=size["block"],
+        block_size=size["token"],
+        num_kv_heads=size.get("head", 1),
+        head_size=size["dim"],
+    )
+
+
+def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> str:
+    """The order of a block's axes that strides give, NHD or HND; axes of one entry do not matter."""
+    axes = axes_of(style, order)
+    stride = dict(zip(axes, tensor.stride(), strict=True))
+    size = dict(zip(axes, tensor.shape, strict=True))
+    inner = [axis for axis in axes if axis not in ("kv", "block")]
+    found = sorted((axis for axis in inner if size[axis] > 1), key=lambda axis: -stride[axis])
+    for usual, usual_axes in _INNER_AXES.items():
+        if [axis for axis in usual_axes if axis in found] == found:
+            return usual
+    inside = found[-1]  # anything else would be one of the usual orders
+    raise LayoutError(
+        f"layer {name!r}: the elements of a head are not next to each other in memory: axis {inside!r} has "
+        f"stride {stride[inside]}, axis 'dim' has {stride['dim']} (shape {tuple(tensor.shape)})"
+    )
+
+
+def _layer_indices(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
+    """Which layers of the model these are: as given, else by their names, else by position."""
+    if given is None:
+        found = [_LAYER_INDEX.findall(name) for name in names]
+        indices = tuple(int(numbers[0]) for numbers in found if len(numbers) == 1)
+        if len(set(indices)) == len(names) and max(indices) < LAYERS_MAX:
+            return indices
+        return tuple(range(len(names)))
+    return _given_indices(given, len(names))
+
+
+def _given_indices(given: Sequence[int], layers: int) -> tuple[int, ...]:
+    indices = checks.whole_numbers(given, "layer_indices", error=LayoutError).tolist()
+    if len(indices) != layers or len(set(indices)) != layers or not all(0 <= index < LAYERS_MAX for index in indices):
+        raise LayoutError(f"layer_indices: expected {layers} different numbers from 0, got {shown(indices)}")
+    return tuple(indices)
+
+
+def _shape_text(name: str, layer: LayerCache) -> str:
+    return " and ".join(str(tuple(tensor.shape)) for tensor in tensors_of(name, layer))
+
+
+def _some(names: tuple[str, ...]) -> str:
+    head = ", ".join(names[:4])
+    return f"{len(names)} ({head}{', ...' if len(names) > 4 else ''})"

@@ -1,0 +1,172 @@
+"""Where a cache lies in memory: its regions, which are what plans are made of, and the spans to register.
+
+A region is one layer's K, V, fused or latent part: a base address and a block stride, checked to be dense inside a
+block. What a block looks like inside is the layout's `BlockShape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle, axes_of
+from kvflow.core.cache.tensors import KVCaches, LayerCache, TensorLike, tensors_of
+from kvflow.errors import LayoutError
+
+UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+
+
+class Device(NamedTuple):
+    """Where memory is: a kind such as "cpu" or "cuda", and its number among its kind (0 for the CPU)."""
+
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regions:
+    """Where a cache lies: for region i, block b starts at `bases[i] + b * strides[i]`. All in bytes.
+
+    Regions are ordered by layer, then by part; `num_blocks` and the shape of a block are the same for all.
+    """
+
+    bases: UInt64Array
+    strides: UInt64Array
+    block: BlockShape
+    parts: tuple[str, ...]
+    """The regions of each layer: K and V, KV (fused), or latent."""
+    num_blocks: int
+    device: Device
+
+    def __len__(self) -> int:
+        return len(self.bases)
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block of one region; the bytes are dense."""
+        return self.block.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One contiguous piece of memory to register: the smallest that holds some regions."""
+
+    address: int
+    size_bytes: int
+
+
+def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
+    """Find every region of `kv_caches`; raises LayoutError where a block's bytes are not dense."""
+    layout.check(kv_caches)
+    bases: list[int] = []
+    strides: list[int] = []
+    for name, layer in kv_caches.items():
+        for tensor, offset_bytes in _part_tensors(name, layout.style, layer):
+            bases.append(tensor.data_ptr() + offset_bytes)
+            strides.append(_block_stride_bytes(name, layout, tensor))
+    regions = Regions(
+        bases=np.array(bases, dtype=np.uint64),
+        strides=np.array(strides, dtype=np.uint64),
+        block=layout.block_shape,
+        parts=layout.parts,
+        num_blocks=layout.num_blocks,
+        device=device_of(kv_caches),
+    )
+    _check_apart(regions, layout.layer_names)
+    return regions
+
+
+def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
+    """The memory to register: one span per tensor, overlapping ones joined.
+
+    Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
+    """
+    pieces = sorted({_extent(tensor) for name, layer in kv_caches.items() for tensor in tensors_of(name, layer)})
+    joined: list[tuple[int, int]] = []
+    for start, end in pieces:
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return tuple(Span(address=start, size_bytes=end - start) for start, end in joined)
+
+
+def device_of(kv_caches: KVCaches) -> Device:
+    """The one device that holds all tensors; LayoutError if there are several."""
+    found = {
+        Device(tensor.device.type, tensor.device.index or 0): name
+        for name, layer in kv_caches.items()
+        for tensor in tensors_of(name, layer)
+    }
+    if len(found) != 1:
+        where = ", ".join(sorted(f"{device.kind}:{device.number} (layer {name!r})" for device, name in found.items()))
+        raise LayoutError(f"device: expected one for all layers, got {where}")
+    return next(iter(found))
+
+
+def _part_tensors(name: str, style: KVStyle, layer: LayerCache) -> list[tuple[TensorLike, int]]:
+    """(tensor, offset of the part in bytes) for each part of a layer."""
+    tensors = tensors_of(name, layer)
+    if style not in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST):
+        return [(tensor, 0) for tensor in tensors]
+    tensor = tensors[0]
+    kv_stride = tensor.stride()[axes_of(style, "NHD").index("kv")]
+    return [(tensor, 0), (tensor, kv_stride * tensor.element_size())]
+
+
+def _block_stride_bytes(name: str, layout: CacheLayout, tensor: TensorLike) -> int:
+    """The distance of two blocks; checks that the bytes inside a block are dense."""
+    axes = axes_of(layout.style, layout.order)
+    stride = dict(zip(axes, tensor.stride(), strict=True))
+    size = dict(zip(axes, tensor.shape, strict=True))
+    inner = [axis for axis in axes if axis not in ("kv", "block") and size[axis] > 1]
+    expected = 1
+    for axis in sorted(inner, key=lambda axis: stride[axis]):
+        if stride[axis] != expected:
+            raise LayoutError(
+                f"layer {name!r}: blocks are not contiguous: axis {axis!r} has stride {stride[axis]}, dense is "
+                f"{expected} (shape {tuple(tensor.shape)}, strides {tuple(tensor.stride())})"
+            )
+        expected *= size[axis]
+    block_stride = stride["block"] if size["block"] > 1 else expected
+    for what, distance in (("block", block_stride), ("kv", stride.get("kv", expected))):
+        if distance < expected:
+            raise LayoutError(
+                f"layer {name!r}: blocks overlap: axis {what!r} has stride {distance} elements, a block has {expected}"
+            )
+    return block_stride * tensor.element_size()
+
+
+def _check_apart(regions: Regions, layer_names: tuple[str, ...]) -> None:
+    """LayoutError if two regions share bytes: a load of one would write into the other.
+
+    Blocks of one region may lie between those of another. Layers that are the same tensor, as where a model uses one
+    layer's KV for several, are one memory that is read and written alike.
+    """
+    order = np.argsort(regions.bases, kind="stable")
+    bases, strides = regions.bases[order].astype(np.int64), regions.strides[order].astype(np.int64)
+    size, parts = regions.block_size_bytes, len(regions.parts)
+    ends = np.searchsorted(bases, bases + (regions.num_blocks - 1) * strides + size)
+    for index in np.flatnonzero(ends > np.arange(1, len(bases) + 1)):
+        others = np.arange(index + 1, ends[index])
+        offsets, stride = bases[others] - bases[index], strides[index]
+        between = (offsets % stride >= size) & (offsets % stride <= stride - size)
+        same = (offsets == 0) & (order[others] % parts == order[index] % parts)
+        bad = others[(strides[others] != stride) | ~(between | same)]
+        if len(bad):
+            one, other = (divmod(int(order[found]), parts) for found in (index, bad[0]))
+            raise LayoutError(
+                f"layer {layer_names[other[0]]!r}: {regions.parts[other[1]]} overlaps {regions.parts[one[1]]} of layer "
+                f"{layer_names[one[0]]!r}: they start {bases[bad[0]] - bases[index]} bytes apart, block strides are "
+                f"{strides[bad[0]]} and {stride} bytes, a block has {size}"
+            )
+
+
+def _extent(tensor: TensorLike) -> tuple[int, int]:
+    """(first byte, one past the last byte) of a tensor."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return (start, start + (reach + 1) * tensor.element_size())

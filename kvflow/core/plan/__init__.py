@@ -1,0 +1,1 @@
+"""What is read from where: ranks, blocks, pieces, descriptors."""

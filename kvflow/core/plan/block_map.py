@@ -1,0 +1,231 @@
+"""Once per peer: which of our regions are read from which of theirs, and which pieces of a block are one read.
+
+Both sides describe a block by strides (`layout.BlockShape`), so NHD and HND, head slices, K and V together or apart
+and layers split differently are all one question: which runs of bytes are contiguous on both sides? The answer is a
+few `RegionPairs`: bases of region pairs, and offsets of the pieces inside a *chunk*, the tokens of the smaller of both
+blocks. Its cost and memory grow with regions and with pieces, never with blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Device, Regions
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+_TAILS_MAX = 64  # lengths of partly filled chunks that a pairing remembers
+
+
+class HeadSlice(NamedTuple):
+    """The KV heads to read: as many `heads` from `remote_start` on there to `local_start` on here."""
+
+    local_start: int
+    remote_start: int
+    heads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionMap:
+    """Pairs of regions with equal strides on each side, and the pieces of a chunk. Everything in bytes.
+
+    Piece p of chunk part s of block b of pair r is read from `remote_bases[r] + b * remote_stride + s * remote_step +
+    remote_offsets[p]`, and likewise on our side. All pieces have `piece_size` bytes.
+    """
+
+    local_bases: Int64Array
+    remote_bases: Int64Array
+    local_stride: int
+    remote_stride: int
+    local_step: int
+    """From one chunk of a block to the next."""
+    remote_step: int
+    local_offsets: Int64Array
+    remote_offsets: Int64Array
+    piece_size: int
+    local_device: Device
+    remote_device: Device
+
+    def __len__(self) -> int:
+        return len(self.local_bases)
+
+    @property
+    def pieces(self) -> int:
+        """Descriptors that one chunk takes, unless it is joined with its neighbours."""
+        return len(self.local_bases) * len(self.local_offsets)
+
+    @property
+    def chunk_size_bytes(self) -> int:
+        return self.pieces * self.piece_size
+
+
+class BlockMap:
+    """What is read from one peer. `groups(tokens)` gives the region pairs for chunks of that many tokens.
+
+    `opaque` blocks mean more than values at strides: they are equal on both sides and always read whole.
+    """
+
+    def __init__(
+        self,
+        local: Regions,
+        remote: Regions,
+        *,
+        heads: HeadSlice,
+        local_layers: Sequence[int],
+        remote_layers: Sequence[int],
+        opaque: bool = False,
+    ) -> None:
+        ours, theirs = _same_parts(local, remote)
+        positions = {layer: index for index, layer in enumerate(remote_layers)}
+        self.places = tuple((index, positions[layer]) for index, layer in enumerate(local_layers) if layer in positions)
+        """(our position, their position) of each layer that both have, in our order."""
+        self.opaque = opaque
+        self.heads = heads
+        self.local, self.remote = ours, theirs
+        self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
+        self._rows = _rows(ours, theirs, heads, self.places)
+        self._groups: dict[int, tuple[RegionMap, ...]] = {}
+
+    @property
+    def token_size_bytes(self) -> int:
+        """Bytes of one token that come from this peer."""
+        return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
+
+    def groups(self, tokens: int) -> tuple[RegionMap, ...]:
+        """The region pairs for the first `tokens` tokens of a chunk."""
+        tokens = self.chunk_tokens if self.opaque else tokens
+        found = self._groups.get(tokens)
+        if found is None:
+            if len(self._groups) > _TAILS_MAX:
+                self._groups.clear()
+            found = self._groups[tokens] = self._make_groups(tokens)
+        return found
+
+    def _make_groups(self, tokens: int) -> tuple[RegionMap, ...]:
+        ours, theirs = self.local.block, self.remote.block
+        local_offsets, remote_offsets, size = _pieces(ours, theirs, tokens, self.heads.heads)
+        rows = self._rows
+        sizes = np.full(rows.shape[1], size, dtype=np.int64)
+        if len(local_offsets) == 1:
+            rows, sizes = _fuse(rows, size)
+        keys = np.stack((rows[1], rows[3], sizes))
+        groups = []
+        for stride, their_stride, piece_size in np.unique(keys, axis=1).T.tolist():
+            chosen = (rows[1] == stride) & (rows[3] == their_stride) & (sizes == piece_size)
+            groups.append(
+                RegionMap(
+                    local_bases=rows[0, chosen],
+                    remote_bases=rows[2, chosen],
+                    local_stride=stride,
+                    remote_stride=their_stride,
+                    local_step=self.chunk_tokens * ours.token_stride,
+                    remote_step=self.chunk_tokens * theirs.token_stride,
+                    local_offsets=local_offsets,
+                    remote_offsets=remote_offsets,
+                    piece_size=piece_size,
+                    local_device=self.local.device,
+                    remote_device=self.remote.device,
+                )
+            )
+        return tuple(groups)
+
+
+def pair_whole(local: Regions, remote: Regions) -> BlockMap:
+    """All heads and all regions, in order: two ranks that hold the same."""
+    layers = range(len(local) // len(local.parts))
+    heads = HeadSlice(0, 0, local.block.heads)
+    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
+
+
+def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
+    """Both sides with the same parts: where only one holds K and V of a head together, they are taken apart there."""
+    if local.parts == remote.parts:
+        return local, remote
+    return _split(local), _split(remote)
+
+
+def _split(regions: Regions) -> Regions:
+    """Regions of K and V for fused ones: each a half of every head."""
+    if regions.parts != ("KV",):
+        return regions
+    half = regions.block.run // 2
+    return replace(
+        regions,
+        bases=np.stack((regions.bases, regions.bases + np.uint64(half)), axis=1).ravel(),
+        strides=np.repeat(regions.strides, 2),
+        block=regions.block._replace(run=half),
+        parts=("K", "V"),
+    )
+
+
+def regions_of(layers: Sequence[int], parts: int) -> Int64Array:
+    """The regions of layers, by their positions, part by part."""
+    found: Int64Array = (np.array(layers, dtype=np.int64)[:, None] * parts + np.arange(parts)).ravel()
+    return found
+
+
+def _rows(local: Regions, remote: Regions, heads: HeadSlice, places: Sequence[tuple[int, int]]) -> Int64Array:
+    """(our base, our stride, their base, their stride) of each pair of regions, in the order of our memory."""
+    ours_at, theirs_at = (regions_of(side, len(local.parts)) for side in zip(*places, strict=True))
+    rows = np.array(
+        (local.bases[ours_at], local.strides[ours_at], remote.bases[theirs_at], remote.strides[theirs_at]),
+        dtype=np.int64,
+    )
+    rows[0] += heads.local_start * local.block.head_stride
+    rows[2] += heads.remote_start * remote.block.head_stride
+    ordered: Int64Array = rows[:, np.argsort(rows[0], kind="stable")]
+    return ordered
+
+
+def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
+    """Offsets of the pieces of `tokens` tokens of `heads` heads on both sides, and the size of one.
+
+    A piece begins as one head of one token and grows along an axis while that axis goes on where the piece ends, on
+    both sides. What is left of the axes is counted out.
+    """
+    size = ours.run
+    axes = [(tokens, ours.token_stride, theirs.token_stride), (heads, ours.head_stride, theirs.head_stride)]
+    axes = [axis for axis in axes if axis[0] > 1]
+    while joined := [axis for axis in axes if axis[1] == axis[2] == size]:
+        axes.remove(joined[0])
+        size *= joined[0][0]
+    local = remote = np.zeros(1, dtype=np.int64)
+    for count, our_stride, their_stride in sorted(axes, key=lambda axis: -axis[1]):
+        steps = np.arange(count, dtype=np.int64)
+        local = (local[:, None] + steps * our_stride).ravel()
+        remote = (remote[:, None] + steps * their_stride).ravel()
+    return local, remote, size
+
+
+def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
+    """Join region pairs of one piece that are neighbours in every block of both sides; also each one's size.
+
+    Fusing keeps to one registered span: a fused block is no longer than the stride, so the extents of its regions
+    overlap, and overlapping extents are registered as one (see `regions.map_spans`).
+    """
+    fused: list[list[int]] = []
+    for pair in rows.T.tolist():
+        row = [*pair, size]
+        if fused and _continues(fused[-1], row):
+            fused[-1][4] += size
+        else:
+            fused.append(row)
+    table = np.array(fused, dtype=np.int64).T
+    return table[:4], table[4]
+
+
+def _continues(row: list[int], after: list[int]) -> bool:
+    """Whether the pair `after` lies right behind `row` in each block of both sides."""
+    local_base, local_stride, remote_base, remote_stride, length = row
+    return (
+        after[0] == local_base + length
+        and after[2] == remote_base + length
+        and (after[1], after[3]) == (local_stride, remote_stride)
+        and length + after[4] <= min(local_stride, remote_stride)
+    )

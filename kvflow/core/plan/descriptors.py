@@ -1,0 +1,324 @@
+"""Once per load: from block ids to descriptors, which bytes to read from where to where, as numpy arrays.
+
+`match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
+and however far the last block is filled. `plan_slices` multiplies the chunks with the region pairs that `pairing`
+found for the peer, slice by slice, and joins what is contiguous on both sides. A block id is checked before it becomes
+an address (invariant I8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.checks import whole_numbers
+from kvflow.core.cache.regions import Device, UInt64Array
+from kvflow.core.plan.block_map import BlockMap, Int64Array, RegionMap
+from kvflow.errors import RequestError
+
+BlockIds: TypeAlias = Int64Array
+
+_PLANNED_AT_ONCE = 1 << 16  # descriptors; a slice alone costs some 15 us, many at once a third of that
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Descriptors:
+    """Reads to make: `sizes[i]` bytes from `remote[i]` on the peer to `local[i]` here; `size_bytes` in all.
+
+    `table` has the shape (2, n, 3): for the local and the remote side a row (address, size, device index) per read.
+    That is what NIXL takes, so nothing is copied on the way. Each side is one kind of memory.
+    """
+
+    table: UInt64Array
+    size_bytes: int
+    local_device: Device
+    remote_device: Device
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        local: npt.ArrayLike,
+        remote: npt.ArrayLike,
+        sizes: npt.ArrayLike,
+        local_device: Device,
+        remote_device: Device,
+    ) -> Descriptors:
+        """From columns."""
+        length = np.asarray(sizes, dtype=np.uint64)
+        table = np.empty((2, len(length), 3), dtype=np.uint64)
+        table[0, :, 0], table[1, :, 0], table[:, :, 1] = local, remote, length
+        table[0, :, 2], table[1, :, 2] = local_device.number, remote_device.number
+        return cls(table=table, size_bytes=int(length.sum()), local_device=local_device, remote_device=remote_device)
+
+    def __len__(self) -> int:
+        return int(self.table.shape[1])
+
+    @property
+    def local(self) -> UInt64Array:
+        """Local addresses."""
+        return self.table[0, :, 0]
+
+    @property
+    def remote(self) -> UInt64Array:
+        """Remote addresses."""
+        return self.table[1, :, 0]
+
+    @property
+    def sizes(self) -> UInt64Array:
+        """Lengths in bytes."""
+        return self.table[0, :, 1]
+
+    def join(self, other: Descriptors) -> Descriptors:
+        return replace(
+            self,
+            table=np.concatenate((self.table, other.table), axis=1),
+            size_bytes=self.size_bytes + other.size_bytes,
+        )
+
+    def part(self, start: int, stop: int) -> Descriptors:
+        table = self.table[:, start:stop]
+        return replace(self, table=table, size_bytes=int(table[0, :, 1].sum()))
+
+
+class Piece(NamedTuple):
+    """One piece to read: addresses and bytes."""
+
+    local: int
+    remote: int
+    size_bytes: int
+
+
+def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> BlockIds:
+    """Turn block ids into an array; RequestError names the first that is no integer, out of range or repeated."""
+    if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before each is looked at
+        raise RequestError(f"{what}: {len(block_ids)} block ids, but there are {num_blocks} blocks")
+    if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
+        # The usual case, by built-ins: on a load's critical path, with cold caches, they beat array operations.
+        if not block_ids:
+            return np.empty(0, dtype=np.int64)
+        if min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids):
+            return np.array(block_ids, dtype=np.int64)
+    return _judge_block_ids(block_ids, num_blocks, what)
+
+
+def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
+    ids = whole_numbers(block_ids, what)
+    outside = (ids < 0) | (ids >= num_blocks)
+    if outside.any():
+        raise RequestError(f"{what}: block id {ids[outside][0]} is not in 0..{num_blocks - 1}")
+    ordered = np.sort(ids)
+    repeated = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(repeated):
+        raise RequestError(f"{what}: block id {repeated[0]} is given twice")
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunk i goes from part `remote_parts[i]` of block `remote_ids[i]` to part `local_parts[i]` of `local_ids[i]`.
+
+    A part counts chunks inside a block; None stands for parts that are all 0, as with equal block sizes. As
+    `match_chunks` makes them, `remote_ids` are positions among the offered blocks, the same for all ranks of an
+    engine; `locate` puts one rank's blocks in.
+    """
+
+    local_ids: BlockIds
+    local_parts: Int64Array | None
+    remote_ids: BlockIds
+    remote_parts: Int64Array | None
+    tokens: int
+    """How many tokens of each chunk to read."""
+    first: int = 0
+    """Which chunk of the prompt chunk 0 is, as `match_chunks` makes them: in prompt order."""
+
+    def __len__(self) -> int:
+        return len(self.local_ids)
+
+    def select(self, index: slice | Int64Array) -> Chunks:
+        """Some of the chunks."""
+        local_parts, remote_parts = (
+            None if parts is None else parts[index] for parts in (self.local_parts, self.remote_parts)
+        )
+        return replace(
+            self,
+            local_ids=self.local_ids[index],
+            local_parts=local_parts,
+            remote_ids=self.remote_ids[index],
+            remote_parts=remote_parts,
+        )
+
+    def between(self, start: int, stop: int) -> Chunks:
+        """Those that are chunks `start` to `stop` of the prompt; only for chunks in prompt order."""
+        begin, end = (min(max(edge - self.first, 0), len(self)) for edge in (start, stop))
+        return replace(self.select(slice(begin, end)), first=self.first + begin)
+
+    def to(self, local_ids: BlockIds) -> Chunks:
+        """With other blocks of ours."""
+        return replace(self, local_ids=local_ids)
+
+    def locate(self, block_ids: BlockIds) -> Chunks:
+        """With the ids of a rank's blocks in place of positions."""
+        return replace(self, remote_ids=block_ids[self.remote_ids])
+
+
+def match_chunks(
+    local_ids: BlockIds, offered: int, *, local_block_size: int, remote_block_size: int, num_tokens: int
+) -> tuple[Chunks, ...]:
+    """Which chunks fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
+
+    `offered` blocks hold the prompt from its first token on, `num_tokens` says how far. One block size divides the
+    other. Gives the full chunks and, if the last one is filled partly, that one, as far as there are any. Raises
+    RequestError if there are more local blocks than the tokens take.
+    """
+    if not len(local_ids):
+        return ()
+    tokens = min(num_tokens, offered * remote_block_size)
+    first_block = -(-tokens // local_block_size) - len(local_ids)
+    if first_block < 0:
+        offer = f"{tokens} tokens in {offered} blocks of {remote_block_size}"
+        raise RequestError(f"{len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered")
+    size = min(local_block_size, remote_block_size)
+    first, full, tail = first_block * local_block_size // size, tokens // size, tokens % size
+    found = []
+    for start, stop, length in ((first, full, size), (full, full + 1, tail)):
+        if stop > start and length:
+            chunk = np.arange(start, stop, dtype=np.int64)
+            local_at, local_parts = _locate(chunk, local_block_size // size)
+            remote_at, remote_parts = _locate(chunk, remote_block_size // size)
+            found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length, start))
+    return tuple(found)
+
+
+def _locate(chunk: Int64Array, chunks_per_block: int) -> tuple[Int64Array, Int64Array | None]:
+    """(block, part of it) of each chunk."""
+    if chunks_per_block == 1:
+        return chunk, None
+    return chunk // chunks_per_block, chunk % chunks_per_block
+
+
+def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
+    """Descriptors that fill `chunks` in every region pair, `head` in front."""
+    plan = _cross(groups[0], chunks, head)
+    for pairs in groups[1:]:
+        plan = plan.join(_cross(pairs, chunks, None))
+    return plan
+
+
+def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
+    """Every region pair times every run of chunks times every piece, region by region, behind the row of `head`."""
+    local = _offsets(chunks.local_ids, chunks.local_parts, pairs.local_stride, pairs.local_step)
+    remote = _offsets(chunks.remote_ids, chunks.remote_parts, pairs.remote_stride, pairs.remote_step)
+    size, pieces = pairs.piece_size, len(pairs.local_offsets)
+    size_bytes = len(pairs) * len(local) * pieces * size
+    sizes: int | Int64Array = size
+    if pieces == 1 and len(local) > 1:
+        follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
+        if follows.any():
+            starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+            sizes = (size * np.diff(starts, append=len(local)))[:, None]
+            local, remote = local[starts], remote[starts]
+    first = 0 if head is None else 1
+    table = np.empty((2, first + len(pairs) * len(local) * pieces, 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, len(pairs), len(local), pieces, 3)  # a view: only an axis is split
+    for side, bases, offsets, inside in (
+        (grid[0], pairs.local_bases, local, pairs.local_offsets),
+        (grid[1], pairs.remote_bases, remote, pairs.remote_offsets),
+    ):
+        np.add(bases[:, None, None], offsets[:, None] + inside, out=side[..., 0])
+    grid[..., 1] = sizes
+    table[0, :, 2] = pairs.local_device.number
+    table[1, :, 2] = pairs.remote_device.number
+    if head is not None:
+        table[0, 0, :2] = head.local, head.size_bytes
+        table[1, 0, :2] = head.remote, head.size_bytes
+        size_bytes += head.size_bytes
+    return Descriptors(
+        table=table.view(np.uint64),
+        size_bytes=size_bytes,
+        local_device=pairs.local_device,
+        remote_device=pairs.remote_device,
+    )
+
+
+def _offsets(ids: BlockIds, parts: Int64Array | None, stride: int, step: int) -> Int64Array:
+    """Where each chunk begins in its region."""
+    return ids * stride if parts is None else ids * stride + parts * step
+
+
+def plan_slices(
+    block_map: BlockMap,
+    chunks: Sequence[Chunks],
+    *,
+    bytes_max: int,
+    descriptors_max: int,
+    head: Piece | None = None,
+) -> Iterator[Descriptors]:
+    """Plan a read in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
+
+    `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
+    Chunks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
+    writing our own in order (shared memory).
+    """
+    for some in chunks:
+        groups = block_map.groups(some.tokens)
+        if len(some) > 1:
+            some = some.select(_reading_order(some))
+        chunk_bytes, pieces = sum(pairs.chunk_size_bytes for pairs in groups), sum(pairs.pieces for pairs in groups)
+        joins = any(len(pairs.local_offsets) == 1 for pairs in groups)  # then it may take far fewer descriptors
+        step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
+        start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
+        while start < len(some):
+            plan = plan_read(groups, some.select(slice(start, stop)), head)
+            start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
+            if head is None:
+                yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
+            elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:
+                yield plan
+            else:
+                slices = cut_slices(plan.part(1, len(plan)), bytes_max=bytes_max, descriptors_max=descriptors_max)
+                yield plan.part(0, 1).join(next(slices))
+                yield from slices
+            head = None
+
+
+def _reading_order(chunks: Chunks) -> Int64Array:
+    """Chunks by their place in the peer's memory."""
+    keys = chunks.remote_ids if chunks.remote_parts is None else chunks.remote_ids * (1 << 32) + chunks.remote_parts
+    order: Int64Array = keys.argsort(kind="stable")
+    return order
+
+
+def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:
+    """Cut a plan into slices of at most `bytes_max` bytes and `descriptors_max` descriptors, in order."""
+    if len(descriptors) <= descriptors_max and descriptors.size_bytes <= bytes_max:
+        if len(descriptors):
+            yield descriptors
+        return
+    pieces = _split_large(descriptors, bytes_max)
+    ends = np.cumsum(pieces.sizes)
+    start, done_bytes = 0, 0
+    while start < len(pieces):
+        stop = int(np.searchsorted(ends, np.uint64(done_bytes + bytes_max), side="right"))
+        stop = min(max(stop, start + 1), start + descriptors_max)
+        yield pieces.part(start, stop)
+        done_bytes = int(ends[stop - 1])
+        start = stop
+
+
+def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
+    """Replace each descriptor above `bytes_max` by pieces of at most that size."""
+    limit = np.uint64(bytes_max)
+    if not (descriptors.sizes > limit).any():
+        return descriptors
+    counts = -(-descriptors.sizes.astype(np.int64) // bytes_max)
+    index = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    offsets = index.astype(np.uint64) * limit
+    table = np.repeat(descriptors.table, counts, axis=1)
+    table[:, :, 0] += offsets
+    table[:, :, 1] = np.minimum(table[:, :, 1] - offsets, limit)
+    return replace(descriptors, table=table)

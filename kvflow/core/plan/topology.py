@@ -1,0 +1,253 @@
+"""Who reads what from whom: two engines' ranks, the layers and KV heads that they share, and who has to be told.
+
+An engine's ranks form a grid: pipeline stages (`pp`) split the layers, tensor-parallel ranks (`tp`) split the KV heads.
+Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H. With more ranks than heads each head is held by n/H
+neighbours; the latent cache of MLA counts as one head, which all ranks hold. So one rule covers them all: a reader
+takes each of its heads once, from one of the ranks that hold it, and the readers of a head spread over its holders.
+
+A producer has to know when its last reader is done, and also if nobody reads from it because other ranks hold the same
+heads. So for every rank of the producer there are readers that *tell* it, at least one. Each tells which share of the
+rank's layers it answers for; when the shares add up to everything the lease is over, however the readers' engine is
+cut (`share_of`). The producer needs to know nothing about its readers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from kvflow.config import RANKS_MAX, Config
+from kvflow.core.cache.layout import CacheLayout
+
+
+class Rank(NamedTuple):
+    """A rank's place in its engine."""
+
+    dp: int
+    pp: int
+    tp: int
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} pp {self.pp} tp {self.tp}"
+
+    @classmethod
+    def of(cls, config: Config) -> Rank:
+        """The rank that a config describes."""
+        return cls(config.dp_rank, config.pp_rank, config.tp_rank)
+
+
+class Parallelism(NamedTuple):
+    """How an engine is cut, as far as its tickets say; the fields are those of a `Holding`."""
+
+    tp_size: int
+    pp_size: int
+    block_size: int
+    kv_heads: int
+    model_kv_heads: int
+
+
+class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank holds of its model's cache, and how its engine is cut. Two sides may differ in all of it.
+
+    `kv_heads` is this rank's; `model_kv_heads` is the model's, or 0 if the engine did not say.
+    """
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    layers: tuple[int, ...]
+    kv_heads: int
+    model_kv_heads: int
+    latent: bool
+    block_size: int
+
+    @property
+    def parallelism(self) -> Parallelism:
+        return Parallelism(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
+
+    @property
+    def kv_head_slots(self) -> int:
+        """KV heads over all tensor-parallel ranks, replicas counted."""
+        return self.kv_heads * self.tp_size
+
+
+def cache_share_of(
+    layout: CacheLayout, *, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, model_kv_heads: int | None
+) -> CacheShare:
+    """What a rank with this cache holds."""
+    return CacheShare(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=pp_rank,
+        pp_size=pp_size,
+        layers=layout.layer_indices,
+        kv_heads=layout.num_kv_heads,
+        model_kv_heads=model_kv_heads or 0,
+        latent=layout.latent,
+        block_size=layout.block_size,
+    )
+
+
+class HeadSource(NamedTuple):
+    """One tensor-parallel rank of the producer, as one rank of the consumer sees it."""
+
+    tp_rank: int
+    local_start: int
+    """The first of our KV heads that come from there."""
+    remote_start: int
+    """Which of its KV heads that is."""
+    heads: int
+    """How many heads to read; 0 if it only has to be told."""
+    tellers: int
+    """How many ranks of our stage tell it that they are done, this one included."""
+
+
+def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
+    """The model's KV heads, from what both sides know of them; 1 for MLA, whose latent is held whole by every rank.
+
+    Said by one side, it is that. Else each side's slots (heads times ranks) are a multiple of it, and the smaller
+    number is right: with one head on each rank of both sides every multiple of the truth leads to the same bytes.
+    """
+    if ours.latent:
+        return 1
+    return ours.model_kv_heads or theirs.model_kv_heads or min(ours.kv_head_slots, theirs.kv_head_slots)
+
+
+def stages_max(ours: CacheShare) -> int:
+    """More pipeline stages than this no engine can have that holds our model: each has one layer at least.
+
+    A rank of one stage knows all layers; one of several knows its own only.
+    """
+    return len(ours.layers) if ours.pp_size == 1 else RANKS_MAX
+
+
+def differences(ours: CacheShare, theirs: CacheShare) -> list[str]:
+    """Why blocks cannot be planned between the two, one "field: ours X, theirs Y" each; empty if they can."""
+    found = []
+    for name, a, b in (
+        ("tp_size", ours.tp_size, theirs.tp_size),
+        ("block_size", ours.block_size, theirs.block_size),
+    ):
+        if not _divides(a, b):
+            found.append(f"{name}: ours {a}, theirs {b}: neither divides the other")
+    if ours.pp_size == theirs.pp_size == 1 and set(ours.layers) != set(theirs.layers):
+        found.append(f"layers: ours {_layers_text(ours.layers)}, theirs {_layers_text(theirs.layers)}")
+    if not ours.latent and not theirs.latent:
+        found += _head_differences(ours, theirs)
+    return found
+
+
+def _head_differences(ours: CacheShare, theirs: CacheShare) -> list[str]:
+    if ours.model_kv_heads and theirs.model_kv_heads and ours.model_kv_heads != theirs.model_kv_heads:
+        return [f"model's num_kv_heads: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"]
+    heads = kv_heads_of_model(ours, theirs)
+    if all(_divides(side.tp_size, heads) and side.kv_heads == max(heads // side.tp_size, 1) for side in (ours, theirs)):
+        return []
+    ours_text, theirs_text = (f"{side.kv_heads} on each of {side.tp_size} ranks" for side in (ours, theirs))
+    return [f"num_kv_heads: ours {ours_text}, theirs {theirs_text}"]
+
+
+@lru_cache(maxsize=4096)
+def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
+    """The producer's ranks that rank `tp_rank` of `tp_size` reads from or has to tell, in order.
+
+    Sizes are such that `differences` found nothing wrong with them.
+    """
+    mine = _heads(tp_rank, tp_size, kv_heads)
+    holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
+    found = []
+    for theirs in holders:
+        tellers, reading = _tellers(theirs, tp_size, their_tp_size, kv_heads)
+        if tp_rank in tellers:
+            held = _heads(theirs, their_tp_size, kv_heads)
+            start = max(mine.start, held.start)
+            count = min(mine.stop, held.stop) - start if reading else 0
+            starts = (start - mine.start, start - held.start) if reading else (0, 0)
+            found.append(HeadSource(theirs, *starts, count, len(tellers)))
+    return tuple(found)
+
+
+def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
+    """The tensor-parallel ranks of each of their stages that we read from or have to tell."""
+    return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
+
+
+def share_of(ours: CacheShare, theirs: CacheShare, tellers: int) -> tuple[int, int]:
+    """(share, whole) that we report to a rank when we are done: counted in layers times tellers.
+
+    Stages of one engine split its layers, so the shares of all who tell a rank add up to the whole. (0, whole) if we
+    have no layer in common: then others tell it.
+    """
+    return len(set(ours.layers) & set(theirs.layers)), tellers * len(theirs.layers)
+
+
+def report_of(ours: CacheShare, theirs: CacheShare) -> tuple[int, int] | None:
+    """(share, whole) that we report to a rank when we are done; None if that rank is none that concerns us."""
+    source = next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
+    return None if source is None else share_of(ours, theirs, source.tellers)
+
+
+def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
+    """What is wrong with a producer whose stages hold these layers, for a rank that needs `ours`; "" if nothing.
+
+    `whole` says that ours are all layers of the model.
+    """
+    if len(stages) == 1 and stages[0] == ours:
+        return ""
+    held = Counter(layer for layers in stages for layer in layers)
+    problems = {
+        "no stage holds {}": [layer for layer in ours if layer not in held],
+        "{} held twice": [layer for layer in ours if held[layer] > 1],
+        "ours are all, but there are {}": sorted(set(held) - set(ours)) if whole else [],
+    }
+    found = next((text.format(_layers_text(layers)) for text, layers in problems.items() if layers), None)
+    if found is None:
+        return ""
+    return f"layers: ours {_layers_text(ours)}, theirs {_layers_text(list(held.elements()))}: {found}"
+
+
+def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
+    """The model's KV heads that a rank holds."""
+    if tp_size <= kv_heads:
+        each = kv_heads // tp_size
+        return range(tp_rank * each, (tp_rank + 1) * each)
+    head = tp_rank * kv_heads // tp_size
+    return range(head, head + 1)
+
+
+def _tellers(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
+    """The ranks that tell rank `theirs` when they are done, and whether they read from it, too.
+
+    The readers of a head are spread evenly over its holders: reader j of n takes holder j*m/n of m, so that rank i
+    reads from rank i if the sizes are equal. A holder that is one too many is told by the first reader of the last
+    holder before it that has readers.
+    """
+    held = _heads(theirs, their_tp_size, kv_heads)
+    readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)
+    each = max(kv_heads // tp_size, 1)  # heads of a rank of ours
+    sharers = range(held.start * readers // each, -(-held.stop * readers // each))  # ours with a head in common
+    holder = theirs % holders
+    last = min(readers - 1, ((holder + 1) * readers - 1) // holders)  # the last reader of it or of one before it
+    served = last * holders // readers
+    first = -(-served * readers // holders)
+    if holders == 1:
+        return sharers, True
+    if served == holder:
+        return range(sharers.start + first, sharers.start + last + 1), True
+    return range(sharers.start + first, sharers.start + first + 1), False
+
+
+def _divides(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
+
+
+def _layers_text(layers: Sequence[int]) -> str:
+    """Layer numbers in short: "4 (0, 1, 2, 3)"."""
+    ordered = sorted(layers)
+    shown = ", ".join(map(str, ordered[:6])) + (", ..." if len(ordered) > 6 else "")
+    return f"{len(ordered)} ({shown})"

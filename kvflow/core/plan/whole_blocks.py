@@ -1,0 +1,92 @@
+"""Whole remote blocks for a scratch buffer: the other way to read what lies in small pieces.
+
+Where the pieces that are contiguous on both sides are small (a head slice of NHD, NHD to HND, block sizes that differ
+in HND) one descriptor for each is slow. Then whole blocks are read into scratch memory, each region's with one
+descriptor, and permuted into the cache from there. For NHD that reads all of the peer's heads, wanted or not.
+
+Which way is faster is decided by a rule, `prefer_scratch`, with the costs of a descriptor and of a byte as measured
+over shared memory and tcp (docs/decisions/0006-scratch.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.plan.block_map import BlockMap, HeadSlice, Int64Array, regions_of
+from kvflow.core.plan.descriptors import BlockIds, Descriptors
+
+_DESCRIPTOR_S = 2e-6
+_WIRE_BYTE_S = 0.2e-9
+_PERMUTED_BYTE_S = 0.045e-9
+_BATCH_S = 100e-6
+
+
+class ScratchShape(NamedTuple):
+    """What a block looks like in scratch memory: for each remote region, tokens and heads in the peer's order."""
+
+    tokens: int
+    heads: int
+    first_head: int
+    """The first of the heads that we want."""
+    run: int
+    memory_order: str
+
+
+class WholeBlocks:
+    """The contiguous extent of a block in each remote region that we read from."""
+
+    def __init__(self, remote: Regions, heads: HeadSlice, layers: Sequence[int]) -> None:
+        """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""
+        block = remote.block
+        index = regions_of(layers, len(remote.parts))
+        self._bases: Int64Array = remote.bases[index].astype(np.int64)
+        self._strides: Int64Array = remote.strides[index].astype(np.int64)
+        self._device = remote.device
+        by_head = block.head_stride == block.tokens * block.run and block.token_stride == block.run
+        if by_head:
+            self.rows = ScratchShape(block.tokens, heads.heads, 0, block.run, "HND")
+            self._bases += heads.remote_start * block.head_stride
+        else:
+            self.rows = ScratchShape(block.tokens, block.heads, heads.remote_start, block.run, "NHD")
+        self.extent_bytes = self.rows.tokens * self.rows.heads * self.rows.run
+
+    def __len__(self) -> int:
+        return len(self._bases)
+
+    @property
+    def block_bytes(self) -> int:
+        """Scratch memory that one block takes."""
+        return len(self) * self.extent_bytes
+
+    def plan(self, block_ids: BlockIds, scratch: int, device: Device) -> Descriptors:
+        """Read these blocks to `scratch`: region by region, block by block, dense."""
+        count = len(self) * len(block_ids)
+        table = np.empty((2, count, 3), dtype=np.int64)
+        table[0, :, 0] = scratch + np.arange(count, dtype=np.int64) * self.extent_bytes
+        remote = self._bases[:, None] + self._strides[:, None] * block_ids
+        table[1, :, 0] = remote.ravel()
+        table[:, :, 1] = self.extent_bytes
+        table[0, :, 2], table[1, :, 2] = device.number, self._device.number
+        return Descriptors(
+            table=table.view(np.uint64),
+            size_bytes=count * self.extent_bytes,
+            local_device=device,
+            remote_device=self._device,
+        )
+
+
+def prefer_scratch(block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: int, blocks: int, batches: int) -> bool:
+    """Whether reading `blocks` whole remote blocks and permuting `chunks` chunks beats reading every piece.
+
+    Both estimates are in seconds; all terms are linear, so only their ratio matters.
+    """
+    groups = block_map.groups(block_map.chunk_tokens)
+    pieces = chunks * sum(group.pieces for group in groups)
+    size_bytes = chunks * sum(group.chunk_size_bytes for group in groups)
+    direct_s = pieces * _DESCRIPTOR_S + size_bytes * _WIRE_BYTE_S
+    read_s = blocks * (len(whole_blocks) * _DESCRIPTOR_S + whole_blocks.block_bytes * _WIRE_BYTE_S)
+    return read_s + size_bytes * _PERMUTED_BYTE_S + batches * _BATCH_S < direct_s

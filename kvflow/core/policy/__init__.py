@@ -1,0 +1,1 @@
+"""What is decided about lives, turns, failures and leases."""

@@ -1,0 +1,202 @@
+"""The lease book: which leases are open, until when, who has read them, and which ended ones still hold their blocks.
+
+It decides and does nothing: no clock, no loop, no memory. Time comes as an argument, and what follows from a step comes
+back as the entries it concerns. Its user wipes the seal of an entry that has ended, and gives its blocks back when the
+book says that its hold is over.
+
+A lease ends exactly once (invariant I4): read by all its readers, expired, or revoked. From then on its blocks are
+*held* for a moment, since a quick read may vouch for itself by a seal that it saw shortly before the end (`seals`).
+A renewal gives a lease its whole ttl_s again, up to the end of its lifetime.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from kvflow.core.policy.states import LEASE_TABLE, LeaseEvent, LeaseState, fire, lease_open
+
+_RECENT_MAX = 1 << 12
+_SPARE_REMINDERS = 64
+_WHOLE_MAX = 1 << 32
+
+
+class Counted(enum.StrEnum):
+    """What became of a reader's word about a lease."""
+
+    NOTED = "noted"
+    LATE = "late"
+    """The lease has ended, or there was none."""
+    DUPLICATE = "duplicate"
+    """The reader has said so before."""
+    MALFORMED = "malformed"
+    """It cannot be true."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseTerms:
+    """What a lease is opened with. `reader_count` engines have to read it, each with as many ranks as these say."""
+
+    lease_id: str
+    request_id: str
+    ttl_s: float
+    reader_count: int
+    holds_blocks: bool
+    """Whether there is anything to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+
+
+@dataclass(slots=True, eq=False)
+class LeaseEntry:
+    """One lease in the book. Only the book changes it."""
+
+    terms: LeaseTerms
+    offered_s: float
+    expires_s: float
+    lifetime_ends_s: float
+    """Renewals do not move `expires_s` beyond this."""
+    state: LeaseState = LeaseState.OFFERED
+    readers: dict[str, Fraction] = field(default_factory=dict)
+    """Who has read, each with its share of an engine's reading."""
+    ended_s: float = 0.0
+    """Set when it ends: its blocks are held from then on."""
+
+    @property
+    def is_open(self) -> bool:
+        return lease_open(self.state)
+
+    @property
+    def all_read(self) -> bool:
+        return sum(self.readers.values()) >= self.terms.reader_count
+
+
+class LeaseBook:
+    """All leases of one rank."""
+
+    def __init__(self, *, hold_s: float, lifetime_s: float) -> None:
+        self._hold_s = hold_s
+        self._lifetime_s = lifetime_s
+        self._entries: dict[str, LeaseEntry] = {}
+        self._open: dict[str, LeaseEntry] = {}
+        self._recent: OrderedDict[str, None] = OrderedDict()
+        self._expiring: list[tuple[float, int, LeaseEntry]] = []
+        """A heap. Some of it is out of date: leases that have ended, and moments that renewals have moved."""
+        self._held: deque[LeaseEntry] = deque()
+        """In the order of their ends, and so of the ends of their holds."""
+        self._numbers = itertools.count()
+
+    def __len__(self) -> int:
+        """How many leases are open or hold their blocks."""
+        return len(self._entries)
+
+    @property
+    def entries(self) -> Collection[LeaseEntry]:
+        """Those that are open or hold their blocks, oldest first."""
+        return self._entries.values()
+
+    @property
+    def next_s(self) -> float | None:
+        """When `advance` is to be called next; None if there is nothing to wait for."""
+        due = [self._free_s(self._held[0])] if self._held else []
+        if self._expiring and self._open:
+            due.append(self._expiring[0][0])
+        return min(due, default=None)
+
+    def serving(self, request_id: str | None) -> LeaseEntry | None:
+        """The open lease of a request."""
+        return self._open.get(request_id) if request_id is not None else None
+
+    def served(self, request_id: str) -> bool:
+        """Whether a lease of the request has ended lately."""
+        return request_id in self._recent
+
+    def find(self, lease_id: str) -> LeaseEntry | None:
+        return self._entries.get(lease_id)
+
+    def open(self, terms: LeaseTerms, now_s: float) -> LeaseEntry:
+        """Note a new lease. Its request has none that is open."""
+        assert terms.request_id not in self._open, "a request has one lease at a time"
+        lifetime_ends_s = now_s + max(terms.ttl_s, self._lifetime_s)
+        entry = LeaseEntry(terms, now_s, now_s + terms.ttl_s, lifetime_ends_s)
+        self._entries[terms.lease_id] = self._open[terms.request_id] = entry
+        self._recent.pop(terms.request_id, None)
+        self._remind(entry)
+        if len(self._expiring) > 2 * len(self._open) + _SPARE_REMINDERS:
+            self._forget_old_reminders()
+        return entry
+
+    def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
+        """Give a lease its ttl_s again. A reader that has read needs that no more: its word is late."""
+        entry = self._entries.get(lease_id)
+        if entry is None or not entry.is_open or reader in entry.readers:
+            return Counted.LATE
+        entry.expires_s = min(now_s + entry.terms.ttl_s, entry.lifetime_ends_s)
+        return Counted.NOTED
+
+    def read(self, lease_id: str, reader: str, share: tuple[int, int], now_s: float) -> Counted:
+        """A reader has read its share (numerator, denominator); the lease ends once all shares add up."""
+        entry = self._entries.get(lease_id)
+        if entry is None or not entry.is_open:
+            return Counted.LATE
+        part, whole = share
+        if not 0 < part <= whole <= _WHOLE_MAX:
+            return Counted.MALFORMED
+        if reader in entry.readers:
+            return Counted.DUPLICATE
+        entry.readers[reader] = Fraction(part, whole)
+        if entry.all_read:
+            self.end(entry, LeaseEvent.ALL_READ, now_s)
+        return Counted.NOTED
+
+    def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
+        """End a lease; whether it was open."""
+        if not entry.is_open:
+            return False
+        entry.state = fire(LEASE_TABLE, entry.state, event)
+        entry.ended_s = now_s
+        del self._open[entry.terms.request_id]
+        self._remember(entry.terms.request_id)
+        if entry.terms.holds_blocks:
+            self._held.append(entry)
+        else:
+            del self._entries[entry.terms.lease_id]
+        return True
+
+    def expire(self, now_s: float) -> Iterator[LeaseEntry]:
+        """End the leases whose time has passed, and name them."""
+        while self._expiring and self._expiring[0][0] <= now_s:
+            _, _, entry = heapq.heappop(self._expiring)
+            if entry.is_open and entry.expires_s > now_s:
+                self._remind(entry)
+            elif self.end(entry, LeaseEvent.EXPIRE, now_s):
+                yield entry
+
+    def release(self, now_s: float) -> Iterator[LeaseEntry]:
+        """Take out of the book, and name, the ended leases whose hold is over.
+
+        Nobody can take their blocks for good any more: the producer may reuse them (invariant I3).
+        """
+        while self._held and self._free_s(self._held[0]) <= now_s:
+            entry = self._held.popleft()
+            del self._entries[entry.terms.lease_id]
+            yield entry
+
+    def _free_s(self, entry: LeaseEntry) -> float:
+        return entry.ended_s + self._hold_s
+
+    def _remind(self, entry: LeaseEntry) -> None:
+        heapq.heappush(self._expiring, (entry.expires_s, next(self._numbers), entry))
+
+    def _forget_old_reminders(self) -> None:
+        self._expiring = [(entry.expires_s, next(self._numbers), entry) for entry in self._open.values()]
+        heapq.heapify(self._expiring)
+
+    def _remember(self, request_id: str) -> None:
+        """Keep in mind that there was a lease: a reader that comes late need not wait for one to be opened."""
+        self._recent[request_id] = None
+        if len(self._recent) > _RECENT_MAX:
+            self._recent.popitem(last=False)

@@ -1,0 +1,1 @@
+"""What engines say to each other: messages, tickets, seals, clocks."""

@@ -1,0 +1,425 @@
+"""Messages of the side channel, and notifications.
+
+A side-channel message is two msgpack frames: a `Header` (magic, protocol version, fingerprint) and a body. The header
+is decoded and judged first, so that a peer of another version is answered without reading what it meant. Decoding is
+strict (wrong types raise `WireError`), sizes are checked before decoding, and nothing here can run code.
+
+The fingerprint is a digest of `Compatibility`: what must be equal on both sides for any byte to mean the same. What may
+differ and is planned for is a rank's `topology.Holding`; both are named together when a peer is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import zlib
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+import numpy as np
+
+from kvflow.config import RANKS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX
+from kvflow.core.cache.layout import BlockShape, CacheLayout
+from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.cache.tensors import LAYERS_MAX
+from kvflow.core.plan.topology import CacheShare, Rank
+
+PROTOCOL_VERSION = 3
+MAGIC = "kvflow"
+REGIONS_MAX = 1 << 16
+LEASE_ID_CHARS = 32
+NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
+_ADDRESS_MAX = (1 << 63) - 1
+_PARTS = (("K", "V"), ("KV",), ("latent",))
+
+StructT = TypeVar("StructT")
+
+
+class WireError(Exception):
+    """Bytes that are no valid kvflow message. The shell turns it into a counted refusal or a ProtocolError."""
+
+
+class Header(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame of every side-channel message."""
+
+    magic: str
+    version: int
+    fingerprint: bytes
+
+
+class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
+    """What both sides must agree on. Field names are what error messages show."""
+
+    model: str
+    dtype: str
+    kv_format: str
+    attention: str
+    head_size: int
+
+    def fingerprint(self) -> bytes:
+        """A 16-byte digest, equal exactly for equal facts."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:16]
+
+    def differences(self, theirs: Compatibility) -> list[str]:
+        """One "field: ours X, theirs Y" for each fact that differs."""
+        pairs = ((name, getattr(self, name), getattr(theirs, name)) for name in self.__struct_fields__)
+        return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
+
+
+def compatibility_of(layout: CacheLayout, *, model: str) -> Compatibility:
+    """The facts of one rank's cache."""
+    return Compatibility(
+        model=model,
+        dtype=layout.dtype,
+        kv_format=layout.kv_format,
+        attention="latent" if layout.latent else "K and V",
+        head_size=layout.kv_head_size,
+    )
+
+
+class Target(msgspec.Struct, frozen=True, array_like=True):
+    """The engine and rank that a reader believes to be listening."""
+
+    engine_id: str
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+
+    def at(self, address: str) -> str:
+        """How messages name it."""
+        return f"engine {self.engine_id!r} ({Rank(self.dp_rank, self.pp_rank, self.tp_rank)}) at {address}"
+
+
+class Caller(msgspec.Struct, frozen=True, kw_only=True):
+    """Whom to tell when the asked rank goes, and where: the reader's own side channel."""
+
+    target: Target
+    address: str
+
+
+class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metadata"):
+    """Who are you, and where is your cache?"""
+
+    reader: str
+    target: Target
+    request_id: str | None = None
+    """Whose lease the reader has a ticket of; a rank that drains connects nobody else."""
+    caller: Caller | None = None
+
+
+class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
+    """A rank tells a reader (`target`) that it takes no new work, or that it closes now.
+
+    It is believed if `incarnation` is that of the reader's connection. A forged one costs a handshake at most.
+    """
+
+    target: Target
+    sender: Target
+    incarnation: str
+    closing: bool
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
+    """Which lease of yours holds these blocks of a request? For ranks that the reader's ticket does not name."""
+
+    reader: str
+    target: Target
+    request_id: str
+    num_tokens: int
+    blocks_digest: bytes
+    """`digest_of` the engine's block ids, which are the same on all its ranks."""
+
+
+class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """We need these blocks of a request no more: a `ReadDone` of a reader that is not connected.
+
+    What share of the lease it answers for follows from what it holds (`topology.report_of`). A reader whose ticket does
+    not name the rank has no lease id.
+    """
+
+    reader: str
+    target: Target
+    request_id: str
+    num_tokens: int
+    blocks_digest: bytes
+    lease_id: str | None
+    cache_share: CacheShare
+
+
+class ClockRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_clock"):
+    """What does your clock show?"""
+
+    reader: str
+    target: Target
+
+
+class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
+    """`regions.Regions` on the wire."""
+
+    bases: list[int]
+    strides: list[int]
+    block: BlockShape
+    parts: tuple[str, ...]
+    num_blocks: int
+    device_kind: str
+    device_index: int
+
+
+class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.seals`."""
+
+    address: int
+    count: int
+    hold_s: float
+    """How long the producer keeps blocks after it has wiped a seal."""
+
+
+class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
+    """The answer: all that a reader needs to know about a rank."""
+
+    engine_id: str
+    incarnation: str
+    clock_s: float
+    cache_share: CacheShare
+    agent_metadata: bytes
+    agent_metadata_crc32: int
+    """NIXL crashes on flipped bits in its metadata, so a reader compares this first."""
+    regions: RegionTable
+    seals: SealLocation
+    staged: bool
+    """Whether blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
+
+
+class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    """The rank's open lease for a request; `block_ids` are set if they differ from the engine's (host buffers)."""
+
+    incarnation: str
+    clock_s: float
+    expires_s: float
+    lease_id: str
+    seal_index: int
+    block_ids: tuple[int, ...] | None
+
+
+class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
+    """There is no such open lease. `ended` if there was one: else the rank may be about to open it."""
+
+    ended: bool
+
+
+class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
+    """Noted, if it changes anything: a lease may have ended, or may be none of this life of the rank."""
+
+    incarnation: str
+
+
+class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
+    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.clock`."""
+
+    incarnation: str
+    clock_s: float
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
+    """No, and why. The facts are set when the fingerprints differ."""
+
+    reason: str
+    version: int
+    transient: bool = False
+    """Whether the answer may be another one soon: the rank has no cache yet, or is about to go."""
+    compatibility: Compatibility | None = None
+    cache_share: CacheShare | None = None
+
+
+class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
+    """The answer to what is no question."""
+
+
+Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | Goodbye
+Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Ack | Refusal
+
+
+class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
+    """Notification from a reader: it needs the lease's blocks no more. A lease id is a secret of its ticket.
+
+    Readers of one engine share a lease: when their shares add up to `whole` the engine is done (`topology.share_of`).
+    """
+
+    lease_id: str
+    reader: str
+    share: int
+    whole: int
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """Notification from a reader: it still needs the blocks of these leases; see `renewals_max`."""
+
+    lease_ids: tuple[str, ...]
+    reader: str
+
+
+Notification: TypeAlias = ReadDone | Renew
+
+
+def renewals_max(reader: str, bytes_max: int) -> int:
+    """How many leases a `Renew` of at most `bytes_max` may name; one at least."""
+    array_header_bytes = 5
+    id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
+    rest_bytes = len(encode(Renew(lease_ids=(), reader=reader))) + array_header_bytes
+    return max((bytes_max - rest_bytes) // id_bytes, 1)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:
+    return [msgspec.msgpack.encode(header), msgspec.msgpack.encode(body)]
+
+
+def our_header(fingerprint: bytes) -> Header:
+    return Header(magic=MAGIC, version=PROTOCOL_VERSION, fingerprint=fingerprint)
+
+
+def decode_header(frame: bytes) -> Header:
+    """Decode a first frame; WireError if it is none of ours. The version is for the caller to judge."""
+    header: Header = _decode(frame, Header)
+    if header.magic != MAGIC or len(header.fingerprint) > 64:
+        raise WireError(f"not a kvflow header: magic {header.magic[:16]!r}")
+    return header
+
+
+def decode_request(frame: bytes) -> Request:
+    message: Request = _decode(frame, Request)
+    return message
+
+
+def decode_reply(frame: bytes) -> Reply:
+    message: Reply = _decode(frame, Reply)
+    return message
+
+
+def decode_notification(payload: bytes) -> Notification:
+    message: Notification = _decode(payload, Notification)
+    return message
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{len(data)} bytes do not decode: {error}") from error
+
+
+def regions_to_wire(regions: Regions) -> RegionTable:
+    return RegionTable(
+        bases=regions.bases.tolist(),
+        strides=regions.strides.tolist(),
+        block=regions.block,
+        parts=regions.parts,
+        num_blocks=regions.num_blocks,
+        device_kind=regions.device.kind,
+        device_index=regions.device.number,
+    )
+
+
+def regions_from_wire(table: RegionTable) -> Regions:
+    """Check a peer's region table and turn it into arrays; WireError where it cannot be true."""
+    count = len(table.bases)
+    if not 0 < count <= REGIONS_MAX or len(table.strides) != count:
+        raise WireError(f"region table: {count} bases and {len(table.strides)} strides")
+    if table.parts not in _PARTS or count % len(table.parts):
+        raise WireError(f"region table: {count} regions, parts of a layer {str(table.parts)[:80]}")
+    if table.num_blocks < 1 or not _is_dense(table.block):
+        raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
+    if not 0 <= table.device_index < 1 << 16:
+        raise WireError(f"region table: device index {table.device_index}")
+    size = table.block.size_bytes
+    for base, stride in zip(table.bases, table.strides, strict=True):
+        fits = base > 0 and stride >= size and base + stride * table.num_blocks <= _ADDRESS_MAX
+        if not fits:
+            raise WireError(f"region table: base {base}, stride {stride}, {table.num_blocks} blocks")
+    return Regions(
+        bases=np.array(table.bases, dtype=np.uint64),
+        strides=np.array(table.strides, dtype=np.uint64),
+        block=table.block,
+        parts=table.parts,
+        num_blocks=table.num_blocks,
+        device=Device(table.device_kind, table.device_index),
+    )
+
+
+def _is_dense(block: BlockShape) -> bool:
+    """Whether tokens and heads fill a block without gaps, in either order."""
+    tokens, heads, run = block[:3]
+    if min(tokens, heads, run) < 1 or max(tokens, heads, run) >= 1 << 31:
+        return False
+    return block[3:] in ((heads * run, run), (run, tokens * run))
+
+
+def check_cache_share(cache_share: CacheShare) -> None:
+    """WireError unless a rank can hold that."""
+    tp_fits = 0 <= cache_share.tp_rank < cache_share.tp_size <= RANKS_MAX
+    pp_fits = 0 <= cache_share.pp_rank < cache_share.pp_size <= RANKS_MAX
+    if not tp_fits or not pp_fits:
+        sizes = (cache_share.tp_rank, cache_share.tp_size, cache_share.pp_rank, cache_share.pp_size)
+        raise WireError(f"cache share: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
+    if min(cache_share.block_size, cache_share.kv_heads) < 1 or cache_share.model_kv_heads < 0:
+        raise WireError(
+            f"cache share: block_size {cache_share.block_size}, kv_heads {cache_share.kv_heads}, "
+            f"model_kv_heads {cache_share.model_kv_heads}"
+        )
+    count = len(cache_share.layers)
+    fits = 0 < count <= LAYERS_MAX and len(set(cache_share.layers)) == count
+    if not fits or not all(0 <= layer < LAYERS_MAX for layer in cache_share.layers):
+        raise WireError(f"cache share: {count} layers, of which some are there twice or no layer's number")
+
+
+def check_cache_share_of(cache_share: CacheShare, regions: Regions) -> None:
+    """WireError unless a rank with these regions can hold that."""
+    check_cache_share(cache_share)
+    if len(cache_share.layers) * len(regions.parts) != len(regions):
+        raise WireError(f"cache share: {len(cache_share.layers)} layers, {len(regions)} regions {regions.parts}")
+    block = regions.block
+    if (cache_share.block_size, cache_share.kv_heads) != (block.tokens, block.heads):
+        raise WireError(
+            f"cache share: block_size {cache_share.block_size}, kv_heads {cache_share.kv_heads}, "
+            f"model_kv_heads {cache_share.model_kv_heads}, blocks of shape {tuple(block)}"
+        )
+    if cache_share.latent != (regions.parts == ("latent",)) or (cache_share.latent and block.heads != 1):
+        raise WireError(
+            f"cache share: latent is {cache_share.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
+        )
+
+
+def check_clock(clock_s: float) -> None:
+    """WireError unless a clock can show that."""
+    if not math.isfinite(clock_s):
+        raise WireError(f"clock: {clock_s} s")
+
+
+def check_seals(location: SealLocation) -> None:
+    """WireError unless a seal table of this size can lie there."""
+    if not 0 < location.hold_s <= SEAL_HOLD_S_MAX:
+        raise WireError(f"seal table: hold_s {location.hold_s}")
+    if not 0 < location.count <= SEALS_MAX or not 0 < location.address < _ADDRESS_MAX - location.count * 16:
+        raise WireError(f"seal table: {location.count} seals at {location.address}")
+
+
+def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
+    """The transport agent's name: unique per life of a rank, so a restarted producer is somebody else."""
+    return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
+
+
+def asked_by(request: Request) -> str:
+    """The engine in whose name a request is; nothing sensible where a reader's name is no `agent_name`."""
+    return request.sender.engine_id if isinstance(request, Goodbye) else request.reader.rpartition("/")[0]
+
+
+def checksum(data: bytes) -> int:
+    return zlib.crc32(data)
+
+
+def digest_of(block_ids: tuple[int, ...]) -> bytes:
+    """A short digest of block ids, to compare those of two ranks."""
+    return hashlib.sha256(msgspec.msgpack.encode(block_ids)).digest()[:16]

@@ -1,0 +1,70 @@
+"""What tells one prompt from another, so that a ticket is not used for a prompt that it is not of.
+
+A router may mix tickets up, or both engines may make different tokens of the same text (another chat template, another
+tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a
+digest of its tokens, which the consumer compares with its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from kvflow.checks import answer, count, shown, whole_numbers
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import PromptMismatch, RequestError
+
+_DIGEST_BYTES = 16
+
+
+def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
+    """A digest (BLAKE2b) of a request's tokens. Of equal prompts of two requests it differs: tickets tell nobody.
+
+    RequestError if they are no token ids.
+    """
+    tokens = whole_numbers(token_ids, f"request {request_id!r}: prompt")
+    state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
+    state.update(b"\0" + tokens.astype("<i8").tobytes())
+    return state.hexdigest()
+
+
+def offered_digest(request_id: str, token_ids: Sequence[int] | None, num_tokens: int) -> str:
+    """The digest of what is offered of a prompt, for its ticket; "" if the prompt is not told.
+
+    RequestError if it is shorter than that, or holds what are no token ids.
+    """
+    if token_ids is None:
+        return ""
+    what = f"request {request_id!r}: prompt"
+    if count(token_ids, what) < num_tokens:
+        raise RequestError(
+            f"request {request_id!r}: the prompt has {len(token_ids)} tokens, fewer than num_tokens {num_tokens}"
+        )
+    return prompt_digest(request_id, _beginning(token_ids, num_tokens, what))
+
+
+def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
+    """PromptMismatch unless what the ticket offers is the beginning of this prompt. A ticket may not say.
+
+    `what` names who asks. RequestError if it is no prompt at all, as far as that is looked at.
+    """
+    found, offered = count(token_ids, f"{what}: prompt"), ticket.num_tokens
+    if not ticket.prompt_digest:
+        return
+    if found < offered:
+        raise PromptMismatch(
+            f"{what}: its prompt has {found} tokens, the ticket of request {ticket.request_id!r} offers {offered}"
+        )
+    digest = prompt_digest(ticket.request_id, _beginning(token_ids, offered, f"{what}: prompt"))
+    if digest != ticket.prompt_digest:
+        raise PromptMismatch(
+            f"{what}: the first {offered} tokens of its prompt are not those that the ticket of request "
+            f"{ticket.request_id!r} offers: digest {digest}, the ticket's is {ticket.prompt_digest}"
+        )
+
+
+def _beginning(token_ids: Sequence[int], num_tokens: int, what: str) -> Sequence[int]:
+    found = answer(lambda: token_ids[:num_tokens])
+    if found is None:
+        raise RequestError(f"{what}: expected a list of token ids, got {shown(token_ids)}")
+    return found

@@ -1,5 +1,0 @@
-"""kvflow for vLLM, loaded by name: `kv_connector` "KVFlowConnector", `kv_connector_module_path` this module."""
-
-from kvflow.integrations.vllm.connector import KVFlowConnector
-
-__all__ = ["KVFlowConnector"]

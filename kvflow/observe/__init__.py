@@ -1,0 +1,1 @@
+"""Observers that tell metrics and tracing systems what loads and leases did."""

@@ -1,0 +1,191 @@
+"""Prometheus metrics of one or more runtimes; needs the extra `kvflow[metrics]`.
+
+    metrics = PrometheusMetrics()
+    async with kvflow.Runtime(config, observers=[metrics]) as runtime:
+        metrics.watch(runtime)
+
+Counters and histograms come from records, gauges from `Runtime.statistics()` at the moment of a scrape. Every metric
+has the labels `engine`, `dp`, `pp` and `tp`, which say whose it is. docs/operations.md says what to watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvflow.core.plan.topology import Rank
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.supervisor import RuntimeStatistics
+
+_LABELS = ("engine", *Rank._fields)
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
+_SCRAPE_WAIT_S = 1.0
+
+
+Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
+
+
+def _blocks(now: RuntimeStatistics) -> Mapping[str, float]:
+    return {} if now.blocks is None else {use: getattr(now.blocks, use) for use in _BLOCK_USES}
+
+
+def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
+    serving = now.serving
+    if serving is None:
+        return {"early": now.early_notifications}
+    return {
+        "early": now.early_notifications,
+        "late": serving.late_notifications,
+        "duplicate": serving.duplicate_notifications,
+        "malformed": serving.malformed_notifications,
+    }
+
+
+def _messages(now: RuntimeStatistics) -> Mapping[str, float]:
+    listener = now.listener
+    if listener is None:
+        return {}
+    return {"answered": listener.answered, "refused": listener.refused, "dropped": listener.dropped}
+
+
+# What is shown of `Runtime.statistics()`: name, help, label beside `_LABELS`, and the values by that label.
+_BLOCK_USES = ("free", "leased", "in_flight", "quarantined")
+_GAUGES: tuple[tuple[str, str, str, Values], ...] = (
+    ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _blocks),
+    ("kvflow_open_loads", "Loads under way.", "", lambda now: {"": now.loading.open_loads if now.loading else 0}),
+    ("kvflow_open_leases", "Leases open.", "", lambda now: {"": now.serving.open_leases if now.serving else 0}),
+    ("kvflow_open_reads", "Reads posted and not ended.", "", lambda now: {"": now.transport.open_reads}),
+    ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
+    ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
+)
+_COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
+    ("kvflow_read_bytes", "Bytes that reads have brought.", "", lambda now: {"": now.transport.bytes_read}),
+    ("kvflow_reads", "Reads posted.", "", lambda now: {"": now.transport.reads}),
+    ("kvflow_reads_failed", "Reads that the transport failed.", "", lambda now: {"": now.transport.reads_failed}),
+    ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
+    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
+)
+
+
+def _label_names(label: str) -> tuple[str, ...]:
+    return (*_LABELS, label) if label else _LABELS
+
+
+def _family(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    label: str,
+    values_of: Values,
+    snapshots: Sequence[tuple[list[str], RuntimeStatistics]],
+) -> Metric:
+    for labels, now in snapshots:
+        for value, count in values_of(now).items():
+            family.add_metric([*labels, value] if label else labels, count)
+    return family
+
+
+class PrometheusMetrics(Collector):
+    """A `records.Observer` and a collector at once. Several in one process need a registry each."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._watched: list[_Watched] = []
+        outcome, phase = (*_LABELS, "outcome"), (*_LABELS, "phase")
+        self._loads = Counter("kvflow_loads", "Loads that have ended.", outcome, registry=registry)
+        self._load_seconds = Histogram(
+            "kvflow_load_seconds", "Duration of successful loads.", _LABELS, buckets=_SECONDS, registry=registry
+        )
+        self._phase_seconds = Histogram(
+            "kvflow_load_phase_seconds",
+            "Time that successful loads spent in each phase.",
+            phase,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._load_bytes = Histogram(
+            "kvflow_load_bytes", "Bytes of successful loads.", _LABELS, buckets=_BYTES, registry=registry
+        )
+        self._descriptors = Counter(
+            "kvflow_load_descriptors", "Descriptors of successful loads.", _LABELS, registry=registry
+        )
+        self._leases = Counter("kvflow_leases", "Leases that have ended.", outcome, registry=registry)
+        self._lease_seconds = Histogram(
+            "kvflow_lease_seconds",
+            "How long leases kept their blocks.",
+            outcome,
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        registry.register(self)
+
+    def watch(self, runtime: Runtime) -> None:
+        """Show this runtime's gauges; to be called on its loop, once it is open."""
+        self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
+
+    def load_ended(self, record: LoadRecord) -> None:
+        where = (record.engine_id, *record.rank)
+        self._loads.labels(*where, record.outcome).inc()
+        if record.error or record.outcome == "cancelled":
+            return
+        self._load_seconds.labels(*where).observe(sum(record.seconds.values()))
+        self._load_bytes.labels(*where).observe(record.bytes)
+        self._descriptors.labels(*where).inc(record.descriptors)
+        for phase, seconds in record.seconds.items():
+            self._phase_seconds.labels(*where, phase).observe(seconds)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        where = (record.engine_id, *record.rank, record.outcome)
+        self._leases.labels(*where).inc()
+        self._lease_seconds.labels(*where).observe(sum(record.seconds.values()))
+
+    def describe(self) -> list[Metric]:
+        """Nothing in advance: the gauges are not known before a runtime is watched."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry; from any thread."""
+        snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
+        for name, text, label, values_of in _GAUGES:
+            yield _family(GaugeMetricFamily(name, text, labels=_label_names(label)), label, values_of, snapshots)
+        for name, text, label, values_of in _COUNTERS:
+            yield _family(CounterMetricFamily(name, text, labels=_label_names(label)), label, values_of, snapshots)
+
+
+class _Watched:
+    """A runtime, and how its statistics are taken from whatever thread scrapes."""
+
+    def __init__(self, runtime: Runtime, loop: asyncio.AbstractEventLoop) -> None:
+        self.labels = [runtime.config.engine_id, *map(str, runtime.rank)]
+        self._runtime = runtime
+        self._loop = loop
+        self._last = runtime.statistics()
+
+    def statistics(self) -> RuntimeStatistics:
+        """A snapshot made on the runtime's loop; the one before it if the loop does not answer."""
+        if _runs_here(self._loop):
+            self._last = self._runtime.statistics()
+        elif self._loop.is_running():
+            asking = asyncio.run_coroutine_threadsafe(_take(self._runtime), self._loop)
+            try:
+                self._last = asking.result(_SCRAPE_WAIT_S)
+            except concurrent.futures.TimeoutError:
+                asking.cancel()
+        return self._last
+
+
+async def _take(runtime: Runtime) -> RuntimeStatistics:
+    return runtime.statistics()
+
+
+def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False

@@ -1,0 +1,175 @@
+"""Records in a file, and from files to a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+    with RecordFile("decode-0.jsonl") as records:
+        async with kvflow.Runtime(config, observers=[records]) as runtime: ...
+
+Each engine writes a file of its own, one JSON object a line; `kvflow trace *.jsonl --out run.json` makes one timeline
+of them. Times are the machine's wall clock, so files of several machines are as well aligned as their clocks are.
+
+The timeline is in the Trace Event Format: an engine's rank is a process, loads and leases are asynchronous slices with
+one slice inside for each phase, and an arrow leads from a lease to each load of the same ticket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias
+
+import msgspec
+
+from kvflow.core.plan.topology import Rank
+from kvflow.errors import InvalidInput
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+
+_US = 1e6
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of a file."""
+
+    kind: str
+    """"load" or "lease"."""
+    ended_s: float
+    """Unix time."""
+    engine_id: str
+    dp_rank: int
+    pp_rank: int
+    tp_rank: int
+    request_id: str
+    outcome: str
+    seconds: dict[str, float]
+    details: dict[str, str | int]
+
+    @property
+    def rank(self) -> Rank:
+        return Rank(self.dp_rank, self.pp_rank, self.tp_rank)
+
+
+class BadRecords(InvalidInput):
+    """A file has a line that is no record."""
+
+
+class RecordFile:
+    """A `records.Observer` that appends to a file. Lines are buffered; closing writes what is left.
+
+    Writing happens on the event loop, some microseconds per record and a write now and then: for diagnosing, not for
+    every day.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self._file = Path(path).open("ab")  # noqa: SIM115 - closed by close()
+        self._encoder = msgspec.json.Encoder()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        self._file.close()
+
+    def load_ended(self, record: LoadRecord) -> None:
+        details: dict[str, str | int] = {
+            "peer_engine": record.peer_engine_id,
+            "remote_request": record.remote_request_id,
+            "peer": record.peer,
+            "error": record.error,
+            "bytes": record.bytes,
+            "blocks": record.blocks,
+            "descriptors": record.descriptors,
+        }
+        self._write("load", record, details)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        details: dict[str, str | int] = {
+            "blocks": record.blocks,
+            "tokens": record.tokens,
+            "readers": record.readers,
+        }
+        self._write("lease", record, details)
+
+    def _write(self, kind: str, record: LoadRecord | LeaseRecord, details: dict[str, str | int]) -> None:
+        line = Line(
+            kind=kind,
+            ended_s=time.time(),
+            engine_id=record.engine_id,
+            dp_rank=record.rank.dp,
+            pp_rank=record.rank.pp,
+            tp_rank=record.rank.tp,
+            request_id=record.request_id,
+            outcome=record.outcome,
+            seconds=dict(record.seconds),
+            details=details,
+        )
+        self._file.write(self._encoder.encode(line) + b"\n")
+
+
+def read_records(path: Path) -> Iterator[Line]:
+    """The lines of a file; BadRecords names the first that is none. OSError if it cannot be read."""
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                yield msgspec.json.decode(text, type=Line)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise BadRecords(f"{path}, line {number}: {error}") from error
+
+
+TraceEvent: TypeAlias = dict[str, Any]
+_Offer: TypeAlias = tuple[str, str]  # engine and its name for the request
+_Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
+
+
+def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
+    """All records as one trace, as the JSON object that Perfetto opens."""
+    processes: dict[tuple[str, Rank], int] = {}
+    leases: dict[_Offer, list[_Moment]] = {}
+    loads: list[tuple[_Offer, _Moment]] = []
+    events: list[TraceEvent] = []
+    for number, line in enumerate(lines, 1):
+        process = processes.setdefault((line.engine_id, line.rank), len(processes) + 1)
+        begin_s = line.ended_s - sum(line.seconds.values())
+        events += _slices(line, process, number, begin_s)
+        if line.kind == "lease":
+            leases.setdefault((line.engine_id, line.request_id), []).append((process, begin_s))
+        else:
+            offer = (str(line.details["peer_engine"]), str(line.details["remote_request"]))
+            loads.append((offer, (process, begin_s)))
+    events += _arrows(leases, loads)
+    names = [
+        {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{engine_id} {rank}"}}
+        for (engine_id, rank), process in processes.items()
+    ]
+    return {"traceEvents": names + sorted(events, key=lambda event: event["ts"])}
+
+
+def _slices(line: Line, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
+    """A slice for the record and, inside, one for each phase."""
+    common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
+    name = f"{line.kind} {line.request_id}"
+    yield {**common, "ph": "b", "name": name, "ts": begin_s * _US, "args": {"outcome": line.outcome, **line.details}}
+    at_s = begin_s
+    for phase, seconds in line.seconds.items():
+        if seconds > 0:
+            yield {**common, "ph": "b", "name": phase, "ts": at_s * _US}
+            at_s += seconds
+            yield {**common, "ph": "e", "name": phase, "ts": at_s * _US}
+    yield {**common, "ph": "e", "name": name, "ts": line.ended_s * _US}
+
+
+def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment]]) -> Iterator[TraceEvent]:
+    """To each load from the latest lease of what it loads that began before it."""
+    for number, (offer, (process, begin_s)) in enumerate(loads, 1):
+        before = [moment for moment in leases.get(offer, []) if moment[1] <= begin_s]
+        if not before:
+            continue
+        producer, offered_s = max(before, key=lambda moment: moment[1])
+        common: TraceEvent = {"cat": "ticket", "name": "ticket", "id": number}
+        yield {**common, "ph": "s", "pid": producer, "tid": producer, "ts": offered_s * _US}
+        yield {**common, "ph": "f", "bp": "e", "pid": process, "tid": process, "ts": begin_s * _US}

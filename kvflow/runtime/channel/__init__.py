@@ -1,0 +1,1 @@
+"""The side channel: asking, listening, keys."""

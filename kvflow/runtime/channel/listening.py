@@ -1,0 +1,238 @@
+"""The listening end of the side channel: a ROUTER that answers requests, and what protects it.
+
+It trusts nothing. A message that is too large, has the wrong shape, comes too often or does not decode is counted and,
+where it can be answered, refused; it never stops the listener, and between two messages the loop has its turn. Limits
+are per peer: the engine whose key it is with CURVE, else the address it comes from.
+
+With CURVE only engines of the allowlist get as far as a message, and a request must be of the engine whose key it came
+under. ZeroMQ asks about keys by a protocol of its own (ZAP); that is answered here rather than by pyzmq's
+authenticator, whose task nobody supervises.
+
+The queue of messages that have come has no limit, and heartbeats are off: ZeroMQ (4.3.5) stops reading from a
+connection whose queue is full, and if the peer then resets it, a ping that was still unread aborts the process. Memory
+can be filled by a message without end too, so a flood of bytes is for CURVE, or the network, to keep out.
+
+Readers connect for one question. Who stays is not one of them, and ZeroMQ has no limit for connections: when there are
+too many, all are dropped, and the port is bound again at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from kvflow.config import Config
+from kvflow.core.policy.rate_limit import RateLimiter
+from kvflow.core.protocol import messages
+from kvflow.errors import ConfigError
+from kvflow.runtime.channel.keyring import Keyring
+from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
+
+logger = logging.getLogger(__name__)
+
+_ANSWERS_WAITING_MAX = 8
+_HEADER_BYTES_MAX = 256
+_RATED_PEERS_MAX = 1 << 10
+_LOG_LINES_PER_S = 10
+_C_INT_MAX = (1 << 31) - 1
+_KEY_PROPERTY = "User-Id"  # what `_check_keys` says: the key, in hexadecimal
+_ZAP = "inproc://zeromq.zap.01"
+_MONITOR = "inproc://kvflow-connections"
+_REJECTIONS: dict[int, str] = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "its CURVE key is in no file of curve_peers_dir",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "it speaks no ZeroMQ, or only one side uses CURVE, or it expects another key",
+}
+_WATCHED = sum(_REJECTIONS, zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED)
+
+
+class ZmqListener:
+    """See `Listener`."""
+
+    def __init__(self, config: Config, keyring: Keyring | None, answer: Answer, now_s: Callable[[], float]) -> None:
+        self._config = config
+        self._keyring = keyring
+        self._answer = answer
+        self._now_s = now_s
+        self._rates = RateLimiter(requests_per_s=config.side_channel_requests_per_s_max, peers_max=_RATED_PEERS_MAX)
+        self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
+        self._answered = 0
+        self._refused = 0
+        self._dropped = 0
+        self._over_rate = 0
+        self._rejected = 0
+        self._connections = 0
+        self._recycled = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._monitor = self._context.socket(zmq.PAIR)
+        self._zap = self._context.socket(zmq.REP)
+        try:
+            self._endpoint = self._bind()
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(
+                f"listen: cannot bind tcp://{config.listen_host}:{config.listen_port}: {error}"
+            ) from error
+        self.port = int(self._endpoint.rpartition(":")[2])
+
+    @property
+    def statistics(self) -> ListenerStatistics:
+        return ListenerStatistics(
+            answered=self._answered,
+            refused=self._refused,
+            dropped=self._dropped,
+            over_rate=self._over_rate,
+            rejected=self._rejected,
+            connections=self._connections,
+            recycled=self._recycled,
+        )
+
+    async def serve(self) -> None:
+        """Answer requests one after the other; answering never waits, so a slow peer delays nobody."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._serve_requests(), name="kvflow-listener-requests")
+                group.create_task(self._watch_connections(), name="kvflow-listener-connections")
+                if self._keyring is not None:
+                    group.create_task(self._check_keys(self._keyring), name="kvflow-listener-keys")
+        except ExceptionGroup as problems:
+            raise problems.exceptions[0] from problems
+
+    def close(self) -> None:
+        """Close the sockets at once. Closing twice is fine."""
+        for socket in (self._monitor, self._zap, self._socket):
+            socket.close(linger=0)
+        self._context.term()
+
+    def _bind(self) -> str:
+        """Set the sockets up; returns the address with the real port."""
+        config, socket = self._config, self._socket
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, config.side_channel_request_bytes_max),
+            (zmq.RCVHWM, 0),
+            (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
+            (zmq.IPV6, int(config.listen_host.startswith("["))),
+            (zmq.HANDSHAKE_IVL, min(max(int(config.handshake_timeout_s * 1000), 1), _C_INT_MAX)),
+        ):
+            socket.setsockopt(option, value)
+        if self._keyring is not None:
+            self._zap.bind(_ZAP)
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, self._keyring.own.secret)
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"kvflow")
+        socket.monitor(_MONITOR, _WATCHED)
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's thread, and closing with it
+        self._monitor.connect(_MONITOR)
+        socket.bind(f"tcp://{config.listen_host}:{config.listen_port or '*'}")
+        endpoint = socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return endpoint.decode().rstrip("\0")
+
+    async def _serve_requests(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            await self._handle(frames)
+            await asyncio.sleep(0)  # neither receiving nor sending gives way while more messages are there
+
+    async def _handle(self, frames: Sequence[zmq.Frame]) -> None:
+        peer = _property(frames[-1], "Peer-Address" if self._keyring is None else _KEY_PROPERTY)
+        if peer is None:
+            self._drop("it says not whom it is from")
+            return
+        if not self._rates.allows(peer, self._now_s()):
+            self._over_rate += 1
+            return
+        if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
+            self._drop(f"{len(frames)} frames")
+            return
+        engine = None
+        if self._keyring is not None:
+            engine = await self._keyring.engine_of(bytes.fromhex(peer))
+            if engine is None:
+                self._drop("its key has left curve_peers_dir")
+                return
+        sender, header_frame, body_frame = (frame.bytes for frame in frames)
+        try:
+            header = messages.decode_header(header_frame)
+        except messages.WireError as error:
+            self._drop(str(error))
+            return
+        reply = self._reply_to(header, body_frame, engine)
+        if isinstance(reply, messages.Refusal):
+            self._refused += 1
+            self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
+        else:
+            self._answered += 1
+        try:
+            await self._socket.send_multipart(
+                [sender, *messages.encode_frames(messages.our_header(b""), reply)], flags=zmq.NOBLOCK
+            )
+        except zmq.Again:
+            self._dropped += 1
+
+    def _reply_to(self, header: messages.Header, body_frame: bytes, engine: str | None) -> messages.Reply:
+        if header.version != messages.PROTOCOL_VERSION:
+            reason = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {header.version}"
+            return messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION)
+        try:
+            request = messages.decode_request(body_frame)
+        except messages.WireError as error:
+            return messages.Refusal(reason=str(error), version=messages.PROTOCOL_VERSION)
+        claimed = messages.asked_by(request)
+        if engine not in (None, claimed):
+            reason = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
+            return messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION)
+        return self._answer(header, request)
+
+    def _drop(self, why: str) -> None:
+        self._dropped += 1
+        self._log(logging.INFO, f"dropped a message on the side channel: {why}")
+
+    def _log(self, level: int, text: str) -> None:
+        """Log what a peer caused: a few lines a second, however many it causes."""
+        if self._log_lines.allows("", self._now_s()):
+            logger.log(level, "%s", text)
+
+    async def _check_keys(self, keyring: Keyring) -> None:
+        """Tell ZeroMQ whether the owner of a key may connect."""
+        while True:
+            _, request_id, *_, key = await self._zap.recv_multipart()
+            known = await keyring.engine_of(key) is not None
+            verdict = (b"200", b"OK", key.hex().encode()) if known else (b"400", b"unknown key", b"")
+            await self._zap.send_multipart([b"1.0", request_id, *verdict, b""])
+            await asyncio.sleep(0)
+
+    async def _watch_connections(self) -> None:
+        """Count connections, and drop all when there are too many: those that wait for an answer ask again."""
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            match event:
+                case zmq.Event.ACCEPTED:
+                    self._connections += 1
+                    if self._connections == self._config.side_channel_connections_max + 1:
+                        self._socket.unbind(self._endpoint)
+                case zmq.Event.DISCONNECTED:
+                    self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
+                case zmq.Event.CLOSED:
+                    logger.warning("dropped all %s connections of the side channel", self._connections)
+                    self._recycled += 1
+                    self._connections = 0
+                    self._socket.bind(self._endpoint)
+                case _:
+                    self._rejected += 1
+                    self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
+            await asyncio.sleep(0)
+
+
+def _property(frame: zmq.Frame, name: str) -> str | None:
+    """What ZeroMQ knows of a frame's connection; None with peers that speak one of its first protocols."""
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return None

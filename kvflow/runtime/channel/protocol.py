@@ -1,0 +1,77 @@
+"""The side channel: how the ranks of engines ask each other questions. Protocols only; see `zmq_side_channel`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvflow.core.protocol import messages
+from kvflow.errors import PeerError
+
+Answer = Callable[[messages.Header, messages.Request], messages.Reply]
+
+ErrorT = TypeVar("ErrorT", bound=PeerError)
+
+
+def failure(
+    kind: type[ErrorT], target: messages.Target, address: str, why: str, *, retry_after_s: float | None = None
+) -> ErrorT:
+    """What went wrong with a rank, as an error that names it."""
+    return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenerStatistics:
+    """What a listener has seen, in messages; `rejected` counts connections instead."""
+
+    answered: int
+    refused: int
+    """Answered with a reason."""
+    dropped: int
+    """Not answered: no message of ours, or nobody took the answer."""
+    over_rate: int = 0
+    """Not answered, because their sender asks too often."""
+    rejected: int = 0
+    """Connections that never came to a message: a key that is not in the allowlist, or no peer of ours at all."""
+    connections: int = 0
+    """Open now."""
+    recycled: int = 0
+    """How often all connections were dropped because there were too many."""
+
+
+class Listener(Protocol):
+    """A rank's side channel, bound; `port` is the real one."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def statistics(self) -> ListenerStatistics: ...
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+
+    def close(self) -> None:
+        """Stop listening at once. Closing twice is fine."""
+
+
+class SideChannel(Protocol):
+    """How the ranks of engines ask each other questions."""
+
+    async def listen(self, answer: Answer) -> Listener:
+        """Bind this rank's address; ConfigError if that is not possible, or if its keys cannot be used."""
+
+    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
+        """Send one request and return its answer, a Refusal included.
+
+        Raises PeerUnreachable if the port is refused or nobody answers within Config.handshake_timeout_s, PeerRefused
+        if one side does not accept the other's key, ProtocolError if what answers is no kvflow. Cancelling gives the
+        question up.
+        """
+
+    def abandon(self) -> None:
+        """Close everything at once, without the loop, which is gone."""
+
+    def close(self) -> None:
+        """Nothing will be asked any more; questions under way may still be answered. Closing twice is fine."""

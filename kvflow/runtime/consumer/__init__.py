@@ -1,0 +1,1 @@
+"""The consumer's side: loads, their bytes, their leases."""

@@ -1,0 +1,212 @@
+"""A load as its caller sees it: the request, the handle, the report, and the counts of all. `loading` does them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvflow import checks
+from kvflow.config import Config
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import KVFlowError, RequestError, UsageError
+from kvflow.runtime.consumer.read_queue import InFlight
+from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.producer.lease import checked_request_id
+
+_NAME_CHARS_MAX = 512
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """Fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
+
+    With fewer local than offered blocks (a prefix was cached), the tail of the offer is read; with none (all was
+    cached), nothing is read and the producer is told at once. `ticket` is a Ticket or its dict. `deadline_s` covers
+    every phase and defaults to Config.load_deadline_s. Where loads have to wait for each other, a smaller `priority`
+    goes first; loads of equal priority take turns.
+    """
+
+    request_id: str
+    ticket: Ticket | Mapping[str, Any]
+    block_ids: Sequence[int]
+    deadline_s: float | None = None
+    priority: int = 0
+    prompt: Sequence[int] | None = None
+    """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
+
+
+def checked_load_request(request: object, config: Config) -> LoadRequest:
+    """The request with its numbers and texts as Python's own.
+
+    RequestError names what cannot be right whatever the ticket and the cache are.
+    """
+    given = checks.instance(request, LoadRequest, "load_blocks")
+    request_id = checked_request_id(given.request_id, config)
+    try:
+        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
+        priority = checks.whole(given.priority, "priority")
+    except RequestError as error:
+        raise RequestError(f"request {request_id!r}: {error}") from error
+    if request_id is given.request_id and deadline_s is given.deadline_s and priority is given.priority:
+        return given  # the usual case, quicker than to make another one
+    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What one load did. `seconds` has an entry for each phase; they add up to `total_s`."""
+
+    request_id: str
+    bytes: int
+    blocks: int
+    tokens: int
+    """Tokens that were read into the local blocks; the last of those may be partly filled."""
+    descriptors: int
+    sources: tuple[str, ...]
+    """The ranks of the producer that were read from."""
+    notified: bool
+    """Whether every rank of the producer that holds a lease for us was told that it may free its blocks."""
+    seconds: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+class Bytes(Protocol):
+    """What a load has posted: `transfer.Transfer`."""
+
+    @property
+    def safe(self) -> bool: ...
+
+    async def settled(self) -> None: ...
+
+
+class Load:
+    """One load, under way or over. Await it for its `LoadReport`; also the `quarantine` of the error it ended with.
+
+    Awaiting raises what `Runtime.load_blocks` raises. Cancelling a task that awaits a load cancels the load, as with
+    any task; `asyncio.shield(load)` keeps it going.
+    """
+
+    def __init__(self, request_id: str, block_ids: BlockIds | tuple[int, ...]) -> None:
+        self.request_id = request_id
+        self._ids = block_ids
+        self._task: asyncio.Task[LoadReport] | None = None
+        self._bytes: Bytes | None = None
+        self._outcome: LoadReport | BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self.done else "safe" if self.safe else "quarantined"
+        return f"<Load {self.request_id} {state}>"
+
+    def __await__(self) -> Generator[Any, None, LoadReport]:
+        if self._task is not None and self._outcome is None:
+            return self._task.__await__()
+        return self._result().__await__()
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """The local blocks that it fills."""
+        return tuple(int(block) for block in self._ids)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: awaiting it returns or raises at once."""
+        return self._outcome is not None or (self._task is not None and self._task.done())
+
+    @property
+    def safe(self) -> bool:
+        """Whether it has ended and no byte can land in its blocks any more. May be asked from any thread."""
+        return self.done and (self._bytes is None or self._bytes.safe)
+
+    def cancel(self) -> None:
+        """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
+
+        Its blocks may be reused when `settled()` returns, not before. Raises UsageError off the runtime's loop.
+        """
+        if self._task is None or self._task.done():
+            return
+        require_loop(self._task.get_loop(), f"request {self.request_id!r}: cancel()")
+        self._task.cancel()
+
+    async def settled(self) -> None:
+        """Return once it has ended and no byte can land in its blocks any more, however it ended.
+
+        Raises RuntimeBroken if that can never be known because the transport died under its reads; UsageError off the
+        runtime's loop. Cancelling stops the waiting only.
+        """
+        if self._task is not None and not self._task.done():
+            require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")
+            await asyncio.wait([self._task])
+        if self._bytes is not None and not self._bytes.safe:
+            await self._bytes.settled()
+
+    def begin(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
+        """Only for `Loader`: carry the load out in a task of its own."""
+        self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
+        return self._task
+
+    def carry(self, posted: Bytes) -> None:
+        """Only for `Loader`: its bytes are about to be posted."""
+        self._bytes = posted
+
+    def end(self, outcome: LoadReport | BaseException) -> None:
+        """Only for `Loader`: this is what came of it."""
+        self._outcome = outcome
+
+    async def _result(self) -> LoadReport:
+        if isinstance(self._outcome, LoadReport):
+            return self._outcome
+        if self._outcome is None:
+            raise UsageError(f"request {self.request_id!r}: load_blocks is awaited by its caller only")
+        raise self._outcome
+
+
+def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
+    """A load that was over before it began: awaiting it raises `error`."""
+    load = Load(request_name(request), ())
+    load.end(error)
+    return load
+
+
+def request_name(request: LoadRequest) -> str:
+    """The id of a request that may hold anything, as messages and records may show it."""
+    named = checks.answer(lambda: request.request_id)
+    return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLoad:
+    """What is in flight from one rank, and how many reads wait to be."""
+
+    in_flight: InFlight
+    waiting_reads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingStatistics:
+    """Loads under way now, how others ended, and blocks that no ended load could declare safe yet."""
+
+    open_loads: int
+    waiting_loads: int
+    """Those of the open loads that wait because Config.loads_max ranks are read from already."""
+    waiting_reads: int
+    """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
+    in_flight: InFlight
+    """What is posted and has not stopped yet, reads into quarantined blocks included."""
+    peers: Mapping[str, PeerLoad]
+    """The same for each rank, by its agent's name, that has any."""
+    quarantines: int
+    succeeded: int
+    failed: int
+    cancelled: int
+    refused: int
+    """Loads whose request could not be right, or that came while the runtime drains."""
+    bytes: int
+    renewals: int
+    """How often a lease was renewed, for loads under way and by `keep_leases`."""

@@ -1,0 +1,1 @@
+"""How bytes get where they belong: routes, scratch memory, host buffers, copies."""

@@ -1,0 +1,158 @@
+"""Scratch memory, and what is done with it: whole blocks of a peer are read there and permuted into the cache.
+
+`core.plan.whole_blocks` has the reading side and the rule when this pays. Here are the buffers, registered when the
+first load needs them, and the writing side: which tokens and heads of a scratch block go to which chunk of which of our
+blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import numpy as np
+
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.regions import Device, Span
+from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors
+from kvflow.core.plan.whole_blocks import WholeBlocks
+from kvflow.runtime.memory.copies import CacheTensors, canonical_parts, chunk_sources, chunk_targets, scatter_tokens
+from kvflow.runtime.memory.pool import Pool
+from kvflow.transport.base import Transport
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ScratchBuffer(NamedTuple):
+    """One scratch buffer: its number and its bytes."""
+
+    number: int
+    memory: torch.Tensor
+
+
+class Scratch:
+    """A few equal buffers on the cache's device. Each is made and registered when it is first taken."""
+
+    def __init__(self, transport: Transport, device: Device, *, slot_bytes: int, slots: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._transport = transport
+        self._device = device
+        self._pool = Pool(slots)
+        self._made: dict[int, ScratchBuffer] = {}
+
+    @property
+    def used(self) -> int:
+        return self._pool.used
+
+    async def take(self) -> ScratchBuffer:
+        """A buffer, once one is free. Raises TransportError if it cannot be registered."""
+        numbers = await self._pool.take(1)
+        number = int(numbers[0])
+        try:
+            if number not in self._made:
+                self._made[number] = await self._make(number)
+        except BaseException:
+            self._pool.give_back(numbers)
+            raise
+        return self._made[number]
+
+    def give_back(self, slot: ScratchBuffer) -> None:
+        self._pool.give_back(np.array([slot.number]))
+
+    async def _make(self, number: int) -> ScratchBuffer:
+        import torch
+
+        device = self._device
+        where = device.kind if device.kind == "cpu" else f"{device.kind}:{device.number}"
+        memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=where)
+        span = Span(address=memory.data_ptr(), size_bytes=self.slot_bytes)
+        await self._transport.register([span], device, memory)
+        return ScratchBuffer(number, memory)
+
+
+class ScratchRead(NamedTuple):
+    """Reads into a scratch buffer, the copy out of it, and how many bytes of it they use."""
+
+    descriptors: Descriptors
+    permute: Callable[[], None]
+    size_bytes: int
+
+
+class Permutation:
+    """How one peer's blocks go through scratch memory into our cache. Made once per peer; grows with regions."""
+
+    def __init__(
+        self,
+        kv_caches: KVCaches,
+        layout: CacheLayout,
+        block_map: BlockMap,
+        whole_blocks: WholeBlocks,
+        remote_parts: Sequence[str],
+    ) -> None:
+        self.whole_blocks = whole_blocks
+        self._heads = block_map.heads.heads
+        self._chunk_tokens = block_map.chunk_tokens
+        self._device = block_map.local.device
+        together = layout.parts == tuple(remote_parts)
+        self._halve = not together and tuple(remote_parts) == ("KV",)
+        layers = list(cast(CacheTensors, kv_caches).values())
+        parts = [
+            part
+            for ours, _ in block_map.places
+            for part in canonical_parts(layers[ours], layout, split_fused=not together)
+        ]
+        self._targets = chunk_targets(
+            parts, chunk_tokens=self._chunk_tokens, head_start=block_map.heads.local_start, head_count=self._heads
+        )
+
+    def plan(self, chunks: Chunks, slot: ScratchBuffer, offset: int) -> ScratchRead:
+        """Read the remote blocks of `chunks`, which are in prompt order, to `offset` of a buffer, and permute them."""
+        starts = np.flatnonzero(np.concatenate(([True], np.diff(chunks.remote_ids) != 0)))
+        size_bytes = len(starts) * self.whole_blocks.block_bytes
+        descriptors = self.whole_blocks.plan(chunks.remote_ids[starts], slot.memory.data_ptr() + offset, self._device)
+        memory = slot.memory[offset : offset + size_bytes]
+        return ScratchRead(descriptors, lambda: self._permute(chunks, starts, memory), size_bytes)
+
+    def _permute(self, chunks: Chunks, starts: BlockIds, memory: torch.Tensor) -> None:
+        """On the copy thread."""
+        rows = self.whole_blocks.rows
+        sources = chunk_sources(
+            memory,
+            rows=len(self.whole_blocks),
+            chunks=len(starts),
+            tokens=rows.tokens,
+            heads=rows.heads,
+            run_bytes=rows.run,
+            memory_order=rows.memory_order,
+        )[:, :, :, rows.first_head : rows.first_head + self._heads]
+        per_block = rows.tokens // self._chunk_tokens
+        sources = sources.view(*sources.shape[:2], per_block, self._chunk_tokens, *sources.shape[3:])
+        local_parts = np.zeros_like(chunks.local_ids) if chunks.local_parts is None else chunks.local_parts
+        for blocks, inside, picked in self._stretches(chunks, starts):
+            some = sources[:, blocks, inside, : chunks.tokens]
+            places = (chunks.local_ids[picked].reshape(some.shape[1:3]), local_parts[picked].reshape(some.shape[1:3]))
+            scatter_tokens(self._targets, self._split(some), *places)
+
+    def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
+        """(blocks read, chunks of each, chunks of the load) so that each stretch takes the same chunks of its blocks.
+
+        Only the first and the last block may be wanted in part.
+        """
+        counts = np.diff(starts, append=len(chunks))
+        first_parts = np.zeros_like(starts) if chunks.remote_parts is None else chunks.remote_parts[starts]
+        changes = np.flatnonzero((np.diff(counts) != 0) | (np.diff(first_parts) != 0)) + 1
+        edges = [0, *changes.tolist(), len(starts)]
+        for begin, end in itertools.pairwise(edges):
+            count, part, first = int(counts[begin]), int(first_parts[begin]), int(starts[begin])
+            yield slice(begin, end), slice(part, part + count), slice(first, first + count * (end - begin))
+
+    def _split(self, sources: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The sources of each target: K and V are halves of every head where only the peer has them together."""
+        if not self._halve:
+            return list(sources)
+        half = self.whole_blocks.rows.run // 2
+        return [part for row in sources for part in (row[..., :half], row[..., half:])]

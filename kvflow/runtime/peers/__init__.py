@@ -1,0 +1,1 @@
+"""Remote engines: who they are, how they are reached."""

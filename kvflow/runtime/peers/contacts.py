@@ -1,0 +1,115 @@
+"""First contacts: the turns in which peers that have never answered are asked (`core.policy.contacts`).
+
+Forged tickets lead to such peers only, as many as somebody likes to make up. A peer that has answered before is asked
+without a turn, so it waits for none of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from kvflow.config import Config
+from kvflow.core.policy.contacts import Contact, Contacts, ContactState
+from kvflow.errors import Overloaded, PeerUnreachable
+from kvflow.runtime.peers.link import Address
+
+T = TypeVar("T")
+
+
+def patience_s(config: Config) -> float:
+    """How long a peer that has never answered may take while others wait for its turn."""
+    return config.handshake_timeout_s / 10
+
+
+def overloaded(peer: Address, why: str) -> Overloaded:
+    """The error for a peer for which this engine has no room; `Overloaded.of_request` names the request."""
+    return Overloaded(f"{peer}: {why}", request_id="", peer=peer.address)
+
+
+class FirstContacts:
+    """Gives the turns out. Belongs to one event loop."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._patience_s = patience_s(config)
+        self._contacts = Contacts(config.first_contacts_max, self._patience_s)
+        self._bounds: dict[Contact, asyncio.Timeout] = {}
+        self._granted: dict[Contact, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def under_way(self) -> int:
+        return self._contacts.under_way
+
+    async def ask(self, peer: Address, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None]) -> T:
+        """Wait for a turn, then put a question to a peer: `begin` gets the turn first.
+
+        Raises Overloaded if no turn comes within Config.handshake_timeout_s, and PeerUnreachable if others wait and the
+        peer has had time enough. Cancelling gives the turn, or the place in the queue, back.
+        """
+        loop = asyncio.get_running_loop()
+        contact = self._contacts.ask(loop.time())
+        bound = asyncio.timeout(None)
+        try:
+            async with bound:
+                self._bounds[contact] = bound
+                if contact.state is ContactState.WAITING:
+                    bound.reschedule(loop.time() + self._config.handshake_timeout_s)
+                    await self._wait(contact)
+                begin(contact)
+                return await question()
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            raise self._no_answer(peer) if contact.state is ContactState.LEAVING else self._no_turn(peer) from None
+        finally:
+            del self._bounds[contact]
+            self._end(contact)
+
+    def look(self) -> None:
+        """Let somebody make way if it is time. Also to be called when a contact is not wanted any more."""
+        now_s = asyncio.get_running_loop().time()
+        leaving = self._contacts.make_way(now_s)
+        if leaving is not None and not self._bounds[leaving].expired():
+            self._bounds[leaving].reschedule(now_s)
+        self._look_later(now_s)
+
+    async def _wait(self, contact: Contact) -> None:
+        granted = self._granted[contact] = asyncio.get_running_loop().create_future()
+        self.look()
+        try:
+            await granted
+        finally:
+            del self._granted[contact]
+
+    def _end(self, contact: Contact) -> None:
+        next_one = self._contacts.end(contact, asyncio.get_running_loop().time())
+        if next_one is not None:
+            bound, granted = self._bounds[next_one], self._granted[next_one]
+            if not bound.expired():  # else it has just given up, and gives the turn back when it runs
+                bound.reschedule(None)
+            if not granted.done():
+                granted.set_result(None)
+        self.look()
+
+    def _look_later(self, now_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_s = self._contacts.due_s(now_s)
+        if due_s < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(due_s, self.look)
+
+    def _no_answer(self, peer: Address) -> PeerUnreachable:
+        why = f"no answer within {self._patience_s:.3g} s, and others wait to be asked"
+        return peer.failure(PeerUnreachable, why)
+
+    def _no_turn(self, peer: Address) -> Overloaded:
+        why = (
+            f"no turn to ask it within {self._config.handshake_timeout_s} s: "
+            f"{self._config.first_contacts_max} other new peers are asked at once (first_contacts_max)"
+        )
+        return overloaded(peer, why)

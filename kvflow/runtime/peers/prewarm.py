@@ -1,0 +1,118 @@
+"""Handshakes before the first load: for users who know whom they will read from, so that no load waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvflow import checks
+from kvflow.checks import answer, shown
+from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, is_host, rank_offset, split_address
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
+from kvflow.runtime.peers.link import Address
+from kvflow.runtime.peers.reach import Sources, check_cut, first_to_ask
+from kvflow.runtime.peers.table import Peers
+
+_AT_ONCE_MAX = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAddress:
+    """One rank of an engine, and where its side channel listens (`Runtime.address`).
+
+    The engine's other ranks are found by their ports, as `Config.listen` gives them out.
+    """
+
+    engine_id: str
+    address: str
+    dp_rank: int = 0
+    pp_rank: int = 0
+    tp_rank: int = 0
+
+    def checked(self) -> PeerAddress:
+        """The same in Python's own types; RequestError names what cannot be."""
+        engine_id, address = checks.text(self.engine_id, "engine_id"), checks.text(self.address, "address")
+        if not checks.is_name(engine_id, ENGINE_ID_CHARS_MAX):
+            raise RequestError(f"engine_id: expected a name of at most {ENGINE_ID_CHARS_MAX}, got {shown(engine_id)}")
+        host, port = split_address(address, what="address", error=RequestError)
+        if not is_host(host) or not port:
+            raise RequestError(f"address: expected a host and port to connect to, got {shown(address)}")
+        ranks = {name: checks.whole(getattr(self, name), name, least=0) for name in ("dp_rank", "pp_rank", "tp_rank")}
+        return PeerAddress(engine_id=engine_id, address=address, **ranks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prewarmed:
+    """What came of one engine: `ranks` are connected; all that loads from it need, unless there is an error."""
+
+    engine_id: str
+    ranks: tuple[Rank, ...]
+    error: KVFlowError | None
+
+
+async def prewarm(
+    sources: Sources, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
+) -> tuple[Prewarmed, ...]:
+    """See `Runtime.prewarm`."""
+    listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
+    if listed is None:
+        raise RequestError(f"prewarm: expected PeerAddresses and tickets, got {shown(engines)}")
+    room = asyncio.Semaphore(_AT_ONCE_MAX)
+
+    async def one(engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
+        async with room:
+            return await _prewarm_one(sources, peers, engine)
+
+    return tuple(await asyncio.gather(*map(one, listed)))
+
+
+async def _prewarm_one(sources: Sources, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
+    engine_id = engine.engine_id if isinstance(engine, PeerAddress) and isinstance(engine.engine_id, str) else ""
+    ranks: list[Rank] = []
+    try:
+        if isinstance(engine, PeerAddress):
+            engine = engine.checked()
+            engine_id = engine.engine_id
+            wanted = await _ask(sources, peers, engine)
+        else:
+            ticket = sources.read(engine)
+            engine_id = ticket.engine_id
+            await sources.check(ticket)
+            wanted = await _confirm(sources, peers, ticket)
+        for address in wanted:  # one after the other, and none after one that failed
+            await peers.connect(peers.get(*address), None)
+            ranks.append(address.rank)
+    except RuntimeBroken:
+        raise
+    except KVFlowError as error:
+        return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=error)
+    return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=None)
+
+
+async def _confirm(sources: Sources, peers: Peers, ticket: Ticket) -> list[Address]:
+    """The ranks that loads with a ticket need, once one of them has said that its engine is cut as the ticket says."""
+    wanted = sources.whereabouts(ticket)
+    peer = peers.get(*first_to_ask(ticket, wanted))
+    check_cut(ticket, peer, await peers.connect(peer, None))
+    return wanted
+
+
+async def _ask(sources: Sources, peers: Peers, engine: PeerAddress) -> list[Address]:
+    """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut."""
+    host, port = split_address(engine.address, what="address")
+    here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
+    parallelism = (await peers.connect(peers.get(engine.engine_id, here, engine.address), None)).parallelism
+    base = port - rank_offset(*here, tp_size=parallelism.tp_size, pp_size=parallelism.pp_size)
+    wanted = []
+    for rank in sources.ranks_of(
+        parallelism, engine.dp_rank, f"prewarm: engine {engine.engine_id!r} at {engine.address}"
+    ):
+        there = base + rank_offset(*rank, tp_size=parallelism.tp_size, pp_size=parallelism.pp_size)
+        if not 0 < there <= PORT_MAX:
+            raise RequestError(f"prewarm: port {port} of {here} puts {rank} at port {there}")
+        wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))
+    return wanted

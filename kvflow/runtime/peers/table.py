@@ -1,0 +1,404 @@
+"""Peers: one object per remote rank, one handshake at a time for each, connections shared by all loads.
+
+A handshake runs in a task of its own, so a load that gives up does not take it away from the others that wait. A peer
+that fails is left alone for a while (`core.policy.circuit`): loads that need it fail at once, without a packet. A
+ticket of a life of the peer that was not tried yet may try at once: it shows that the peer lived after it had failed.
+
+An address in a ticket proves nothing, so peers that have never answered are asked a few at a time
+(`runtime.peers.contacts`), and they are the first to go when there are `Config.peers_max`. Peers that no load has used
+for `Config.peer_idle_s` are forgotten; a timer looks, as long as there are any.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from kvflow.config import Config
+from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.circuit import BackOff, Circuit, after_failed_handshake, after_failed_read
+from kvflow.core.policy.contacts import Contact
+from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, knows
+from kvflow.core.protocol import messages
+from kvflow.errors import (
+    KVFlowError,
+    PeerError,
+    PeerNotReady,
+    PeerUnreachable,
+    ProtocolError,
+    RuntimeBroken,
+    RuntimeClosed,
+)
+from kvflow.runtime.peers.clocks import PeerClocks
+from kvflow.runtime.peers.contacts import FirstContacts, overloaded, patience_s
+from kvflow.runtime.peers.handshake import Handshakes
+from kvflow.runtime.peers.link import Address, Connection, Connections, Spawn
+from kvflow.runtime.peers.peer import LIVES_MAX, Handshake, Peer, expendable
+from kvflow.runtime.world import Clock, Timer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatistics:
+    """One rank of a remote engine, as it is now."""
+
+    engine_id: str
+    rank: Rank
+    address: str
+    state: PeerState
+    failures: int
+    """Failures in a row."""
+    retry_after_s: float
+    """How long loads from it fail at once; 0 if the next one may ask it."""
+    last_error: str
+    """What failed last, since it was last connected; "" if nothing did."""
+    met: bool
+    """Whether it was ever connected. Where it was not nobody may live: any ticket can name an address."""
+
+
+class Peers:
+    """All peers of a runtime."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        reader: str,
+        handshakes: Handshakes,
+        connections: Connections,
+        clocks: PeerClocks,
+        clock: Clock,
+        spawn: Spawn,
+    ) -> None:
+        self._config = config
+        self._back_off = BackOff(config.peer_backoff_first_s, config.peer_backoff_max_s)
+        self._reader = reader
+        self._handshakes = handshakes
+        self._connections = connections
+        self._clocks = clocks
+        self._clock = clock
+        self._spawn = spawn
+        self._contacts = FirstContacts(config)
+        self._peers: dict[Address, Peer] = {}
+        self._sweep_timer: Timer | None = None
+        self._closed = False
+
+    @property
+    def statistics(self) -> tuple[PeerStatistics, ...]:
+        now_s = self._clock.now_s()
+        return tuple(
+            PeerStatistics(
+                engine_id=peer.engine_id,
+                rank=peer.rank,
+                address=peer.address,
+                state=peer.state,
+                failures=peer.circuit.failures,
+                retry_after_s=peer.circuit.wait_s(now_s),
+                last_error=peer.last_error,
+                met=peer.met,
+            )
+            for peer in self._peers.values()
+        )
+
+    def get(self, engine_id: str, rank: Rank, address: str) -> Peer:
+        """The one object for this peer. Overloaded if there are `Config.peers_max` others and all in use."""
+        key = Address(engine_id, rank, address)
+        peer = self._peers.get(key)
+        if peer is None:
+            self._make_room(key)
+            peer = self._peers[key] = Peer(key, self._clock.now_s())
+            if self._sweep_timer is None and not self._closed:
+                self._sweep_later()
+        return peer
+
+    def is_connected(self, at: Address, incarnation: str | None) -> bool:
+        """Whether `connect` would have nothing to wait for."""
+        peer = self._peers.get(at)
+        return peer is not None and peer.usable(incarnation) is not None
+
+    async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
+        """The peer's connection, made if need be; all who ask meanwhile share one handshake.
+
+        With the incarnation of a ticket, a connection to another one is not taken before the peer was asked once;
+        None takes any. `request_id` is for peers that drain: they connect readers of open leases only. Raises a
+        PeerError, or Overloaded. Cancelling stops the waiting; a handshake that has begun goes on as long as it is in
+        nobody's way.
+        """
+        while True:
+            if peer.state is PeerState.CLOSED:  # forgotten since: a rank may take long to say its lease
+                peer = self.get(*peer.at)
+            peer.used_s = self._clock.now_s()
+            connection = peer.usable(incarnation)
+            if connection is not None:
+                return connection
+            handshake, ours = peer.handshake, peer.handshake is None
+            if handshake is None:
+                handshake = self._start_handshake(peer, incarnation, request_id)
+            handshake.join()
+            try:
+                connection = await asyncio.shield(handshake.future)
+            except PeerNotReady:  # that was about another request
+                if ours:
+                    raise
+            else:
+                if ours or incarnation in (None, connection.incarnation):
+                    return connection
+            finally:
+                handshake.leave()
+                self._note_waiters(peer, handshake)
+
+    async def find_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseFound | messages.NoLease:
+        """Ask a rank for its lease of a request. Raises a PeerError."""
+        connection = peer.current
+        async with peer.questions:
+            if connection is not None and peer.current is None:  # others who asked have found out
+                raise peer.at.failure(PeerUnreachable, peer.last_error)
+            connection = peer.current
+            try:
+                reply = await self._handshakes.ask(peer.at, question)
+            except PeerUnreachable as error:
+                if connection is not None:
+                    self.failed(connection, str(error))
+                raise
+        if isinstance(reply, messages.LeaseFound | messages.NoLease):
+            return reply
+        raise peer.at.failure(ProtocolError, f"asked for a lease, got {type(reply).__name__}")
+
+    async def release(self, peer: Peer, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
+        """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
+        self._check_wait(peer, None)
+        async with peer.questions:
+            reply = await self._in_turn(peer, partial(self._handshakes.ask, peer.at, question))
+        if isinstance(reply, messages.Released | messages.NoLease):
+            return reply
+        raise peer.at.failure(ProtocolError, f"released a lease, got {type(reply).__name__}")
+
+    def keep_clock(self, peer: Peer, now_s: float) -> None:
+        """Have a peer's clock asked for if what we know of it has aged; nobody waits for that."""
+        if self._clocks.is_due(peer.at, now_s):
+            self._spawn(self._handshakes.ask_clock(peer.at), name=f"kvflow-clock {peer.address}")
+
+    def not_expired_before_s(self, peer: Peer, incarnation: str, theirs_s: float) -> float:
+        """See `PeerClocks.sure_until_s`."""
+        return self._clocks.not_expired_before_s(peer.at, incarnation, theirs_s)
+
+    def succeeded(self, peer: Peer) -> None:
+        """Bytes were read from it: whatever failed before is over."""
+        peer.circuit = Circuit()
+        peer.used_s = self._clock.now_s()
+
+    def failed(self, connection: Connection, why: str) -> None:
+        """Use the connection for no new load. Several reads may find out; the first one counts."""
+        for peer in self._users_of(connection):
+            peer.circuit = after_failed_read(
+                peer.circuit, self._back_off, now_s=self._clock.now_s(), name=self._name_for(peer)
+            )
+            peer.note_error(why)
+            waits = peer.circuit.wait_s(self._clock.now_s()) > 0
+            self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
+
+    def said_goodbye(self, goodbye: messages.Goodbye) -> None:
+        """A peer drains, or closes: then its connection goes. Nothing happens unless we have one to that very life."""
+        sender = goodbye.sender
+        rank = Rank(sender.dp_rank, sender.pp_rank, sender.tp_rank)
+        for peer in self._peers.values():
+            connection = peer.current
+            if (peer.engine_id, peer.rank) != (sender.engine_id, rank) or connection is None:
+                continue
+            if connection.incarnation != goodbye.incarnation:
+                continue
+            if goodbye.closing:
+                self._disconnect(peer, PeerEvent.BREAK, "it closes")
+            elif knows(PEER_TABLE, peer.state, PeerEvent.DRAIN):
+                peer.fire(PeerEvent.DRAIN)
+
+    async def forget(self, engine_id: str, address: str | None) -> bool:
+        """See `Runtime.forget_peer`."""
+
+        def chosen() -> list[Peer]:
+            found = [peer for peer in self._peers.values() if peer.engine_id == engine_id]
+            return [peer for peer in found if address in (None, peer.address)]
+
+        handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
+        if handshakes:
+            await asyncio.wait(handshakes)  # bounded by handshake_timeout_s, and as much for a turn
+        agents = [peer.current.agent for peer in chosen() if peer.current is not None]
+        for peer in chosen():
+            if peer.handshake is None:  # else it was begun just now, from scratch
+                self._drop(peer, "forgotten")
+        return await self._connections.gone(agents, self._config.handshake_timeout_s)
+
+    async def aclose(self) -> None:
+        """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
+        self._closed = True
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+        for peer in list(self._peers.values()):
+            self._drop(peer, "closing")
+
+    def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
+        if self._closed:
+            raise RuntimeClosed("the runtime is closed")
+        self._check_wait(peer, incarnation)
+        handshake = Handshake(asyncio.get_running_loop().create_future(), self._clock.now_s())
+        body = self._run_handshake(peer, incarnation, request_id, handshake)
+        handshake.task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
+        # Here rather than in the task: one that is cancelled before its first step never runs.
+        handshake.task.add_done_callback(
+            lambda _: self._no_handshake(peer, handshake, RuntimeClosed("the runtime closed during the handshake"))
+        )
+        peer.handshake = handshake
+        peer.fire(PeerEvent.CONNECT)
+        if incarnation is not None:
+            peer.tried.add(incarnation)
+        return handshake
+
+    def _check_wait(self, peer: Peer, incarnation: str | None) -> None:
+        """PeerUnreachable if the peer must not be asked yet."""
+        wait_s = peer.circuit.wait_s(self._clock.now_s())
+        another_life = incarnation is not None and incarnation not in peer.tried and len(peer.tried) < LIVES_MAX
+        if wait_s > 0 and not another_life:
+            failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
+            why = f"it is not asked for another {wait_s:.3g} s ({failures})"
+            raise peer.at.failure(PeerUnreachable, why, retry_after_s=wait_s)
+
+    async def _in_turn(
+        self, peer: Peer, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None] = lambda _: None
+    ) -> T:
+        """Ask a peer; where it has never answered `begin` gets the turn that is needed for it."""
+        if peer.met:
+            return await question()
+        return await self._contacts.ask(peer.at, question, begin)
+
+    async def _shake_hands(self, peer: Peer, request_id: str | None) -> Connection:
+        async with asyncio.timeout(self._config.handshake_timeout_s):
+            return await self._handshakes.connect(peer.at, request_id)
+
+    async def _run_handshake(
+        self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
+    ) -> None:
+        """The handshake task: settles its future, unless it is cancelled."""
+        try:
+            connection = await self._in_turn(peer, partial(self._shake_hands, peer, request_id), handshake.begin)
+        except KVFlowError as problem:
+            self._no_handshake(peer, handshake, problem)
+        except TimeoutError:
+            bound = f"handshake not done within {self._config.handshake_timeout_s} s"
+            self._no_handshake(peer, handshake, peer.at.failure(PeerUnreachable, bound))
+        except Exception as bug:
+            error = RuntimeBroken("the handshake task died")
+            error.__cause__ = bug
+            self._no_handshake(peer, handshake, error)
+            raise
+        else:
+            peer.handshake = None
+            self._connected(peer, connection, incarnation)
+            handshake.future.set_result(connection)
+
+    def _no_handshake(self, peer: Peer, handshake: Handshake, error: KVFlowError) -> None:
+        """A handshake came to nothing. No effect if its waiters know already what came of it."""
+        future = handshake.future
+        if future.done():
+            return
+        peer.handshake = None
+        self._not_connected(peer, error)
+        future.set_exception(error)
+        future.exception()  # seen: everybody who waited may have given up
+
+    def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
+        """Somebody waits for a handshake no more. One that still waits for its turn needs none if nobody is left."""
+        if handshake.wanted or handshake.future.done():
+            return
+        if not peer.met and handshake.contact is None:
+            self._give_up(peer, handshake, "nobody waited any more")
+        else:
+            self._contacts.look()
+
+    def _give_up(self, peer: Peer, handshake: Handshake, why: str) -> None:
+        """End a handshake; that is no failure of the peer."""
+        self._no_handshake(peer, handshake, overloaded(peer.at, why))
+        if handshake.task is not None:
+            handshake.task.cancel()
+
+    def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
+        """A handshake worked. What other life the ticket or the last connection was of is over."""
+        before = peer.current
+        others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
+        peer.over.extend(other for other in others if other is not None and other not in peer.over)
+        peer.fire(PeerEvent.CONNECTED)
+        peer.current = connection
+        peer.met = True
+        peer.tried = {connection.incarnation}
+        peer.last_error = ""
+        if connection.block_map is None:  # nothing will be read from it, which would end a row of failures
+            peer.circuit = Circuit()
+        if before is not None and before is not connection:
+            self._leave(before)
+
+    def _not_connected(self, peer: Peer, error: KVFlowError) -> None:
+        """A handshake failed; the peer's own fault is counted."""
+        event = PeerEvent.POSTPONE
+        if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
+            event = PeerEvent.BACK_OFF
+            now_s = self._clock.now_s()
+            peer.circuit = after_failed_handshake(peer.circuit, self._back_off, now_s=now_s, name=self._name_for(peer))
+            error.retry_after_s = peer.circuit.wait_s(now_s)
+        peer.note_error(str(error))
+        self._disconnect(peer, event, str(error))
+
+    def _name_for(self, peer: Peer) -> str:
+        """What a wait's jitter depends on: another one for every reader of a peer."""
+        return f"{self._reader} {peer.address}"
+
+    def _users_of(self, connection: Connection) -> list[Peer]:
+        """Peers that connect by it: two, if two addresses lead to one rank."""
+        return [peer for peer in self._peers.values() if peer.current is connection]
+
+    def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
+        """Take the peer's connection away. If a handshake is under way, that decides about the state."""
+        connection, peer.current = peer.current, None
+        if peer.handshake is None:
+            peer.fire(event, why)
+        if connection is not None:
+            self._leave(connection)
+
+    def _leave(self, connection: Connection) -> None:
+        if not self._users_of(connection):
+            self._connections.leave(connection)
+
+    def _drop(self, peer: Peer, why: str) -> None:
+        """Forget a peer that has no handshake."""
+        del self._peers[peer.at]
+        self._clocks.forget(peer.at)
+        self._disconnect(peer, PeerEvent.CLOSE, why)
+
+    def _make_room(self, newcomer: Address) -> None:
+        """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
+        if len(self._peers) < self._config.peers_max:
+            return
+        now_s = self._clock.now_s()
+        asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
+        peer = expendable(self._peers.values(), asked_before_s=asked_before_s, used_before_s=used_before_s)
+        if peer is None:
+            raise overloaded(newcomer, f"no room for it: all {len(self._peers)} peers are in use (peers_max)")
+        why = f"it made room for another of {len(self._peers)} peers (peers_max)"
+        if peer.handshake is not None:
+            self._give_up(peer, peer.handshake, why)
+        self._drop(peer, why)
+
+    def _sweep_later(self) -> None:
+        self._sweep_timer = self._clock.call_later(self._config.peer_idle_s / 4, self._sweep)
+
+    def _sweep(self) -> None:
+        """The timer: forget who was not used for long enough."""
+        idle_before_s = self._clock.now_s() - self._config.peer_idle_s
+        for peer in list(self._peers.values()):
+            if not peer.busy and peer.used_s <= idle_before_s:
+                self._drop(peer, f"not used for {self._config.peer_idle_s} s")
+        self._sweep_timer = None
+        if self._peers:
+            self._sweep_later()

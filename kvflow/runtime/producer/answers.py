@@ -1,0 +1,61 @@
+"""What this rank answers to peers on the side channel. Answering never waits."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol import messages
+from kvflow.runtime.assembly import RegisteredCache
+from kvflow.runtime.peers.link import LocalRank
+
+_NAME_CHARS_SHOWN = 80
+
+
+def answer(
+    cache: RegisteredCache, header: messages.Header, request: messages.Request, *, draining: bool
+) -> messages.Reply:
+    """The answer to a request. A rank that drains connects readers of its open leases only."""
+    local = cache.local
+    ours, theirs = local.caller.target, request.target
+    if theirs.engine_id != ours.engine_id:
+        asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
+        return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
+    if header.fingerprint != local.compatibility.fingerprint():
+        return refusal("the caches are not compatible", local=local)
+    if theirs != ours:
+        return refusal(f"expected {_rank(theirs)}, this is {_rank(ours)}")
+    match request:
+        case messages.LeaseRequest():
+            return cache.serving.find(request)
+        case messages.ReleaseRequest():
+            try:
+                return cache.serving.release(request)
+            except messages.WireError as error:
+                return refusal(str(error))
+        case messages.ClockRequest():
+            return messages.ClockShown(incarnation=cache.metadata.incarnation, clock_s=cache.clock.now_s())
+        case messages.Goodbye():
+            cache.peers.said_goodbye(request)
+            return messages.Ack()
+        case messages.MetadataRequest():
+            if draining and not cache.serving.serves(request.request_id):
+                return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
+            if request.caller is not None:
+                cache.readers.remember(request.caller)
+            return msgspec.structs.replace(cache.metadata, clock_s=cache.clock.now_s())
+
+
+def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
+    """A "no"; with what we are, if that is the reason."""
+    return messages.Refusal(
+        reason=reason,
+        version=messages.PROTOCOL_VERSION,
+        transient=transient,
+        compatibility=local.compatibility if local else None,
+        cache_share=local.cache_share if local else None,
+    )
+
+
+def _rank(target: messages.Target) -> Rank:
+    return Rank(target.dp_rank, target.pp_rank, target.tp_rank)

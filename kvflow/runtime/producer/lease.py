@@ -1,0 +1,171 @@
+"""A lease as its owner sees it: the request it is made for, its states, its outcome. `serving` holds all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvflow import checks
+from kvflow.config import Config
+from kvflow.core.policy.lease_book import LeaseEntry
+from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol.ticket import Ticket, checked_traceparent
+from kvflow.errors import RequestError
+from kvflow.runtime.own_loop import require_loop
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ServeRequest:
+    """Offer `block_ids`, in prompt order, which hold the first `num_tokens` tokens of a prompt.
+
+    The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
+    need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
+    the lease is over once `reader_count` engines have read: how many ranks each of them has, its readers say.
+    Lists may be arrays, numbers may be numpy's: the ticket has them as Python's own.
+    """
+
+    request_id: str
+    block_ids: Sequence[int]
+    num_tokens: int
+    ttl_s: float | None = None
+    reader_count: int = 1
+    traceparent: str = ""
+    """Trace context (W3C) of the request, for the ticket and the records of both sides."""
+    prompt: Sequence[int] | None = None
+    """Token ids of the prompt: with them a load that gives its own fails if it is of another prompt."""
+
+
+def checked_serve_request(request: object, config: Config) -> ServeRequest:
+    """The request with its numbers and texts as Python's own, so that its ticket is one that readers take.
+
+    RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
+    """
+    given = checks.instance(request, ServeRequest, "serve_blocks")
+    request_id = checked_request_id(given.request_id, config)
+    try:
+        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        return ServeRequest(
+            request_id,
+            given.block_ids,
+            checks.whole(given.num_tokens, "num_tokens", least=0),
+            None if given.ttl_s is None else checks.seconds(given.ttl_s, "ttl_s"),
+            checks.whole(given.reader_count, "reader_count", least=1),
+            checked_traceparent(given.traceparent),
+            given.prompt,
+        )
+    except RequestError as error:
+        raise RequestError(f"request {request_id!r}: {error}") from error
+
+
+def checked_request_id(request_id: object, config: Config) -> str:
+    """A request's id; RequestError unless it is a text of 1 to Config.request_id_chars_max characters."""
+    plain = checks.text(request_id, "request_id")
+    if not 0 < len(plain) <= config.request_id_chars_max:
+        raise RequestError(f"request_id: expected 1 to {config.request_id_chars_max} characters, got {plain[:40]!r}")
+    return plain
+
+
+class LeaseOutcome(enum.StrEnum):
+    """How a lease ended; in every case the blocks may be reused."""
+
+    READ = "read"
+    EXPIRED = "expired"
+    REVOKED = "revoked"
+
+
+_OUTCOMES = {
+    LeaseState.READ: LeaseOutcome.READ,
+    LeaseState.EXPIRED: LeaseOutcome.EXPIRED,
+    LeaseState.REVOKED: LeaseOutcome.REVOKED,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingStatistics:
+    """Leases open now, how others ended, and notifications that changed nothing."""
+
+    open_leases: int
+    read: int
+    expired: int
+    revoked: int
+    renewals: int
+    """How often a reader has renewed a lease."""
+    late_notifications: int
+    duplicate_notifications: int
+    malformed_notifications: int
+
+
+class Lease:
+    """The producer's promise to keep blocks until they have been read. Await it for its `LeaseOutcome`.
+
+    Cancelling a task that awaits a lease leaves the lease as it is.
+    """
+
+    def __init__(self, ticket: Ticket, entry: LeaseEntry, revoke: Callable[[], None]) -> None:
+        self.ticket = ticket
+        self._entry = entry
+        self._revoke = revoke
+        self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
+
+    def __repr__(self) -> str:
+        return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
+
+    def __await__(self) -> Generator[Any, None, LeaseOutcome]:
+        self._require_here("awaiting it")
+        return asyncio.shield(self._outcome).__await__()
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        return self.ticket.block_ids
+
+    @property
+    def state(self) -> LeaseState:
+        """Whether it is still offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        return self._entry.state
+
+    @property
+    def done(self) -> bool:
+        return self._outcome.done()
+
+    @property
+    def readers_done(self) -> int:
+        """How many ranks of consumers have said that they need the blocks no more."""
+        return len(self._entry.readers)
+
+    async def wait(self) -> LeaseOutcome:
+        """How it ended, once its blocks may be reused: the same as awaiting the lease."""
+        return await self
+
+    def revoke(self) -> Lease:
+        """Withdraw the offer: no later load can succeed. No effect on a lease that has ended.
+
+        A reader in the middle of a read gets LeaseExpired, never a success. The blocks are free when awaiting the
+        lease returns: `await lease.revoke()` gives how it ended, which is READ if its readers were faster. Raises
+        UsageError off the runtime's loop.
+        """
+        self._require_here("revoke()")
+        self._revoke()
+        return self
+
+    def _require_here(self, what: str) -> None:
+        require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")
+
+    def end(self) -> None:
+        """Only for `Serving`: it is not offered any more."""
+        logger.info("lease %s: offered -> %s", self.request_id, self.state)
+
+    def settle(self) -> LeaseOutcome:
+        """Only for `Serving`: the blocks are free; wake who awaits."""
+        outcome = _OUTCOMES[self.state]
+        self._outcome.set_result(outcome)
+        return outcome

@@ -1,0 +1,333 @@
+"""The NIXL agents of one runtime, as they live on their owner thread. The only module that imports nixl.
+
+There are two, because serving and reading want opposite things of NIXL (measured; docs/decisions/0002-two-agents.md):
+
+- The *serving* agent owns the memory that peers read. It must progress while Python does nothing, so it has NIXL's
+  progress thread with a long delay: the thread sleeps in poll() on UCX's event descriptors, costs next to nothing
+  when idle, wakes at once when a peer writes, and needs neither the loop nor the GIL.
+- The *reading* agent posts reads and sends notifications. It has no progress thread: the owner thread polls it,
+  first tightly for latency, then with growing sleeps, which on tcp is a third faster than polling without a pause.
+
+Reads are made from address arrays, not from prepared lists of all blocks: plans join runs themselves, and a peer's
+cost stays independent of its number of blocks (docs/decisions/0001-address-plans.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+import mmap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from kvflow.core.cache.regions import Device, Span, UInt64Array
+from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.policy.queue import ShortestFirst
+from kvflow.errors import ConfigError
+from kvflow.transport.base import AgentName, Event, Notified, PeerGone, PostedRead, ReadEnded, TransportError
+
+_MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
+_PROGRESS_DELAY_US = 100_000
+_SPIN_S = 150e-6
+_SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
+_SLEEP_MIN_S = 50e-6
+_SLEEP_MAX_S = 1e-3
+_SLEEP_SHARE = 8
+# A notification wakes the peer up and holds the next read back for 30 to 100 us. Blocks are held far longer than this.
+_SEND_QUIET_S = 2e-3
+_SEND_DELAY_MAX_S = 10e-3
+_POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
+# An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
+_QUIET_AFTER_S = 0.2
+_QUIET_FACTOR = 10
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NixlSettings:
+    """What of Config concerns NIXL."""
+
+    agent_name: str
+    backend: str
+    backend_params: Mapping[str, str]
+    notification_poll_interval_s: float
+    prefault: bool
+
+
+class NixlRead(PostedRead):
+    """A posted read and its handle, 0 before it was made and after it was released."""
+
+    __slots__ = ("handle", "post_s")
+
+    def __init__(self, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        self.handle = 0
+        self.post_s = 0.0
+
+
+class _Agent:
+    """One NIXL agent with one backend."""
+
+    def __init__(self, bindings: ModuleType, name: str, settings: NixlSettings, *, progress: bool) -> None:
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = progress
+        config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
+        config.useListenThread = False
+        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+        self.native: Any = bindings.nixlAgent(name, config)
+        plugins = self.native.getAvailPlugins()
+        if settings.backend not in plugins:
+            raise ConfigError(f"nixl_backend: {settings.backend!r} is not among NIXL's plugins {sorted(plugins)}")
+        self.backends = [self.native.createBackend(settings.backend, dict(settings.backend_params))]
+        self._registered: list[Any] = []
+
+    def register(self, descriptors: Any) -> None:
+        self.native.registerMem(descriptors, self.backends)
+        self._registered.append(descriptors)
+
+    def deregister(self) -> None:
+        for descriptors in self._registered:
+            self.native.deregisterMem(descriptors, self.backends)
+        self._registered.clear()
+
+
+class NixlAgents:
+    """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
+
+    def __init__(self, settings: NixlSettings, put: Callable[[Event], None]) -> None:
+        self._bindings = _import_bindings()
+        self._errors = _error_types(self._bindings)
+        self._put = put
+        self._settings = settings
+        try:
+            self._serving = _Agent(self._bindings, settings.agent_name, settings, progress=True)
+            self._reading = _Agent(self._bindings, f"{settings.agent_name}/reader", settings, progress=False)
+        except self._errors as error:
+            raise ConfigError(f"NIXL cannot start backend {settings.backend!r} as configured: {error}") from error
+        self._in_flight: list[NixlRead] = []
+        self._to_post: ShortestFirst[tuple[NixlRead, AgentName, Descriptors]] = ShortestFirst(_POST_COST_BYTES)
+        self._keepalive: list[object] = []
+        self._active_s = 0.0
+        self._heard_s = 0.0
+        self._outbox: list[tuple[AgentName, bytes]] = []
+        self._outbox_since_s = 0.0
+        self._next_notifications_s = 0.0
+        self.sent = 0
+        self.unsent = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a read is under way, so that nothing may be torn down."""
+        return bool(self._in_flight or self._to_post)
+
+    def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+        memory_kind = _MEMORY_KINDS.get(device.kind)
+        if memory_kind is None:
+            raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
+        if self._settings.prefault and device.kind == "cpu":
+            for span in spans:
+                _prefault(span)
+        rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
+        self._keepalive.append(keepalive)
+        try:
+            for agent in (self._serving, self._reading):
+                agent.register(self._bindings.nixlRegDList(getattr(self._bindings, memory_kind), rows))
+        except self._errors as error:
+            raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
+
+    def metadata(self) -> bytes:
+        return bytes(self._serving.native.getLocalMD())
+
+    def add_peer(self, metadata: bytes) -> AgentName:
+        try:
+            name = self._reading.native.loadRemoteMD(metadata)
+        except self._bindings.nixlBackendError as error:  # UCX makes its endpoints here: the network may be down
+            raise PeerGone(f"NIXL cannot reach the peer: {error}") from error
+        except self._errors as error:
+            raise TransportError(f"NIXL does not accept the peer's metadata: {error}") from error
+        # A name that is no UTF-8 is not the one that was expected; the caller compares.
+        return AgentName(name.decode(errors="replace"))
+
+    def remove_peer(self, name: AgentName) -> None:
+        self.send_notifications()
+        self._reading.native.invalidateRemoteMD(name)
+
+    def post(self, read: NixlRead, peer: AgentName, descriptors: Descriptors) -> None:
+        """Have the crank post a read, small ones first; its end, a failure to start included, is an event.
+
+        Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
+        """
+        self._to_post.add((read, peer, descriptors), descriptors.size_bytes)
+
+    def _post_next(self) -> None:
+        read, peer, descriptors = self._to_post.pop()
+        native = self._reading.native
+        started_s = time.monotonic()
+        try:
+            local = self._descriptor_list(descriptors.table[0], descriptors.local_device)
+            remote = self._descriptor_list(descriptors.table[1], descriptors.remote_device)
+            read.handle = native.createXferReq(
+                self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
+            )
+            status = native.postXferReq(read.handle, "")
+        except self._errors as error:
+            self._end(read, _translate(error, self._bindings))
+            return
+        self._active_s = time.monotonic()
+        read.post_s = self._active_s - started_s
+        if status == self._bindings.NIXL_SUCCESS:
+            self._end(read, None)
+        else:
+            self._in_flight.append(read)
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        """Send `payload` once no read has started or ended for a moment: the next read should not wait for it."""
+        if not self._outbox:
+            self._outbox_since_s = time.monotonic()
+        self._outbox.append((peer, payload))
+
+    def send_notifications(self) -> None:
+        """Send those that wait."""
+        if not self._outbox:
+            return
+        outbox, self._outbox = self._outbox, []
+        for peer, payload in outbox:
+            try:
+                self._reading.native.genNotif(peer, payload, self._reading.backends)
+            except self._errors:
+                self.unsent += 1
+            else:
+                self.sent += 1
+        self._heard_s = time.monotonic()  # a first message to a peer takes several steps: look often for a while
+        self._next_notifications_s = min(self._next_notifications_s, self._heard_s)
+        self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
+
+    def crank(self) -> float:
+        """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
+        if self._to_post:
+            self._post_next()
+        now_s = time.monotonic()
+        if self._in_flight:
+            if not self._to_post and now_s - self._active_s < _SPIN_S:
+                self._spin(now_s + _SPIN_TURN_S)
+            self._check_reads()
+        if now_s >= self._send_s:
+            self.send_notifications()
+        if now_s >= self._next_notifications_s:
+            if self._collect_notifications():
+                self._heard_s = now_s
+            quiet = now_s - max(self._heard_s, self._active_s) > _QUIET_AFTER_S
+            interval_s = self._settings.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
+            self._next_notifications_s = now_s + interval_s
+        if self._to_post:
+            return 0.0
+        if not self._in_flight:
+            return max(min(self._next_notifications_s, self._send_s) - now_s, 0.0)
+        waiting_s = now_s - self._active_s
+        if waiting_s < _SPIN_S:
+            return 0.0
+        return min(max(waiting_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+
+    def close(self) -> None:
+        """Deregister and destroy both agents; only legal when not busy."""
+        assert not self.busy, "agents closed under a running read"
+        for agent in (self._reading, self._serving):
+            agent.deregister()
+        del self._reading, self._serving
+        self._keepalive.clear()
+
+    @property
+    def _send_s(self) -> float:
+        """When the waiting notifications are to be sent."""
+        if not self._outbox:
+            return math.inf
+        return min(self._active_s + _SEND_QUIET_S, self._outbox_since_s + _SEND_DELAY_MAX_S)
+
+    def _spin(self, until_s: float) -> None:
+        """Poll the oldest read without a pause: polling is what moves a tcp read on, and small reads end soon."""
+        status, handle = self._reading.native.getXferStatus, self._in_flight[0].handle
+        in_progress = self._bindings.NIXL_IN_PROG
+        try:
+            while status(handle) == in_progress and time.monotonic() < until_s:
+                pass
+        except self._errors:
+            pass  # a failed read fails again when it is checked
+
+    def _check_reads(self) -> None:
+        still = [read for read in self._in_flight if self._check(read)]
+        if len(still) != len(self._in_flight):
+            self._active_s = time.monotonic()
+            self._in_flight = still
+
+    def _check(self, read: NixlRead) -> bool:
+        """Look at a read in flight; whether it still is."""
+        error = None
+        try:
+            if self._reading.native.getXferStatus(read.handle) != self._bindings.NIXL_SUCCESS:
+                return True
+        except self._errors as problem:
+            error = _translate(problem, self._bindings)
+        self._end(read, error)
+        return False
+
+    def _end(self, read: NixlRead, error: TransportError | None) -> None:
+        """Release the handle and tell the loop."""
+        if read.handle:
+            self._reading.native.releaseXferReq(read.handle)
+            read.handle = 0
+        self._put(ReadEnded(read, error, read.post_s))
+
+    def _collect_notifications(self) -> int:
+        """Take what has arrived; how many."""
+        count = 0
+        for payloads in self._serving.native.getNotifs({}, []).values():
+            for payload in payloads:
+                self._put(Notified(bytes(payload)))
+                count += 1
+        self._reading.native.getNotifs({}, [])  # nobody notifies the reading agent: this is its idle progress
+        return count
+
+    def _descriptor_list(self, rows: UInt64Array, device: Device) -> Any:
+        return self._bindings.nixlXferDList(getattr(self._bindings, _MEMORY_KINDS[device.kind]), rows)
+
+
+def list_plugins() -> tuple[str, ...]:
+    """The names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
+    bindings = _import_bindings()
+    config = bindings.nixlAgentConfig()
+    config.useListenThread = False
+    return tuple(sorted(bindings.nixlAgent("kvflow-plugins", config).getAvailPlugins()))
+
+
+def _import_bindings() -> ModuleType:
+    try:
+        return importlib.import_module("nixl._bindings")
+    except ImportError as error:
+        raise ConfigError(
+            "transport 'nixl' needs the nixl package, which is not installed or does not load: "
+            f"pip install nixl ({error})"
+        ) from error
+
+
+def _error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
+    """NIXL's own exception classes; nothing else is translated."""
+    found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
+    return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))
+
+
+def _translate(error: Exception, bindings: ModuleType) -> TransportError:
+    gone = isinstance(error, bindings.nixlRemoteDisconnectError)
+    translated = (PeerGone if gone else TransportError)(f"{type(error).__name__}: {error}")
+    translated.__cause__ = error
+    return translated
+
+
+def _prefault(span: Span) -> None:
+    """Give every page of a span its memory now; contents do not change. Kernels that cannot are left alone."""
+    start = span.address - span.address % mmap.PAGESIZE
+    length = span.address + span.size_bytes - start
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE)

@@ -1,0 +1,168 @@
+"""The NIXL transport as the event loop sees it: every call is a job for the thread that owns the agents."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvflow.core.cache.regions import Device, Span
+from kvflow.core.plan.descriptors import Descriptors
+from kvflow.errors import TransportBroken
+from kvflow.transport.base import (
+    AgentName,
+    Event,
+    Notified,
+    PostedRead,
+    ReadEnded,
+    TransportError,
+    TransportStatistics,
+)
+from kvflow.transport.nixl.agents import NixlAgents, NixlRead, NixlSettings
+from kvflow.transport.nixl.mailbox import Mailbox
+from kvflow.transport.nixl.owner import OwnerThread
+
+_OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
+
+
+class NixlTransport:
+    """See `transport.base.Transport`."""
+
+    def __init__(self, settings: NixlSettings) -> None:
+        self._settings = settings
+        self._thread: OwnerThread | None = None
+        self._agents: NixlAgents | None = None
+        self._closing = False
+        self._ending = False
+        self._reads: set[PostedRead] = set()
+        self._peers: set[AgentName] = set()
+        self._open_spans = 0
+        self._reads_total = 0
+        self._reads_failed = 0
+        self._bytes_read = 0
+        self._notifications_received = 0
+
+    async def open(self) -> None:
+        thread = OwnerThread(f"kvflow-agent {self._settings.agent_name}", self._crank, self._on_death)
+        self._mailbox = Mailbox(thread.run_on_loop)
+        try:
+            self._agents = await thread.call(lambda: NixlAgents(self._settings, self._mailbox.put))
+        except BaseException:
+            self._closing = True
+            thread.submit(self._end)
+            raise
+        self._thread = thread
+
+    async def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+        thread, agents = self._alive()
+        await thread.call(lambda: agents.register(spans, device, keepalive))
+        self._open_spans += len(spans)
+
+    async def metadata(self) -> bytes:
+        thread, agents = self._alive()
+        return await thread.call(agents.metadata)
+
+    async def add_peer(self, metadata: bytes) -> AgentName:
+        thread, agents = self._alive()
+        name = await thread.call(lambda: agents.add_peer(metadata))
+        self._peers.add(name)
+        return name
+
+    async def remove_peer(self, name: AgentName) -> None:
+        thread, agents = self._alive()
+        self._peers.discard(name)
+        await thread.call(lambda: agents.remove_peer(name))
+
+    def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
+        thread, agents = self._alive()
+        read = NixlRead(descriptors.size_bytes)
+        thread.submit(lambda: agents.post(read, peer, descriptors))
+        self._reads.add(read)
+        self._reads_total += 1
+        return read
+
+    def notify(self, peer: AgentName, payload: bytes) -> None:
+        thread, agents = self._alive()
+        thread.submit(lambda: agents.notify(peer, payload))
+
+    async def run(self, deliver: Callable[[Event], None]) -> None:
+        def count_and_deliver(event: Event) -> None:
+            match event:
+                case ReadEnded(read=read, error=error):
+                    self._reads.discard(read)
+                    self._reads_failed += error is not None
+                    self._bytes_read += read.size_bytes if error is None else 0
+                case Notified():
+                    self._notifications_received += 1
+            deliver(event)
+
+        await self._mailbox.deliver_to(count_and_deliver)
+
+    async def aclose(self, timeout_s: float) -> None:
+        self._closing = True
+        thread = self._thread
+        if thread is None:
+            return
+        if thread.alive:
+            thread.submit(self._end)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await thread.ended()
+        except TimeoutError:
+            raise TransportError(
+                f"{len(self._reads)} reads have not stopped within {timeout_s} s; "
+                "the agent and its memory stay until they have"
+            ) from None
+        self._mailbox.close(TransportBroken("the transport was closed"))
+        self._peers.clear()
+        self._open_spans = 0
+
+    def abandon(self, wait_s: float) -> None:
+        self._closing = True
+        thread = self._thread
+        if thread is None:
+            return
+        thread.abandon(self._end, wait_s)
+        self._peers.clear()
+        self._open_spans = 0
+
+    @property
+    def statistics(self) -> TransportStatistics:
+        agents = self._agents
+        return TransportStatistics(
+            open_reads=len(self._reads),
+            open_peers=len(self._peers),
+            open_spans=self._open_spans,
+            open_threads=int(self._thread is not None and self._thread.alive),
+            reads=self._reads_total,
+            reads_failed=self._reads_failed,
+            bytes_read=self._bytes_read,
+            notifications_sent=agents.sent if agents else 0,
+            notifications_received=self._notifications_received,
+            notifications_failed=agents.unsent if agents else 0,
+        )
+
+    def _alive(self) -> tuple[OwnerThread, NixlAgents]:
+        if self._thread is None or self._agents is None or self._closing:
+            raise TransportBroken("the transport is closed" if self._closing else "the transport is not open")
+        return self._thread, self._agents
+
+    def _crank(self) -> float | None:
+        """On the owner thread. Once closing, it ends the thread as soon as no read is under way."""
+        agents = self._agents
+        if agents is None:
+            return None if self._ending else _OPENING_S
+        if self._thread is not None and self._thread.orphaned:
+            self._ending = True
+        idle_s = agents.crank()
+        if self._ending and not agents.busy:
+            agents.send_notifications()
+            agents.close()
+            return None
+        return idle_s
+
+    def _end(self) -> None:
+        """On the owner thread, as a job: all jobs that were given before it have been done."""
+        self._ending = True
+
+    def _on_death(self, cause: BaseException) -> None:
+        self._mailbox.close(cause)

@@ -1,0 +1,120 @@
+"""What vLLM's own metrics show of kvflow: its log line per interval, and its Prometheus endpoint.
+
+Workers note what has ended; vLLM carries the notes to its frontend and adds up those of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+    PromMetric,
+    PromMetricT,
+)
+
+from kvflow.connector.worker import Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.runtime.producer.lease import LeaseOutcome
+
+_SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0]
+_BYTES_BUCKETS = [float(1 << power) for power in range(12, 36, 2)]
+_ABANDONED = "Abandoned"
+
+
+@dataclass
+class KVFlowStats(KVConnectorStats):
+    """Loads and leases of one interval, as JSON types."""
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            self.reset()
+
+    def reset(self) -> None:
+        self.data: dict[str, list[Any]] = {
+            "load_seconds": [],
+            "load_wire_seconds": [],
+            "load_bytes": [],
+            "load_failures": [],
+            "lease_outcomes": [],
+        }
+
+    @classmethod
+    def of(cls, happenings: Iterable[Happening]) -> KVFlowStats:
+        stats = cls()
+        for entry in happenings:
+            match entry:
+                case Loaded(report=report):
+                    stats.data["load_seconds"].append(report.total_s)
+                    stats.data["load_wire_seconds"].append(report.seconds["post"] + report.seconds["wire"])
+                    stats.data["load_bytes"].append(report.bytes)
+                case LoadFailed(error=error):
+                    stats.data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
+                case LeaseEnded(outcome=outcome):
+                    stats.data["lease_outcomes"].append(str(outcome))
+        return stats
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for key, values in other.data.items():
+            self.data[key] += values
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """What the log line says."""
+        seconds, sizes = sorted(self.data["load_seconds"]), self.data["load_bytes"]
+        outcomes = Counter(self.data["lease_outcomes"])
+        return {
+            "Loads": len(seconds),
+            "Failed loads": len(self.data["load_failures"]),
+            "Median load (ms)": round(seconds[len(seconds) // 2] * 1e3, 3) if seconds else 0,
+            "Longest load (ms)": round(seconds[-1] * 1e3, 3) if seconds else 0,
+            "Loaded (MiB)": round(sum(sizes) / 2**20, 3),
+            **{f"Leases {outcome}": outcomes[str(outcome)] for outcome in LeaseOutcome},
+        }
+
+
+class KVFlowPromMetrics(KVConnectorPromMetrics):
+    """vllm:kvflow_*, each with vLLM's labels of an engine."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        seconds, sizes = _SECONDS_BUCKETS, _BYTES_BUCKETS
+        self._histograms = {
+            "load_seconds": self._histogram("load_seconds", "Duration of loads that succeeded.", seconds),
+            "load_wire_seconds": self._histogram("load_wire_seconds", "... of which bytes were under way.", seconds),
+            "load_bytes": self._histogram("load_bytes", "Bytes that one load has read.", sizes),
+        }
+        self._counters = {
+            "load_failures": self._counter("load_failures", "Loads that failed or were abandoned.", "reason"),
+            "lease_outcomes": self._counter("leases", "Leases that have ended.", "outcome"),
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for key, histogram in self._histograms.items():
+            for value in transfer_stats_data[key]:
+                histogram.labels(*labels).observe(value)
+        for key, counter in self._counters.items():
+            for reason in transfer_stats_data[key]:
+                counter.labels(*labels, reason).inc()
+
+    def _histogram(self, name: str, what: str, buckets: list[float]) -> Any:
+        return self._histogram_cls(
+            name=f"vllm:kvflow_{name}", documentation=what, buckets=buckets, labelnames=self._labelnames
+        )
+
+    def _counter(self, name: str, what: str, label: str) -> Any:
+        return self._counter_cls(name=f"vllm:kvflow_{name}", documentation=what, labelnames=[*self._labelnames, label])

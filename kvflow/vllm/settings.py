@@ -1,0 +1,86 @@
+"""What vLLM's configuration says, as kvflow's: which rank this is, and what `kv_connector_extra_config` asks for.
+
+Keys of `kv_connector_extra_config` are fields of `kvflow.Config`, but for those that vLLM itself knows (`_FROM_VLLM`),
+and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong type is a ConfigError that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from kvflow.config import Config
+from kvflow.connector.scheduler import SchedulingConfig
+from kvflow.connector.settings import checked_fields
+from kvflow.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads")
+# The system chooses the ports: tickets name those of all ranks.
+_DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extra:
+    """What kvflow.Config does not know."""
+
+    fetch_tokens_min: int = 1
+    full_blocks_only: bool = False
+    kv_format: str | None = None
+    """What the cache's bytes mean, for attention backends with several formats (see `layout_for_backend`)."""
+
+
+_WHERE = "kv_connector_extra_config"
+_EXTRA_KEYS = tuple(entry.name for entry in fields(Extra))
+_CONFIG_KEYS = tuple(entry.name for entry in fields(Config) if entry.name not in _FROM_VLLM)
+
+
+def extra_of(vllm_config: VllmConfig) -> Extra:
+    """The keys that kvflow.Config does not know. Raises ConfigError for any key that nobody knows."""
+    given = _given(vllm_config)
+    unknown = sorted(given.keys() - {*_EXTRA_KEYS, *_CONFIG_KEYS})
+    if unknown:
+        known = ", ".join(sorted({*_EXTRA_KEYS, *_CONFIG_KEYS}))
+        hint = f" ({', '.join(_FROM_VLLM)} come from vLLM)" if set(unknown) & set(_FROM_VLLM) else ""
+        raise ConfigError(f"{_WHERE}: unknown: {', '.join(unknown)}{hint}; known are {known}")
+    return Extra(**checked_fields(given, Extra, where=_WHERE))
+
+
+def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
+    """One rank's Config. Raises ConfigError."""
+    given = {key: value for key, value in _given(vllm_config).items() if key in _CONFIG_KEYS}
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    values: dict[str, Any] = {
+        "model": str(model.model),
+        **_DEFAULTS,
+        **checked_fields(given, Config, where=_WHERE),
+        "engine_id": vllm_config.kv_transfer_config.engine_id,
+        "tp_rank": tp_rank,
+        "tp_size": parallel.tensor_parallel_size,
+        "dp_rank": parallel.data_parallel_index,
+        "pp_rank": pp_rank,
+        "pp_size": parallel.pipeline_parallel_size,
+        "num_kv_heads": None if model.use_mla else model.get_total_num_kv_heads(),
+    }
+    return Config(**values)
+
+
+def scheduling_of(vllm_config: VllmConfig, *, block_size: int) -> SchedulingConfig:
+    """What the scheduler's half decides by. Raises ConfigError."""
+    extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
+    return SchedulingConfig(
+        block_size=block_size,
+        lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
+        fetch_tokens_min=extra.fetch_tokens_min,
+        full_blocks_only=extra.full_blocks_only,
+        produces=transfer.is_kv_producer,
+        consumes=transfer.is_kv_consumer,
+    )
+
+
+def _given(vllm_config: VllmConfig) -> Mapping[str, Any]:
+    given: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return given

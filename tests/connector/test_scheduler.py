@@ -1,0 +1,680 @@
+"""The scheduler's half of a connector: what each call answers, and a whole engine's scheduler played against it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvflow.connector.scheduler import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
+from kvflow.connector.step import Keep, Step
+from kvflow.core.policy.states import ConsumerState, ProducerState
+from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
+
+BLOCK_SIZE = 4
+
+
+def introduction(engine_id: str = "prefill") -> Ticket:
+    rank = RankLease(
+        pp_rank=0,
+        tp_rank=0,
+        lease_id="ab" * 16,
+        seal_index=3,
+        incarnation="life",
+        expires_s=0.0,
+        host="127.0.0.1",
+        port=5600,
+    )
+    return Ticket(
+        engine_id=engine_id,
+        request_id="introduction",
+        block_ids=(),
+        num_tokens=0,
+        ttl_s=1.0,
+        tp_size=1,
+        pp_size=1,
+        dp_rank=0,
+        block_size=BLOCK_SIZE,
+        kv_heads=1,
+        model_kv_heads=0,
+        fixed_ports=False,
+        ranks=(rank,),
+    )
+
+
+def ticket_of(num_tokens: int, *, block_ids: Sequence[int] | None = None, request_id: str = "remote") -> Ticket:
+    ids = range(-(-num_tokens // BLOCK_SIZE)) if block_ids is None else block_ids
+    return introduction().without_leases(request_id=request_id, block_ids=ids, num_tokens=num_tokens, ttl_s=9.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: Mapping[str, Any] | None
+    prompt_token_ids: Sequence[int] | None = None
+
+
+def consumer(num_prompt_tokens: int, ticket: Ticket, request_id: str = "r") -> Request:
+    return Request(request_id, num_prompt_tokens, ticket.to_params(), range(num_prompt_tokens))
+
+
+def producer(num_prompt_tokens: int, request_id: str = "r") -> Request:
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    return Request(request_id, num_prompt_tokens, wanted, range(num_prompt_tokens))
+
+
+def scheduler(**changes: Any) -> ConnectorScheduler:
+    secrets = (f"secret{index}" for index in itertools.count())
+    config = SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=10.0, **changes)
+    made = ConnectorScheduler(config, new_secret=lambda: next(secrets))
+    made.introduce(introduction())
+    return made
+
+
+def step_of(
+    connector: ConnectorScheduler,
+    *scheduled: tuple[str, int],
+    preempted: Sequence[str] = (),
+    blocks: Sequence[int] = range(100),
+    now_s: float = 0.0,
+) -> Step:
+    entries = [Scheduled(*entry) for entry in scheduled]
+    return connector.build_step(entries, preempted=preempted, block_ids=lambda _: blocks, now_s=now_s)
+
+
+# --- consuming
+
+
+@pytest.mark.parametrize(
+    ("prompt", "offered", "computed", "expected"),
+    [
+        (10, 10, 0, Matched(10, True)),
+        (10, 10, 4, Matched(6, True)),
+        (10, 10, 8, Matched(2, True)),
+        (12, 12, 12, Matched(0, False)),  # a full local hit
+        (12, 8, 0, Matched(8, True)),  # the producer has only part of it
+        (12, 8, 8, Matched(0, False)),
+        (12, 8, 12, Matched(0, False)),
+        (8, 12, 0, Matched(0, False)),  # not this prompt
+    ],
+)
+def test_what_can_come_from_remote(prompt: int, offered: int, computed: int, expected: Matched) -> None:
+    connector = scheduler()
+    connector.add(consumer(prompt, ticket_of(offered)))
+    for _ in range(3):  # asking has no side effects
+        assert connector.num_new_matched_tokens("r", computed) == expected
+    assert connector.state_of("r") is ConsumerState.EXPECTED
+    step = step_of(connector)
+    assert step == Step(keep=step.keep)
+
+
+@pytest.mark.parametrize("full_blocks_only", [False, True])
+def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) -> None:
+    """Not for another of the same length, and for a longer one that begins like it."""
+    connector = scheduler(full_blocks_only=full_blocks_only)
+    connector.introduce(introduction())
+    connector.add(producer(10))
+    step_of(connector, ("r", 10))
+    params = connector.request_finished("r", completed=True, now_s=0.0).params
+    assert params is not None
+    assert params["kvflow"]["prompt_digest"] != ""
+    offered = 8 if full_blocks_only else 10
+    for number, (tokens, fits) in enumerate(
+        [(range(10), True), (range(12), True), (range(1, 11), False), ([*range(9), 99], full_blocks_only), (None, True)]
+    ):
+        request = Request(f"c{number}", 10 if tokens is None else len(tokens), params, tokens)
+        if fits:
+            connector.add(request)
+            assert connector.num_new_matched_tokens(f"c{number}", 0) == Matched(offered, True)
+        else:
+            with pytest.raises(PromptMismatch, match=f"'c{number}'.*{offered} tokens"):
+                connector.add(request)
+            assert connector.state_of(f"c{number}") is None
+
+
+def test_what_a_request_waits_for_is_kept_from_the_first_step_in_which_it_has_no_blocks() -> None:
+    connector = scheduler()
+    tickets = {name: ticket_of(10, request_id=name) for name in ("waits", "at once", "cached", "aborted", "again")}
+    for name, ticket in tickets.items():
+        connector.add(consumer(10, ticket, name))
+    connector.add(consumer(8, ticket_of(12, request_id="other"), "not this prompt"))
+    connector.update_after_alloc("at once", [7, 8, 9], 10)
+    connector.update_after_alloc("cached", [4, 5, 6], 0)
+    for name in ("aborted", "again"):
+        connector.request_finished(name, completed=False, now_s=0.0)
+    connector.add(consumer(10, tickets["again"], "again"))
+    step = step_of(connector)
+    assert step.keep == tuple(Keep(request_id=name, ticket=tickets[name]) for name in ("waits", "again"))
+    assert [release.request_id for release in step.release] == ["cached", "aborted", "again"]
+    assert step_of(connector) == Step(), "it is said once"
+
+
+def test_fewer_blocks_than_tokens_offer_what_they_hold() -> None:
+    connector = scheduler()
+    connector.add(consumer(10, ticket_of(10, block_ids=(5, 6))))
+    assert connector.num_new_matched_tokens("r", 0) == Matched(8, True)
+
+
+@pytest.mark.parametrize(
+    ("computed", "expected"), [(0, Matched(12, True)), (4, Matched(8, True)), (8, Matched(0, False))]
+)
+def test_few_tokens_are_computed_and_the_producer_is_told(computed: int, expected: Matched) -> None:
+    connector = scheduler(fetch_tokens_min=5)
+    connector.add(consumer(12, ticket_of(12)))
+    assert connector.num_new_matched_tokens("r", computed) == expected
+    connector.update_after_alloc("r", [7, 8, 9], expected.tokens)
+    step = step_of(connector)
+    assert (len(step.receive), len(step.release)) == ((1, 0) if expected.asynchronous else (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("offered", "external", "missing"),
+    [(10, 10, (7, 8, 9)), (10, 6, (8, 9)), (10, 2, (9,)), (8, 8, (7, 8)), (8, 4, (8,))],
+)
+def test_the_blocks_that_are_not_computed_are_received(offered: int, external: int, missing: tuple[int, ...]) -> None:
+    connector = scheduler()
+    ticket = ticket_of(offered)
+    connector.add(consumer(10, ticket))
+    connector.update_after_alloc("r", [7, 8, 9], external)
+    (receive,) = step_of(connector).receive
+    assert (receive.request_id, receive.ticket, receive.block_ids) == ("r", ticket, missing)
+    assert step_of(connector) == Step()
+
+
+@pytest.mark.parametrize(("external", "blocks"), [(12, 3), (9, 3), (1, 3), (10, 2)])
+def test_other_numbers_than_were_matched_are_refused(external: int, blocks: int) -> None:
+    connector = scheduler()
+    connector.add(consumer(10, ticket_of(10)))
+    with pytest.raises(UsageError, match=f"'r': {external} of 10 offered tokens"):
+        connector.update_after_alloc("r", range(blocks), external)
+    assert connector.state_of("r") is ConsumerState.EXPECTED
+
+
+def test_a_ticket_is_used_once() -> None:
+    """After its load, failed or not, the request may be preempted: its prompt is computed then."""
+    connector = scheduler()
+    connector.add(consumer(10, ticket_of(10)))
+    connector.update_after_alloc("r", [7, 8, 9], 10)
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    step_of(connector)
+    connector.update_from_workers(received=["r"])
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    connector.update_after_alloc("r", [1, 2, 3], 0)
+    assert step_of(connector, ("r", 10), preempted=["r"]) == Step()
+    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+    assert connector.open_requests == 0
+
+
+def test_aborted_before_it_has_blocks_the_producer_is_told() -> None:
+    connector = scheduler()
+    ticket = ticket_of(10)
+    connector.add(consumer(10, ticket))
+    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
+    (release,) = step_of(connector).release
+    assert (release.request_id, release.ticket) == ("r", ticket)
+    assert connector.open_requests == 0
+
+
+def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended() -> None:
+    connector = scheduler()
+    connector.add(consumer(10, ticket_of(10)))
+    connector.update_after_alloc("r", [7, 8, 9], 10)
+    step_of(connector)
+    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(True, None)
+    assert connector.blocks_held("r")
+    assert step_of(connector) == Step(abandon=("r",))
+    connector.update_from_workers(received=["r"])
+    assert not connector.blocks_held("r")
+    assert connector.open_requests == 0
+
+
+def test_a_load_that_ended_meanwhile_is_not_abandoned() -> None:
+    """An engine that fails a request for its load says that it has finished, then that it was received."""
+    connector = scheduler()
+    connector.add(consumer(10, ticket_of(10)))
+    connector.update_after_alloc("r", [7, 8, 9], 10)
+    step_of(connector)
+    assert connector.request_finished("r", completed=False, now_s=0.0).hold_blocks
+    connector.update_from_workers(received=["r"])
+    assert step_of(connector) == Step()
+
+
+def test_an_offer_of_nothing_concerns_nobody() -> None:
+    connector = scheduler()
+    connector.add(consumer(3, ticket_of(0)))
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    connector.update_after_alloc("r", [7], 0)
+    assert step_of(connector) == Step()
+    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+
+
+def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten() -> None:
+    connector = scheduler()
+    with pytest.raises(RequestError, match="remote_block_ids"):
+        connector.add(Request("r", 10, {**ticket_of(10).to_params(), "remote_block_ids": [[1, 2, 3]]}))
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": False}])
+def test_plain_requests_pass_by(params: dict[str, Any] | None) -> None:
+    connector = scheduler()
+    connector.add(Request("r", 10, params))
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    connector.update_after_alloc("r", [1, 2, 3], 0)
+    assert step_of(connector, ("r", 10)) == Step()
+    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+
+
+def test_a_role_that_an_engine_does_not_have_is_not_played() -> None:
+    for request, roles in ((producer(10), {"produces": False}), (consumer(10, ticket_of(10)), {"consumes": False})):
+        connector = scheduler(**roles)
+        connector.add(request)
+        assert connector.open_requests == 0
+
+
+# --- producing
+
+
+def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    assert step_of(connector, ("r", 4)) == Step()
+    (save,) = step_of(connector, ("r", 10), blocks=[4, 5, 6, 7], now_s=100.0).save
+    assert (save.request_id, save.block_ids, save.num_tokens, save.ttl_s) == ("r", (4, 5, 6), 10, 10.0)
+    assert step_of(connector, ("r", 11), now_s=101.0) == Step()  # saved once
+    finished = connector.request_finished("r", completed=True, now_s=103.0)
+    assert finished.hold_blocks
+    assert finished.params is not None
+    ticket = Ticket.from_params(finished.params)
+    assert (ticket.request_id, ticket.block_ids, ticket.num_tokens) == (save.serve_id, (4, 5, 6), 10)
+    assert (ticket.engine_id, ticket.ttl_s, ticket.first.lease_id) == ("prefill", 7.0, "")
+    (send,) = step_of(connector).send
+    assert (send.request_id, send.remaining_s) == ("r", 7.0)
+    connector.update_from_workers(sent=["r"])
+    assert connector.open_requests == 0
+
+
+def test_each_offer_has_a_secret_of_its_own() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    first = step_of(connector, ("r", 10)).save[0]
+    again = step_of(connector, ("r", 10), preempted=["r"])
+    assert again.withdraw == ("r",)
+    assert again.save[0].serve_id != first.serve_id
+    assert first.serve_id.startswith("r#secret")
+
+
+def test_preempted_after_its_prompt_the_lease_is_withdrawn() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    step_of(connector, ("r", 10))
+    assert step_of(connector, preempted=["r"]) == Step(withdraw=("r",))
+    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
+    assert step_of(connector) == Step()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_aborted_before_it_finished_nothing_is_held(saved: bool) -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    step_of(connector, ("r", 10 if saved else 4))
+    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
+    assert step_of(connector) == Step(withdraw=("r",) if saved else ())
+    assert connector.open_requests == 0
+
+
+def test_a_lease_that_has_run_out_is_not_offered() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    step_of(connector, ("r", 10), now_s=0.0)
+    assert connector.request_finished("r", completed=True, now_s=10.0) == Finished(False, None)
+    assert step_of(connector) == Step(withdraw=("r",))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "full_only", "blocks", "tokens"),
+    [(3, False, (0,), 3), (3, True, (), 0), (4, True, (0,), 4), (10, True, (0, 1), 8), (10, False, (0, 1, 2), 10)],
+)
+def test_partly_filled_blocks(prompt: int, full_only: bool, blocks: tuple[int, ...], tokens: int) -> None:
+    connector = scheduler(full_blocks_only=full_only)
+    connector.add(producer(prompt))
+    step = step_of(connector, ("r", prompt))
+    finished = connector.request_finished("r", completed=True, now_s=0.0)
+    assert finished.params is not None
+    assert (finished.params["remote_block_ids"], finished.params["kvflow"]["num_tokens"]) == (list(blocks), tokens)
+    assert finished.hold_blocks == bool(blocks)
+    assert [save.block_ids for save in step.save] == ([blocks] if blocks else [])
+
+
+def test_nothing_is_offered_before_the_ranks_are_known() -> None:
+    connector = ConnectorScheduler(SchedulingConfig(block_size=4, lease_ttl_s=1.0), new_secret=lambda: "s")
+    connector.add(producer(10))
+    assert step_of(connector, ("r", 10)) == Step()
+    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+
+
+def test_all_leases_that_are_out_can_be_withdrawn() -> None:
+    connector = scheduler()
+    for request_id in ("a", "b"):
+        connector.add(producer(10, request_id))
+    step_of(connector, ("a", 10), ("b", 10))
+    connector.request_finished("a", completed=True, now_s=0.0)
+    connector.withdraw_all()
+    assert step_of(connector).withdraw == ("a",)
+    assert connector.blocks_held("a")
+    connector.update_from_workers(sent=["a"])
+    assert connector.state_of("a") is None
+
+
+def test_reports_that_nobody_waits_for_change_nothing() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    connector.add(consumer(10, ticket_of(10), "c"))
+    connector.update_from_workers(received=["r", "c", "unknown"], sent=["r", "c", "unknown"])
+    assert (connector.state_of("r"), connector.state_of("c")) == (ProducerState.COMPUTING, ConsumerState.EXPECTED)
+
+
+def test_an_id_is_used_once_at_a_time() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    with pytest.raises(UsageError, match="'r': it is there already"):
+        connector.add(producer(10))
+
+
+@pytest.mark.parametrize("change", [{"block_size": 0}, {"lease_ttl_s": 0.0}, {"fetch_tokens_min": 0}])
+def test_limits_are_checked(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{next(iter(change))}: expected .*, got 0"):
+        SchedulingConfig(**{"block_size": 4, "lease_ttl_s": 1.0, **change})
+
+
+def test_a_step_survives_its_way_to_the_workers() -> None:
+    connector = scheduler()
+    connector.add(producer(10))
+    connector.add(consumer(10, ticket_of(10), "c"))
+    connector.update_after_alloc("c", [7, 8, 9], 10)
+    step = step_of(connector, ("r", 10))
+    assert step.save
+    assert step.receive
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=Step) == step
+
+
+# --- a whole engine
+
+
+@dataclass
+class Job:
+    """A request as the model's engine sees it."""
+
+    request: Request
+    ticket: Ticket | None
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    running: bool = False
+    parked: bool = False  # its load is under way
+    finished: bool = False
+
+
+def is_loading(engine: Engine) -> bool:
+    return bool(engine.loads)
+
+
+def can_be_read(engine: Engine) -> bool:
+    return bool(engine.out & engine.leases.keys())
+
+
+class Engine(RuleBasedStateMachine):
+    """An engine's scheduler with a pool of blocks, workers that end loads and leases at any time, and a connector.
+
+    A block that the engine takes back must not be written by a load, nor be readable by anybody who has its ticket.
+    """
+
+    jobs = Bundle("jobs")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.connector = scheduler(fetch_tokens_min=3)
+        self.ids = itertools.count()
+        self.now_s = 0.0
+        self.alive: dict[str, Job] = {}
+        self.preempted: list[str] = []
+        # The workers.
+        self.loads: dict[str, tuple[int, ...]] = {}
+        self.leases: dict[str, tuple[int, ...]] = {}
+        self.out: set[str] = set()  # leases whose ticket the router has
+        self.awaited: set[str] = set()  # requests that the workers know to be sent
+        self.told: dict[str, int] = {}  # how often each producer was told that its blocks are free
+        self.offered: set[str] = set()
+        self.kept: set[str] = set()  # requests whose tickets' leases the workers keep
+
+    @initialize(num_blocks=st.integers(4, 12))
+    def start(self, num_blocks: int) -> None:
+        self.free = set(range(num_blocks))
+        self.num_blocks = num_blocks
+
+    # Requests come, and go.
+
+    @rule(target=jobs, tokens=st.integers(1, 14))
+    def a_prompt_to_produce(self, tokens: int) -> str:
+        return self.come(producer(tokens, f"p{next(self.ids)}"), None)
+
+    @rule(target=jobs, tokens=st.integers(1, 14), offered=st.integers(0, 16))
+    def a_prompt_to_receive(self, tokens: int, offered: int) -> str:
+        request_id = f"c{next(self.ids)}"
+        ticket = ticket_of(offered, request_id=request_id)
+        if offered:
+            self.offered.add(request_id)
+        return self.come(consumer(tokens, ticket, request_id), ticket)
+
+    def come(self, request: Request, ticket: Ticket | None) -> str:
+        self.connector.add(request)
+        self.alive[request.request_id] = Job(request, ticket)
+        return request.request_id
+
+    @rule(request_id=jobs, completed=st.booleans())
+    def end(self, request_id: str, completed: bool) -> None:
+        job = self.alive.get(request_id)
+        if job is None or job.finished or (completed and job.computed < job.request.num_prompt_tokens):
+            return
+        finished = self.connector.request_finished(request_id, completed=completed, now_s=self.now_s)
+        assert finished.hold_blocks == self.connector.blocks_held(request_id)
+        assert finished.hold_blocks >= job.parked, "a load may still write"
+        job.finished, job.running = True, False
+        if finished.params is not None:
+            assert completed
+            assert finished.hold_blocks
+            self.out.add(request_id)
+        if not finished.hold_blocks:
+            self.take_back(job)
+
+    def take_back(self, job: Job) -> None:
+        """The blocks go back to the pool: nobody may write them, nobody with a ticket may read them."""
+        blocks = set(job.blocks)
+        for request_id, written in self.loads.items():
+            assert not blocks & set(written), f"{request_id} is still being loaded"
+        for request_id in self.out & self.leases.keys():
+            assert not blocks & set(self.leases[request_id]), f"{request_id} can still be read"
+        self.free |= blocks
+        job.blocks = []
+        if job.finished:
+            del self.alive[job.request.request_id]
+
+    # The scheduler.
+
+    @rule(request_id=jobs, cached_blocks=st.integers(0, 3), use_remote=st.booleans())
+    def schedule(self, request_id: str, cached_blocks: int, use_remote: bool) -> None:
+        job = self.alive.get(request_id)
+        if job is None or job.finished or job.running or job.parked:
+            return
+        prompt = job.request.num_prompt_tokens
+        computed = min(cached_blocks, (prompt - 1) // BLOCK_SIZE) * BLOCK_SIZE
+        matched = self.connector.num_new_matched_tokens(request_id, computed)
+        assert matched == self.connector.num_new_matched_tokens(request_id, computed)
+        assert matched.tokens == 0 or matched.asynchronous
+        assert computed + matched.tokens <= prompt
+        external = matched.tokens if use_remote else 0
+        need = -(-prompt // BLOCK_SIZE)
+        if len(self.free) < need:
+            return
+        job.blocks = [self.free.pop() for _ in range(need)]
+        self.connector.update_after_alloc(request_id, job.blocks, external)
+        job.parked, job.running = external > 0, external == 0
+        job.computed = computed + external
+
+    @rule(request_id=jobs)
+    def preempt(self, request_id: str) -> None:
+        job = self.alive.get(request_id)
+        if job is not None and job.running:
+            job.running, job.computed = False, 0
+            self.preempted.append(request_id)
+            # The lease of a complete prompt may be open still, but nobody has its ticket.
+            self.take_back(job)
+
+    @rule(tokens=st.integers(1, 16), seconds=st.sampled_from([0.0, 0.5, 4.0]))
+    def step(self, tokens: int, seconds: float) -> None:
+        self.now_s += seconds
+        scheduled = []
+        for request_id, job in self.alive.items():
+            if job.running and job.computed < job.request.num_prompt_tokens:
+                job.computed = min(job.computed + tokens, job.request.num_prompt_tokens)
+                scheduled.append(Scheduled(request_id, job.computed))
+        step = self.connector.build_step(
+            scheduled,
+            preempted=self.preempted,
+            block_ids=lambda request_id: self.alive[request_id].blocks,
+            now_s=self.now_s,
+        )
+        self.preempted = []
+        self.work(step)
+        waiting = {
+            request_id
+            for request_id, job in self.alive.items()
+            if self.connector.state_of(request_id) is ConsumerState.EXPECTED
+            and job.ticket is not None
+            and 0 < job.ticket.num_tokens <= job.request.num_prompt_tokens
+        }
+        assert self.kept - self.loads.keys() == waiting
+
+    # The workers.
+
+    def work(self, step: Step) -> None:
+        self.kept -= {release.request_id for release in step.release}
+        for keep in step.keep:
+            assert keep.request_id not in self.kept | self.loads.keys()
+            self.kept.add(keep.request_id)
+        for request_id in step.withdraw:
+            self.leases.pop(request_id, None)
+        for receive in step.receive:
+            assert receive.request_id not in self.loads
+            assert set(receive.block_ids) <= set(self.alive[receive.request_id].blocks)
+            assert not any(set(receive.block_ids) & set(blocks) for blocks in self.leases.values())
+            self.loads[receive.request_id] = receive.block_ids
+            self.tell(receive.request_id)
+        for release in step.release:
+            self.tell(release.request_id)
+        for request_id in step.abandon:
+            assert request_id in self.loads
+        for save in step.save:
+            assert save.request_id not in self.leases
+            assert list(save.block_ids) == self.alive[save.request_id].blocks
+            self.leases[save.request_id] = save.block_ids
+        for send in step.send:
+            assert send.request_id in self.out
+            self.awaited.add(send.request_id)
+
+    def tell(self, request_id: str) -> None:
+        self.told[request_id] = self.told.get(request_id, 0) + 1
+
+    @precondition(is_loading)
+    @rule(data=st.data(), recompute=st.booleans())
+    def a_load_ends(self, data: st.DataObject, recompute: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.loads)))
+        del self.loads[request_id]
+        self.kept.discard(request_id)
+        job = self.alive[request_id]
+        job.parked = False
+        self.connector.update_from_workers(received=[request_id])
+        if job.finished:
+            assert not self.connector.blocks_held(request_id)
+            self.take_back(job)
+        elif recompute:
+            job.computed = 0
+            self.take_back(job)  # waits for blocks again, and computes
+        else:
+            job.running = True
+
+    @precondition(can_be_read)
+    @rule(data=st.data())
+    def a_lease_ends(self, data: st.DataObject) -> None:
+        """Read, or run out: only those that somebody can know of, and others by `withdraw`."""
+        del self.leases[data.draw(st.sampled_from(sorted(self.out & self.leases.keys())))]
+
+    @rule()
+    def report(self) -> None:
+        """Requests whose lease has ended are reported once the workers know that somebody waits for that."""
+        sent = sorted(self.awaited - self.leases.keys())
+        self.connector.update_from_workers(sent=sent)
+        for request_id in sent:
+            self.awaited.discard(request_id)
+            self.out.discard(request_id)
+            self.take_back(self.alive[request_id])
+
+    @rule()
+    def withdraw_all(self) -> None:
+        self.connector.withdraw_all()
+
+    # What always holds.
+
+    @invariant()
+    def no_block_is_lost_or_twice(self) -> None:
+        if not hasattr(self, "free"):
+            return
+        owned = [block for job in self.alive.values() for block in job.blocks]
+        assert len(owned) == len(set(owned))
+        assert not set(owned) & self.free
+        assert len(owned) + len(self.free) == self.num_blocks
+
+    @invariant()
+    def no_producer_is_told_twice(self) -> None:
+        assert all(count == 1 for count in self.told.values())
+
+    @invariant()
+    def the_connector_knows_who_holds_blocks(self) -> None:
+        for request_id, job in self.alive.items():
+            if job.finished or job.parked:
+                assert self.connector.blocks_held(request_id)
+        assert self.connector.open_requests == len(self.alive)
+
+    def teardown(self) -> None:
+        """Everything ends, and nothing is left: all blocks are free, each producer of a ticket has been told."""
+        if not hasattr(self, "free"):
+            return
+        for request_id in list(self.alive):
+            self.end(request_id, completed=False)
+        self.step(tokens=1, seconds=0.0)
+        for request_id in list(self.loads):
+            del self.loads[request_id]
+            self.kept.discard(request_id)
+            self.connector.update_from_workers(received=[request_id])
+            self.take_back(self.alive[request_id])
+        for request_id in self.out:
+            self.leases.pop(request_id, None)
+        self.report()
+        assert self.free == set(range(self.num_blocks))
+        assert self.connector.open_requests == 0
+        assert self.leases == {}
+        assert self.kept == set()
+        assert set(self.told) == self.offered
+
+
+Engine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestEngine = Engine.TestCase

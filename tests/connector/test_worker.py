@@ -1,0 +1,396 @@
+"""Both halves of a connector together, for an engine that is nobody's: a scheduler's calls, a worker's steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests_support import PATIENT, WAIT_S, pass_deadlines, small_cache
+
+from kvflow import Config, LeaseOutcome
+from kvflow.blocking import Runtime
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
+from kvflow.connector.step import Step
+from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.errors import LeaseExpired, RuntimeClosed
+from kvflow.runtime import runtime as asynchronous
+from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.testing import ManualClock, assert_quiet
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+BLOCK_SIZE = 4
+CONFIG = replace(PATIENT, listen="tcp://127.0.0.1:0", seal_hold_s=0.01, lease_ttl_s=60.0)
+
+
+@dataclass(frozen=True)
+class Request:
+    request_id: str
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None
+    prompt_token_ids: None = None
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@dataclass
+class Engine:
+    """One rank and its scheduler. `until` steps the engine until something has happened."""
+
+    runtime: Runtime
+    transport: InprocTransport
+    kv_caches: dict[str, torch.Tensor]
+    scheduler: ConnectorScheduler
+    worker: ConnectorWorker
+    happened: list[Happening] = field(default_factory=list)
+
+    def step(self, *scheduled: tuple[str, int], blocks: Sequence[int] = (), preempted: Sequence[str] = ()) -> Step:
+        entries = [Scheduled(*entry) for entry in scheduled]
+        step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks, now_s=0.0)
+        self.worker.begin(step)
+        self.collect()
+        return step
+
+    def collect(self) -> None:
+        results = self.worker.collect()
+        self.scheduler.update_from_workers(received=results.received, sent=results.sent)
+        assert results.failed.keys() <= results.received
+        self.happened += results.happenings
+
+    def until(
+        self, happened: Callable[[Happening], bool], *, meanwhile: Callable[[], object] = lambda: None
+    ) -> Happening:
+        for _ in steps():
+            meanwhile()
+            self.step()
+            for entry in self.happened:
+                if happened(entry):
+                    self.happened.remove(entry)
+                    return entry
+        raise AssertionError(f"did not happen; what did: {self.happened}")
+
+    def prefill(self, request_id: str = "r", blocks: Sequence[int] = (1, 2), tokens: int = 7) -> dict[str, Any]:
+        """Compute a prompt and finish; what the router gets."""
+        self.scheduler.add(Request(request_id, tokens, PREFILL))
+        self.step((request_id, tokens), blocks=blocks)
+        finished = self.scheduler.request_finished(request_id, completed=True, now_s=0.0)
+        assert finished.hold_blocks
+        assert finished.params is not None
+        return finished.params
+
+    def receive(self, params: dict[str, Any], blocks: Sequence[int], request_id: str = "d", tokens: int = 7) -> None:
+        self.scheduler.add(Request(request_id, tokens, params))
+        matched = self.scheduler.num_new_matched_tokens(request_id, 0)
+        assert matched == (tokens, True)
+        self.scheduler.update_after_alloc(request_id, blocks, matched.tokens)
+
+    def until_settled(self) -> None:
+        """Step until the scheduler waits for nothing and the runtime has no lease, load or blocks in use."""
+        for _ in steps():
+            self.step()
+            blocks = self.runtime.statistics().blocks
+            if self.scheduler.open_requests == 0 and blocks is not None and blocks.free == blocks.total:
+                break
+        assert self.scheduler.open_requests == 0
+        assert_quiet(self.runtime.statistics())
+
+
+def steps() -> Iterator[None]:
+    """One for each step of an engine that is idle between them, for as long as a test waits."""
+    tick, end_s = threading.Event(), time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        yield
+        tick.wait(0.01)
+
+
+def make(
+    engine_id: str,
+    network: InprocNetwork,
+    fill: float,
+    config: Config = CONFIG,
+    clock: Callable[[], Clock] = SystemClock,
+) -> Engine:
+    made: list[InprocTransport] = []
+
+    def transport(_: Config, name: str) -> InprocTransport:
+        made.append(InprocTransport(name, network))
+        return made[0]
+
+    runtime = Runtime(replace(config, engine_id=engine_id), world=World(transport=transport, clock=clock))
+    runtime.open()
+    kv_caches, layout = small_cache(fill=fill)
+    runtime.register_kv_caches(kv_caches, layout)
+    worker = ConnectorWorker(runtime)
+    scheduler = ConnectorScheduler(
+        SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=config.lease_ttl_s), new_secret=iter("abcdefgh").__next__
+    )
+    scheduler.introduce(worker.introduction())
+    return Engine(runtime, made[0], kv_caches, scheduler, worker)
+
+
+@dataclass(frozen=True)
+class Pair:
+    prefill: Engine
+    decode: Engine
+
+
+@contextlib.contextmanager
+def settled_afterwards(both: Pair) -> Iterator[Pair]:
+    try:
+        yield both
+        for engine in (both.prefill, both.decode):
+            engine.until_settled()
+    finally:
+        for engine in (both.decode, both.prefill):
+            engine.runtime.close()
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    config = replace(CONFIG, **getattr(request, "param", {}))
+    network = InprocNetwork()
+    with settled_afterwards(Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0, config))) as both:
+        yield both
+
+
+def lease_ended(entry: Happening) -> bool:
+    return isinstance(entry, LeaseEnded)
+
+
+def load_ended(entry: Happening) -> bool:
+    return isinstance(entry, Loaded | LoadFailed)
+
+
+def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
+    pair.decode.receive(pair.prefill.prefill(), [5, 6])
+    loaded = pair.decode.until(load_ended)
+    assert isinstance(loaded, Loaded)
+    assert loaded.report.tokens == 7
+    for layer in pair.decode.kv_caches.values():
+        assert (layer[:, 5] == 1.0).all()
+        assert (layer[:, 6, :, :3] == 1.0).all()
+        assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    assert not pair.prefill.scheduler.blocks_held("r")
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_a_reader_that_comes_before_the_engine_has_stepped_again(pair: Pair) -> None:
+    """The lease was opened in the step that computed the prompt: no later step is needed for it to be read."""
+    params = pair.prefill.prefill()
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    assert pair.prefill.scheduler.blocks_held("r")
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_a_request_aborted_before_its_load_frees_the_producers_blocks(pair: Pair) -> None:
+    pair.decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
+    assert not pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
+    pair.decode.step()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+
+
+def test_a_full_local_hit_frees_the_producers_blocks(pair: Pair) -> None:
+    pair.decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
+    pair.decode.scheduler.update_after_alloc("d", [5, 6], 0)
+    pair.decode.step()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
+    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile."""
+    network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
+    prefill = make("prefill", network, 1.0, clock=lambda: theirs)
+    decode = make("decode", network, -1.0, clock=lambda: ours)
+    with settled_afterwards(Pair(prefill, decode)):
+        decode.scheduler.add(Request("d", 7, prefill.prefill()))
+        for _ in range(4):
+            until_renewed(prefill, decode, ours)
+            on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
+        decode.scheduler.update_after_alloc("d", [5, 6], 7)
+        assert isinstance(decode.until(load_ended), Loaded)
+        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.seal_hold_s))
+        assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
+        decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:
+    """Let time pass for the decode engine until a lease has been renewed once more."""
+    before = renewals_of(prefill)
+    for _ in steps():
+        decode.step()
+        if renewals_of(prefill) > before:
+            return
+        on_loop(decode.runtime, partial(clock.advance, CONFIG.lease_ttl_s / 10))
+    raise AssertionError(f"no renewal after {before}")
+
+
+def renewals_of(engine: Engine) -> int:
+    serving = engine.runtime.statistics().serving
+    assert serving is not None
+    return serving.renewals
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_what_was_kept_is_let_go(pair: Pair, used: bool) -> None:
+    """After its load, and if it is not needed any more."""
+    params = pair.prefill.prefill()
+    pair.decode.scheduler.add(Request("d", 7, params))
+    idle = pair.decode.runtime.statistics().tasks
+    assert len(pair.decode.step().keep) == 1
+    assert pair.decode.runtime.statistics().tasks > idle
+    if used:
+        pair.decode.scheduler.update_after_alloc("d", [5, 6], 7)
+        assert isinstance(pair.decode.until(load_ended), Loaded)
+    pair.decode.scheduler.request_finished("d", completed=used, now_s=0.0)
+    pair.decode.step()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.until_settled()
+    assert pair.decode.runtime.statistics().tasks == idle
+
+
+def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -> None:
+    decode = pair.decode
+    decode.transport.faults.hold = True
+    decode.receive(pair.prefill.prefill(), [5, 6])
+    decode.step()
+    decode.runtime.start(reads_are_open).result(WAIT_S)
+    assert decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
+    decode.step()
+    decode.step()
+    assert decode.happened == []
+    assert decode.scheduler.blocks_held("d")
+    decode.transport.faults.hold = False
+    on_loop(decode.runtime, decode.transport.perform)
+    assert decode.until(load_ended) == LoadFailed("d", (5, 6), None)
+    assert not decode.scheduler.blocks_held("d")
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told at once
+
+
+@pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01}], indirect=True)
+def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
+    decode = pair.decode
+    decode.transport.faults.hold = True
+    decode.receive(pair.prefill.prefill(), [5, 6])
+    decode.step()
+    decode.runtime.start(reads_are_open).result(WAIT_S)
+    decode.runtime.start(pass_deadlines).result(WAIT_S)
+    decode.runtime.start(blocks_are_quarantined).result(WAIT_S)
+    decode.step()
+    assert decode.happened == []
+    assert decode.scheduler.blocks_held("d")
+    on_loop(decode.runtime, decode.transport.perform)
+    failed = decode.until(load_ended)
+    assert isinstance(failed, LoadFailed)
+    assert "deadline exceeded in phase 'wire'" in str(failed.error)
+    decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+    pair.prefill.scheduler.withdraw_all()
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
+
+
+def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
+    params = pair.prefill.prefill()
+    pair.prefill.scheduler.withdraw_all()
+    pair.prefill.until(lease_ended)
+    for layer in pair.prefill.kv_caches.values():
+        layer.fill_(9.0)
+    pair.decode.receive(params, [5, 6])
+    failed = pair.decode.until(load_ended)
+    assert isinstance(failed, LoadFailed)
+    assert isinstance(failed.error, LeaseExpired)
+    assert failed.block_ids == (5, 6)
+    assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
+    pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+
+
+def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> None:
+    prefill = pair.prefill
+    prefill.scheduler.add(Request("r", 7, PREFILL))
+    first = prefill.step(("r", 7), blocks=[1, 2]).save[0]
+    prefill.step(preempted=["r"])
+    second = prefill.step(("r", 7), blocks=[3, 4]).save[0]
+    assert first.serve_id != second.serve_id
+    params = prefill.scheduler.request_finished("r", completed=True, now_s=0.0).params
+    assert params is not None
+    assert params["remote_block_ids"] == [3, 4]
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    outcomes = {prefill.until(lease_ended) for _ in range(2)}
+    assert outcomes == {LeaseEnded("r", LeaseOutcome.REVOKED, False), LeaseEnded("r", LeaseOutcome.READ, True)}
+    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> None:
+    """An engine that prefills and decodes: its scheduler hands the blocks on before the lease has quite ended."""
+    params = pair.prefill.prefill()
+    decode = pair.decode
+    decode.scheduler.add(Request("own", 7, PREFILL))
+    decode.step(("own", 7), blocks=[5, 6])
+    decode.scheduler.request_finished("own", completed=False, now_s=0.0)
+    decode.receive(params, [5, 6])
+    assert isinstance(decode.until(load_ended), Loaded)
+    decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+
+
+@pytest.mark.parametrize("pair", [{"lease_wait_s": 0.05}], indirect=True)
+def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: Pair) -> None:
+    params = pair.prefill.prefill(blocks=[1, 99])
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), LoadFailed)
+    pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+
+
+def test_steps_without_work_wake_nobody(pair: Pair) -> None:
+    started = []
+    start, pair.decode.runtime.start = pair.decode.runtime.start, started.append  # type: ignore[method-assign]
+    pair.decode.step()
+    pair.decode.runtime.start = start  # type: ignore[method-assign]
+    assert started == []
+
+
+def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
+    network = InprocNetwork()
+    prefill, decode = (make(name, network, 1.0, replace(CONFIG, drain_timeout_s=0.01)) for name in ("p", "d"))
+    decode.transport.faults.hold = True
+    decode.receive(prefill.prefill(), [5, 6])
+    decode.step()
+    decode.runtime.start(reads_are_open).result(WAIT_S)
+    on_loop(decode.runtime, lambda: decode.transport.faults.__setattr__("hold", False))
+    on_loop(decode.runtime, decode.transport.perform)
+    decode.until(load_ended)
+    for engine in (decode, prefill):
+        engine.runtime.close()
+    prefill.collect()
+    with pytest.raises(RuntimeClosed):
+        prefill.step(("r2", 7))
+        prefill.scheduler.add(Request("r2", 7, PREFILL))
+        prefill.step(("r2", 7), blocks=[1, 2])
+
+
+def on_loop(runtime: Runtime, call: Callable[[], object]) -> None:
+    async def run(_: asynchronous.Runtime) -> None:
+        call()
+
+    runtime.start(run).result(WAIT_S)
+
+
+async def reads_are_open(runtime: asynchronous.Runtime) -> None:
+    while runtime.statistics().transport.open_reads == 0:
+        await asyncio.sleep(0)
+
+
+async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
+    while not runtime.quarantines:
+        await asyncio.sleep(0)

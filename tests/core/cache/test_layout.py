@@ -1,0 +1,448 @@
+"""CacheLayout, map_regions and map_spans against real torch tensors: memory is read at the addresses they give."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.core.cache.layout import CacheLayout, KVStyle
+from kvflow.core.cache.regions import Device, Regions, device_of, map_regions, map_spans
+from kvflow.errors import LayoutError
+from tests.core.caches import DTYPES, Cache, Recipe, recipes
+
+B, N, H, D = 5, 4, 3, 8
+
+
+def memory_at(regions: Regions, region: int, block: int) -> bytes:
+    address = int(regions.bases[region]) + block * int(regions.strides[region])
+    return ctypes.string_at(address, regions.block_size_bytes)
+
+
+def in_memory_order(cache: Cache, layout: CacheLayout, block: torch.Tensor) -> bytes:
+    """A block's bytes, its tokens and heads in the order that `layout.memory_order` claims."""
+    if block.ndim == 3 and layout.memory_order != cache.recipe.order:
+        block = block.transpose(0, 1)
+    return block.contiguous().numpy().tobytes()
+
+
+@settings(max_examples=300)
+@given(recipe=recipes(), seed=st.integers(0, 2**32))
+def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> None:
+    cache = Cache(recipe)
+    cache.fill(seed)
+    layout = cache.infer()
+    regions = map_regions(layout, cache.tensors)
+    assert len(regions) == recipe.layers * cache.part_count
+    assert regions.num_blocks == recipe.blocks
+    for layer, part, block, address in cache.addresses():
+        region = layer * cache.part_count + part
+        assert int(regions.bases[region]) + block * int(regions.strides[region]) == address
+        expected = in_memory_order(cache, layout, cache.block(layer, part, block))
+        assert memory_at(regions, region, block) == expected
+
+
+@settings(max_examples=150)
+@given(recipe=recipes())
+def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -> None:
+    cache = Cache(recipe)
+    regions = map_regions(cache.infer(), cache.tensors)
+    blocks = [(region, block) for region in range(len(regions)) for block in range(recipe.blocks)]
+    for layer, part, block, _ in cache.addresses():
+        cache.block(layer, part, block).fill_(1)
+        changed = {where for where in blocks if any(memory_at(regions, *where))}
+        assert changed == {(layer * cache.part_count + part, block)}
+        cache.block(layer, part, block).fill_(0)
+
+
+@settings(max_examples=150)
+@given(recipe=recipes())
+def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
+    cache = Cache(recipe)
+    layout = cache.infer()
+    assert layout.layer_names == cache.layer_names
+    assert layout.style is recipe.style
+    assert layout.dtype == str(recipe.dtype).removeprefix("torch.")
+    assert (layout.num_blocks, layout.block_size) == (recipe.blocks, recipe.tokens)
+    assert (layout.num_kv_heads, layout.head_size) == (recipe.heads, recipe.dim)
+    slot_size_bytes = recipe.heads * recipe.dim * recipe.dtype.itemsize
+    assert layout.slot_size_bytes == slot_size_bytes
+    assert layout.region_block_size_bytes == recipe.tokens * slot_size_bytes
+    assert layout.block_size_bytes == recipe.layers * cache.part_count * recipe.tokens * slot_size_bytes
+    layout.check(cache.tensors)
+
+
+@settings(max_examples=150)
+@given(recipe=recipes())
+def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -> None:
+    """Registering a byte too few breaks reads; a byte too many may belong to somebody else."""
+    cache = Cache(recipe)
+    spans = map_spans(cache.tensors)
+    allocations = [(storage.data_ptr(), storage.data_ptr() + storage.numel()) for storage in cache.storages]
+    for span in spans:
+        assert any(start <= span.address and span.address + span.size_bytes <= end for start, end in allocations)
+    for before, after in itertools.pairwise(spans):
+        assert before.address + before.size_bytes <= after.address
+    size_bytes = cache.infer().region_block_size_bytes
+    for *_, address in cache.addresses():
+        homes = [
+            span for span in spans if span.address <= address and address + size_bytes <= span.address + span.size_bytes
+        ]
+        assert len(homes) == 1
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2, torch.float64])
+def test_the_name_of_a_dtype_has_no_package(dtype: torch.dtype) -> None:
+    layout = CacheLayout.infer({"l0": torch.zeros(2, B, N, H, D, dtype=dtype)}, order="NHD", block_size=N)
+    assert (layout.dtype, layout.itemsize) == (str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+@pytest.mark.parametrize(
+    ("shape", "style", "parts"),
+    [
+        ((2, B, N, H, D), KVStyle.KV_FIRST, ("K", "V")),
+        ((B, 2, N, H, D), KVStyle.BLOCKS_FIRST, ("K", "V")),
+        ((B, N, H, D), KVStyle.FUSED, ("KV",)),
+        ((B, N, D), KVStyle.MLA, ("latent",)),
+    ],
+)
+def test_the_style_is_read_off_the_shape(shape: tuple[int, ...], style: KVStyle, parts: tuple[str, ...]) -> None:
+    layout = CacheLayout.infer({"l0": torch.zeros(shape)}, order="NHD", block_size=N)
+    assert (layout.style, layout.parts) == (style, parts)
+
+
+def test_a_pair_may_be_a_list() -> None:
+    caches: dict[str, Any] = {"l0": [torch.zeros(B, N, H, D), torch.zeros(B, N, H, D)]}
+    assert CacheLayout.infer(caches, order="NHD", block_size=N).style is KVStyle.APART
+    assert len(map_spans(caches)) == 2
+
+
+@pytest.mark.parametrize("style", [KVStyle.KV_FIRST, "blocks_first"])
+def test_a_given_style_settles_an_ambiguous_shape(style: KVStyle | str) -> None:
+    caches = {"l0": torch.zeros(2, 2, N, H, D)}
+    layout = CacheLayout.infer(caches, order="NHD", block_size=N, style=style)
+    assert layout.style == style
+    block_bytes = N * H * D * 4
+    regions = map_regions(layout, caches)
+    distances = (int(regions.bases[1] - regions.bases[0]), int(regions.strides[0]))
+    assert distances == ((2 * block_bytes, block_bytes) if style == "kv_first" else (block_bytes, 2 * block_bytes))
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_a_permuted_view_keeps_its_order_of_memory(order: str) -> None:
+    """The view that attention kernels ask for: shaped one way, strided the other."""
+    other = {"NHD": "HND", "HND": "NHD"}[order]
+    plain = torch.zeros((2, B, H, N, D) if order == "NHD" else (2, B, N, H, D))
+    layout = CacheLayout.infer({"l0": plain.transpose(2, 3)}, order=order, block_size=N)
+    assert (layout.order, layout.memory_order) == (order, other)
+    assert layout.num_kv_heads == H
+
+
+def test_layers_of_one_storage_are_one_span() -> None:
+    whole = torch.zeros(B, 3, 2, N, H, D)  # [blocks, layers, 2, ...]
+    caches = {f"l{index}": whole[:, index] for index in range(3)}
+    (span,) = map_spans(caches)
+    assert (span.address, span.size_bytes) == (whole.data_ptr(), whole.nbytes)
+
+
+def test_tensors_that_only_touch_stay_apart() -> None:
+    whole = torch.zeros(3, 2, B, N, H, D)  # [layers, 2, blocks, ...]
+    caches = {f"l{index}": whole[index] for index in range(3)}
+    spans = map_spans(caches)
+    assert [span.size_bytes for span in spans] == [whole[0].nbytes] * 3
+    assert [span.address for span in spans] == [whole[index].data_ptr() for index in range(3)]
+
+
+def test_a_span_inside_another_is_part_of_it() -> None:
+    whole = torch.zeros(8, N, D)
+    (span,) = map_spans({"all": whole, "some": whole[1:3], "last": whole[7:]})
+    assert (span.address, span.size_bytes) == (whole.data_ptr(), whole.nbytes)
+
+
+def test_a_layer_shared_by_two_names_is_registered_once() -> None:
+    tensor = torch.zeros(2, B, N, H, D)
+    caches = {"l0": tensor, "l1": tensor}
+    assert len(map_spans(caches)) == 1
+    assert len(map_regions(CacheLayout.infer(caches, order="NHD", block_size=N), caches)) == 4
+
+
+def test_the_device_is_named() -> None:
+    assert device_of({"l0": torch.zeros(2, B, N, H, D)}) == Device("cpu", 0)
+    assert device_of({"l0": torch.zeros(2, B, N, H, D, device="meta")}) == Device("meta", 0)
+
+
+def kv_first(**changes: Any) -> torch.Tensor:
+    return torch.zeros(2, B, N, H, D, **changes)
+
+
+def infer(caches: Any, **changes: Any) -> CacheLayout:
+    return CacheLayout.infer(caches, **{"order": "NHD", "block_size": N, **changes})
+
+
+def infer_and_map(caches: Any, **changes: Any) -> Regions:
+    return map_regions(infer(caches, **changes), caches)
+
+
+def second_layer(other: Any) -> Callable[[], object]:
+    return lambda: infer_and_map({"good": kv_first(), "odd.layer": other})
+
+
+def only_layer(layer: Any, **changes: Any) -> Callable[[], object]:
+    return lambda: infer_and_map({"odd.layer": layer}, **changes)
+
+
+def halfway() -> object:
+    """Block 3 of one layer's K is block 0 of the other's."""
+    whole = torch.zeros(2, 2 * B, N, H, D)
+    return infer_and_map({"good": whole[:, :B], "odd.layer": whole[:, B // 2 : B // 2 + B]})
+
+
+def swapped() -> object:
+    k, v, other = (torch.zeros(B, N, H, D) for _ in range(3))
+    return infer_and_map({"good": (k, v), "odd.layer": (other, k)})
+
+
+ROWS = torch.zeros(4096)
+
+
+def half_rows(first: int) -> torch.Tensor:
+    """A latent cache in every third row of blocks of one storage, `first` halves of a row from its start."""
+    return torch.as_strided(ROWS, (B, N, D), (3 * N * D, D, 1), first * N * D // 2)
+
+
+BAD_CACHES = {
+    # what is wrong: (call, what the message has to contain besides the layer's name)
+    "two axes": (only_layer(torch.zeros(B, D)), [f"({B}, {D})"]),
+    "six axes": (only_layer(torch.zeros(1, 2, B, N, H, D)), [f"(1, 2, {B}, {N}, {H}, {D})"]),
+    "another rank in a later layer": (second_layer(torch.zeros(B, N, D)), ["5", f"({B}, {N}, {D})"]),
+    "no 2 in front": (only_layer(torch.zeros(3, B, N, H, D)), [f"(3, {B}, {N}, {H}, {D})"]),
+    "3 where K and V should be": (second_layer(torch.zeros(3, B, N, H, D)), ["3", "2"]),
+    "no blocks": (only_layer(torch.zeros(2, 0, N, H, D)), [f"(2, 0, {N}, {H}, {D})"]),
+    "no blocks in a later layer": (second_layer(torch.zeros(2, 0, N, H, D)), [f"(2, 0, {N}, {H}, {D})"]),
+    "another block size": (only_layer(kv_first(), block_size=N + 1), [str(N), str(N + 1)]),
+    "heads where tokens should be": (only_layer(kv_first(), order="HND"), [str(N), str(H)]),
+    "another dtype": (second_layer(kv_first(dtype=torch.float16)), ["float16", "float32"]),
+    "fewer blocks": (second_layer(torch.zeros(2, B - 2, N, H, D)), ["num_blocks", str(B - 2), str(B)]),
+    "another block size in a later layer": (second_layer(torch.zeros(2, B, N * 2, H, D)), ["block_size", str(N * 2)]),
+    "more heads": (second_layer(torch.zeros(2, B, N, H + 4, D)), ["num_kv_heads", str(H + 4), str(H)]),
+    "a larger head": (second_layer(torch.zeros(2, B, N, H, D * 2)), ["head_size", str(D * 2), str(D)]),
+    "another order in memory": (
+        second_layer(torch.zeros(2, B, H, N, D).transpose(2, 3)),
+        ["memory_order", "HND", "NHD"],
+    ),
+    "another device": (second_layer(kv_first(device="meta")), ["meta:0", "cpu:0", "'good'"]),
+    "a pair among single tensors": (second_layer((torch.zeros(B, N, H, D), torch.zeros(B, N, H, D))), ["kv_first"]),
+    "three tensors": (only_layer((torch.zeros(B, N, H, D),) * 3), ["pair"]),
+    "K and V of different shapes": (
+        only_layer((torch.zeros(B, N, H, D), torch.zeros(B + 1, N, H, D))),
+        [f"({B}, {N}, {H}, {D})", f"({B + 1}, {N}, {H}, {D})"],
+    ),
+    "K and V of different dtypes": (
+        only_layer((torch.zeros(B, N, H, D), torch.zeros(B, N, H, D, dtype=torch.float16))),
+        ["float32", "float16"],
+    ),
+    "K and V on different devices": (
+        only_layer((torch.zeros(B, N, H, D), torch.zeros(B, N, H, D, device="meta"))),
+        ["cpu:0", "meta:0"],
+    ),
+    "K and V in different orders of memory": (
+        only_layer((torch.zeros(B, N, H, D), torch.zeros(B, H, N, D).transpose(1, 2))),
+        ["NHD", "HND"],
+    ),
+    "ambiguous": (only_layer(torch.zeros(2, 2, N, H, D)), ["(2, 2", "style"]),
+    "every second token": (only_layer(torch.zeros(2, B, N * 2, H, D)[:, :, ::2]), [str(2 * H * D), str(H * D)]),
+    "half a head": (only_layer(torch.zeros(2, B, N, H, D * 2)[..., :D]), [str(D * 2), str(D)]),
+    "every second element": (only_layer(torch.zeros(2, B, N, H, D * 2)[..., ::2]), ["2", "1"]),
+    "one head for all": (only_layer(torch.zeros(2, B, N, 1, D).expand(2, B, N, H, D)), ["stride 0", "1"]),
+    "one block for all": (
+        only_layer(torch.zeros(2, 1, N, H, D).expand(2, B, N, H, D)),
+        ["stride 0", str(N * H * D)],
+    ),
+    "one K for V": (only_layer(torch.zeros(1, B, N, H, D).expand(2, B, N, H, D)), ["stride 0", str(N * H * D)]),
+    "blocks that overlap": (
+        only_layer(torch.as_strided(torch.zeros(4096), (2, B, N, H, D), (1024, 48, H * D, D, 1))),
+        ["48", str(N * H * D)],
+    ),
+    "a layer half in the place of another": (halfway, ["K", "'good'", str(2 * N * H * D * 4)]),
+    "V in the place of another layer's K": (swapped, ["V", "'good'"]),
+    "layers that follow each other too closely": (
+        lambda: infer_and_map({"good": half_rows(0), "odd.layer": half_rows(1)}),
+        ["'good'", str(N * D * 2), str(3 * N * D * 4)],
+    ),
+    "one tensor as K and V": (only_layer((torch.zeros(B, N, H, D),) * 2), ["V overlaps K"]),
+    "no tensor": (only_layer("tensor"), ["str"]),
+    "an empty pair": (only_layer(()), []),
+    "an empty pair in a later layer": (second_layer(()), []),
+}
+
+
+@pytest.mark.parametrize("what", BAD_CACHES)
+def test_a_bad_cache_is_a_layout_error_with_the_layer_and_both_values(what: str) -> None:
+    call, expected = BAD_CACHES[what]
+    with pytest.raises(LayoutError) as caught:
+        call()
+    message = str(caught.value)
+    assert "'odd.layer'" in message
+    for text in expected:
+        assert re.search(rf"(?<!\d){re.escape(text)}(?!\d)", message), f"no {text!r} in {message!r}"
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: infer({}), "at least one layer"),
+        (lambda: infer({"l0": kv_first()}, order="NDH"), "NDH"),
+        (lambda: infer({"l0": kv_first()}, style="kv_last"), "kv_last"),
+    ],
+)
+def test_a_bad_description_is_a_layout_error(call: Callable[[], object], expected: str) -> None:
+    with pytest.raises(LayoutError, match=expected):
+        call()
+
+
+def test_other_layers_than_described_are_refused() -> None:
+    layout = infer({"a": kv_first(), "b": kv_first()})
+    for names in (("a",), ("b", "a"), ("a", "b", "c"), ("a", "x")):
+        with pytest.raises(LayoutError, match=f"a, b.*{', '.join(names)}"):
+            map_regions(layout, {name: kv_first() for name in names})
+
+
+def test_layers_may_be_the_same_tensor() -> None:
+    """As where a model uses one layer's KV for several: written alike, whatever is loaded."""
+    layer, pair = kv_first(), (torch.zeros(B, N, H, D), torch.zeros(B, N, H, D))
+    assert len(infer_and_map({"a": layer, "b": layer})) == 4
+    assert len(infer_and_map({"a": pair, "b": pair, "c": pair})) == 6
+
+
+def test_layers_may_lie_between_each_others_blocks() -> None:
+    assert len(infer_and_map({"l0": half_rows(0), "l1": half_rows(2), "l2": half_rows(4)})) == 3
+    whole = torch.zeros(B, 5, 2, N, H, D)
+    layers = {f"l{index}": whole[:, index].transpose(0, 1) for index in (3, 0, 4)}
+    assert len(infer_and_map(layers)) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("itemsize", 1), ("num_blocks", B + 1), ("head_size", 2 * D), ("memory_order", "HND")]
+)
+def test_a_layout_that_says_something_else_than_the_tensors_is_refused(name: str, value: Any) -> None:
+    """A wrong `itemsize` would leave bytes behind without anybody noticing."""
+    layout = replace(infer({"l0": kv_first()}), **{name: value})
+    with pytest.raises(LayoutError, match=f"'l0': {name} is "):
+        map_regions(layout, {"l0": kv_first()})
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """What messages carry has to be Python's own."""
+    layout = infer({"a": kv_first(), "b": kv_first()}, layer_indices=np.array([4, 1]), block_size=np.int64(N))
+    assert layout.layer_indices == (4, 1)
+    assert {type(index) for index in layout.layer_indices} == {int}
+    assert type(replace(layout, num_blocks=np.int64(3)).num_blocks) is int
+
+
+def test_k_in_the_place_of_v_is_refused() -> None:
+    """K's block 1 and V's block 0 are the same bytes: a load of one would write the other."""
+    block = N * H * D
+    aliased = torch.as_strided(torch.zeros(4096), (2, B, N, H, D), (block, block, H * D, D, 1))
+    with pytest.raises(LayoutError, match=r"odd\.layer"):
+        infer_and_map({"odd.layer": aliased})
+
+
+@pytest.mark.parametrize(
+    ("plain", "turned"),
+    [
+        (torch.zeros(B, N, D), torch.zeros(B, D, N).permute(0, 2, 1)),
+        (torch.zeros(B, N, H, D), torch.zeros(B, H, D, N).permute(0, 3, 1, 2)),
+        (torch.zeros(2, B, N, H, D), torch.zeros(2, B, H, D, N).permute(0, 1, 4, 2, 3)),
+        (torch.zeros(2, B, N, H, D), torch.zeros(2, B, N, D, H).permute(0, 1, 2, 4, 3)),
+    ],
+    ids=["mla", "fused", "tokens innermost", "heads innermost"],
+)
+def test_blocks_whose_bytes_are_in_another_order_do_not_look_alike(plain: torch.Tensor, turned: torch.Tensor) -> None:
+    """Head elements that are not innermost: a plan takes them for one run of bytes, so such a block is refused."""
+    assert infer({"l0": plain}).memory_order in ("NHD", "HND")
+    with pytest.raises(LayoutError, match=r"'l0'.*stride 1\b.*'dim'"):
+        infer({"l0": turned})
+
+
+@settings(max_examples=150)
+@given(recipe=recipes())
+def test_the_shape_of_a_block_says_where_each_token_of_each_head_lies(recipe: Recipe) -> None:
+    cache = Cache(recipe)
+    layout = cache.infer()
+    shape = layout.block_shape
+    assert map_regions(layout, cache.tensors).block == shape
+    assert (shape.tokens, shape.heads) == (recipe.tokens, recipe.heads)
+    assert shape.size_bytes == layout.region_block_size_bytes
+    assert shape.run == recipe.dim * recipe.dtype.itemsize
+    for layer, part, block, address in cache.addresses():
+        if recipe.style is not KVStyle.FUSED:
+            for token, head in itertools.product(range(recipe.tokens), range(recipe.heads)):
+                found = cache.slot(layer, part, block, token, head).data_ptr()
+                assert found == address + token * shape.token_stride + head * shape.head_stride
+
+
+@pytest.mark.parametrize(
+    ("shape", "latent", "kv_head_size"),
+    [((2, B, N, H, D), False, D), ((B, 2, N, H, D), False, D), ((B, N, H, D), False, D // 2), ((B, N, D), True, D)],
+)
+def test_a_head_has_the_same_size_however_k_and_v_are_held(
+    shape: tuple[int, ...], latent: bool, kv_head_size: int
+) -> None:
+    layout = infer({"l0": torch.zeros(shape)})
+    assert (layout.latent, layout.kv_head_size) == (latent, kv_head_size)
+
+
+def test_half_of_an_odd_axis_is_no_k() -> None:
+    with pytest.raises(LayoutError, match=r"'odd'.*'dim'.*\b7$"):
+        infer({"odd": torch.zeros(B, N, H, 7)})
+    assert infer({"latent": torch.zeros(B, N, 7)}).head_size == 7
+
+
+# --- which layers
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["layers.0.attn", "layers.1.attn"], (0, 1)),
+        (["model.layers.12.self_attn", "model.layers.3.self_attn"], (12, 3)),
+        (["model/layers_7/attn", "8", "x_9"], (7, 8, 9)),
+        (["l0", "l1"], (0, 1)),  # no number stands alone: by position
+        (["b", "a"], (0, 1)),
+        (["l5", "l4"], (0, 1)),
+        (["layers.4.attn", "embedding"], (0, 1)),  # some have none
+        (["layers.4.experts.1", "layers.5.experts.1"], (0, 1)),  # some have two
+        (["a.7", "b.7"], (0, 1)),  # not different
+        (["a.70000", "b.1"], (0, 1)),  # no such layer
+        (["a." + "9" * 50], (0,)),
+        (["a.\u0663"], (3,)),  # a digit is a digit
+    ],
+)
+def test_layers_are_those_of_their_names(names: list[str], expected: tuple[int, ...]) -> None:
+    assert infer({name: kv_first() for name in names}).layer_indices == expected
+
+
+def test_layers_may_be_given() -> None:
+    caches = {"layers.0": kv_first(), "layers.1": kv_first()}
+    assert infer(caches, layer_indices=[31, 4]).layer_indices == (31, 4)
+    assert infer(caches, layer_indices=[0, (1 << 15) - 1]).layer_indices == (0, (1 << 15) - 1)
+
+
+@pytest.mark.parametrize("given_indices", [[], [1], [1, 2, 3], [1, 1], [-1, 0], [0, 1 << 15]])
+def test_layers_that_cannot_be_are_refused(given_indices: list[int]) -> None:
+    with pytest.raises(LayoutError, match=r"^layer_indices: expected 2 different"):
+        infer({"a": kv_first(), "b": kv_first()}, layer_indices=given_indices)
+
+
+def test_the_format_of_the_bytes_is_plain_unless_given() -> None:
+    assert infer({"l0": kv_first()}).kv_format == "plain"
+    assert infer({"l0": kv_first()}, kv_format="fp8_ds_mla").kv_format == "fp8_ds_mla"

@@ -1,0 +1,533 @@
+"""Who reads what from whom, compared with a slow model that looks at every head, every reader and every holder."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvflow.config import RANKS_MAX
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.plan import topology
+from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
+
+Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV heads
+SIZES = range(1, 17)
+
+
+def divides(a: int, b: int) -> bool:
+    return a % b == 0 or b % a == 0
+
+
+CUTS = [
+    (ours, theirs, heads)
+    for ours, theirs, heads in itertools.product(SIZES, SIZES, SIZES)
+    if divides(ours, theirs) and divides(ours, heads) and divides(theirs, heads)
+]
+
+
+# --- the slow model
+
+
+def heads_of(rank: int, size: int, heads: int) -> list[int]:
+    """Head by head: with as many ranks as heads or fewer each has a run of heads, else neighbours share one."""
+    if size <= heads:
+        return [head for head in range(heads) if head // (heads // size) == rank]
+    return [head for head in range(heads) if rank // (size // heads) == head]
+
+
+def slow_reads(cut: Parallelism) -> dict[tuple[int, int], list[int]]:
+    """(our rank, their rank) -> the model's heads that are read: reader j of n takes holder j*m/n of m."""
+    ours, theirs, heads = cut
+    found: dict[tuple[int, int], list[int]] = {}
+    for head in range(heads):
+        readers = [rank for rank in range(ours) if head in heads_of(rank, ours, heads)]
+        holders = [rank for rank in range(theirs) if head in heads_of(rank, theirs, heads)]
+        for index, reader in enumerate(readers):
+            holder = holders[index * len(holders) // len(readers)]
+            found.setdefault((reader, holder), []).append(head)
+    return found
+
+
+def slow_tellers(cut: Parallelism) -> dict[int, list[int]]:
+    """Their rank -> our ranks that tell it: its readers, else the first reader of the last rank before it with any."""
+    ours, theirs, _ = cut
+    reads = slow_reads(cut)
+    found: dict[int, list[int]] = {}
+    for holder in range(theirs):
+        readers = [reader for reader in range(ours) if (reader, holder) in reads]
+        found[holder] = readers or found[holder - 1][:1]
+    return found
+
+
+def slow_sources(rank: int, cut: Parallelism) -> tuple[HeadSource, ...]:
+    ours, theirs, heads = cut
+    reads, tellers = slow_reads(cut), slow_tellers(cut)
+    found = []
+    for holder in range(theirs):
+        if rank in tellers[holder]:
+            read = reads.get((rank, holder), [])
+            local_start = heads_of(rank, ours, heads).index(read[0]) if read else 0
+            remote_start = heads_of(holder, theirs, heads).index(read[0]) if read else 0
+            found.append(HeadSource(holder, local_start, remote_start, len(read), len(tellers[holder])))
+    return tuple(found)
+
+
+def all_sources(cut: Parallelism) -> Iterator[tuple[int, HeadSource]]:
+    """(our rank, source) of all our ranks."""
+    ours, theirs, heads = cut
+    for rank in range(ours):
+        for source in head_sources(rank, ours, theirs, heads):
+            yield rank, source
+
+
+def test_there_are_many_cuts() -> None:
+    """Guards the tests below against looking at nothing."""
+    assert len(CUTS) == 376
+    for cut in ((4, 2, 8), (8, 2, 4), (2, 8, 4), (16, 4, 1), (1, 16, 1), (12, 4, 4), (3, 15, 15)):
+        assert cut in CUTS
+
+
+@pytest.mark.parametrize("ours", SIZES)
+def test_sources_are_those_of_the_slow_model(ours: int) -> None:
+    for cut in CUTS:
+        if cut[0] == ours:
+            for rank in range(ours):
+                assert head_sources(rank, *cut) == slow_sources(rank, cut), (rank, cut)
+
+
+# --- what must hold whatever the rule is
+
+
+def test_each_head_of_a_rank_is_read_exactly_once_from_a_rank_that_holds_it() -> None:
+    for cut in CUTS:
+        ours, theirs, heads = cut
+        read: dict[int, list[int]] = {rank: [] for rank in range(ours)}
+        for rank, source in all_sources(cut):
+            mine, held = heads_of(rank, ours, heads), heads_of(source.tp_rank, theirs, heads)
+            for index in range(source.heads):
+                assert mine[source.local_start + index] == held[source.remote_start + index], (rank, cut)
+                read[rank].append(source.local_start + index)
+        for rank, found in read.items():
+            assert sorted(found) == list(range(len(heads_of(rank, ours, heads)))), (rank, cut)
+
+
+def test_every_rank_of_the_producer_is_told_and_tellers_is_how_many_do() -> None:
+    for cut in CUTS:
+        told: dict[int, list[HeadSource]] = {rank: [] for rank in range(cut[1])}
+        for _, source in all_sources(cut):
+            told[source.tp_rank].append(source)
+        for rank, found in told.items():
+            assert found, (rank, cut)
+            assert {source.tellers for source in found} == {len(found)}, (rank, cut)
+            # Nobody reads from a rank that is only told, by one rank; all who tell another one also read from it.
+            assert [source.heads > 0 for source in found] in ([True] * len(found), [False]), (rank, cut)
+
+
+def test_sources_are_in_order_and_no_rank_comes_twice() -> None:
+    for cut in CUTS:
+        for rank in range(cut[0]):
+            ranks = [source.tp_rank for source in head_sources(rank, *cut)]
+            assert ranks == sorted(set(ranks)), (rank, cut)
+
+
+def test_equal_sizes_read_rank_i_from_rank_i() -> None:
+    for size, heads in itertools.product(SIZES, SIZES):
+        if divides(size, heads):
+            for rank in range(size):
+                each = max(heads // size, 1)
+                assert head_sources(rank, size, size, heads) == (HeadSource(rank, 0, 0, each, 1),)
+
+
+def test_the_readers_of_a_head_spread_over_its_holders() -> None:
+    """No rank serves more than one reader above another rank that holds the same heads."""
+    for cut in CUTS:
+        _, theirs, heads = cut
+        readers = [0] * theirs
+        for _, source in all_sources(cut):
+            readers[source.tp_rank] += source.heads > 0
+        for head in range(heads):
+            holders = [readers[rank] for rank in range(theirs) if head in heads_of(rank, theirs, heads)]
+            assert max(holders) - min(holders) <= 1, cut
+
+
+# --- examples
+
+
+def short(rank: int, ours: int, theirs: int, heads: int) -> list[tuple[int, int, int, int]]:
+    """(their rank, our first head, their first head, heads) of what is read."""
+    return [tuple(source[:4]) for source in head_sources(rank, ours, theirs, heads)]  # type: ignore[misc]
+
+
+def test_decode_4_of_prefill_2() -> None:
+    """Ranks 0 and 1 read the first and the second half of rank 0's heads, 2 and 3 those of rank 1."""
+    assert short(0, 4, 2, 8) == [(0, 0, 0, 2)]
+    assert short(1, 4, 2, 8) == [(0, 0, 2, 2)]
+    assert short(2, 4, 2, 8) == [(1, 0, 0, 2)]
+    assert short(3, 4, 2, 8) == [(1, 0, 2, 2)]
+    assert {source.tellers for _, source in all_sources((4, 2, 8))} == {2}
+
+
+def test_decode_2_of_prefill_4() -> None:
+    assert short(0, 2, 4, 8) == [(0, 0, 0, 2), (1, 2, 0, 2)]
+    assert short(1, 2, 4, 8) == [(2, 0, 0, 2), (3, 2, 0, 2)]
+    assert {source.tellers for _, source in all_sources((2, 4, 8))} == {1}
+
+
+def test_more_ranks_than_heads() -> None:
+    """Decode 8 of prefill 2, 4 heads: neighbours hold the same head, and read it from the same rank."""
+    assert [short(rank, 8, 2, 4) for rank in range(4)] == [[(0, 0, 0, 1)]] * 2 + [[(0, 0, 1, 1)]] * 2
+    assert [short(rank, 8, 2, 4) for rank in range(4, 8)] == [[(1, 0, 0, 1)]] * 2 + [[(1, 0, 1, 1)]] * 2
+    # The other way round half of prefill's ranks are read, the others told.
+    assert short(0, 2, 8, 4) == [(0, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 1), (3, 0, 0, 0)]
+
+
+def test_a_latent_is_read_from_replicas_in_turn_and_all_are_told() -> None:
+    assert [short(rank, 4, 2, 1) for rank in range(4)] == [[(0, 0, 0, 1)]] * 2 + [[(1, 0, 0, 1)]] * 2
+    assert short(0, 2, 4, 1) == [(0, 0, 0, 1), (1, 0, 0, 0)]
+    assert short(1, 2, 4, 1) == [(2, 0, 0, 1), (3, 0, 0, 0)]
+    assert short(0, 1, 4, 1) == [(0, 0, 0, 1), (1, 0, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
+    assert [short(rank, 4, 4, 1) for rank in range(4)] == [[(rank, 0, 0, 1)] for rank in range(4)]
+
+
+# --- holdings
+
+
+def hold(
+    rank: int,
+    size: int,
+    heads: int,
+    *,
+    said: bool = True,
+    pp: tuple[int, int] = (0, 1),
+    layers: tuple[int, ...] = (0, 1),
+    **changes: Any,
+) -> CacheShare:
+    """What rank `rank` of `size` holds of a model with so many heads."""
+    cache_share = CacheShare(
+        tp_rank=rank,
+        tp_size=size,
+        pp_rank=pp[0],
+        pp_size=pp[1],
+        layers=layers,
+        kv_heads=len(heads_of(rank, size, heads)),
+        model_kv_heads=heads if said else 0,
+        latent=False,
+        block_size=16,
+    )
+    return msgspec.structs.replace(cache_share, **changes)
+
+
+def test_a_cache_share_is_what_the_layout_says() -> None:
+    caches = {f"layers.{index}": torch.zeros(2, 5, 4, 3, 8) for index in (12, 11)}
+    layout = CacheLayout.infer(caches, order="NHD", block_size=4)
+    found = cache_share_of(layout, tp_rank=1, tp_size=2, pp_rank=3, pp_size=4, model_kv_heads=6)
+    assert found == CacheShare(
+        tp_rank=1,
+        tp_size=2,
+        pp_rank=3,
+        pp_size=4,
+        layers=(12, 11),
+        kv_heads=3,
+        model_kv_heads=6,
+        latent=False,
+        block_size=4,
+    )
+    assert found.kv_head_slots == 6
+    latent = CacheLayout.infer({"l0": torch.zeros(5, 4, 8)}, order="NHD", block_size=4)
+    found = cache_share_of(latent, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model_kv_heads=None)
+    assert (found.latent, found.kv_heads, found.model_kv_heads) == (True, 1, 0)
+
+
+def test_ranks_are_shown_in_words() -> None:
+    assert str(Rank(2, 0, 5)) == "dp 2 pp 0 tp 5"
+
+
+@pytest.mark.parametrize("ours_said", [False, True])
+@pytest.mark.parametrize("theirs_said", [False, True])
+def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_said: bool, theirs_said: bool) -> None:
+    """Also if both sides hold replicas and neither says of how many heads."""
+    for cut in CUTS:
+        ours, theirs, heads = cut
+        known = ours_said or theirs_said or ours <= heads or theirs <= heads
+        told = set()
+        for rank in range(ours):
+            mine, read = hold(rank, ours, heads, said=ours_said), []
+            other = hold(0, theirs, heads, said=theirs_said)
+            assert topology.differences(mine, other) == []
+            found = topology.kv_heads_of_model(mine, other)
+            assert found == heads if known else found % heads == 0, cut
+            for source in topology.sources_of(mine, other):
+                told.add(source.tp_rank)
+                for index in range(source.heads):
+                    head = heads_of(rank, ours, heads)[source.local_start + index]
+                    assert head == heads_of(source.tp_rank, theirs, heads)[source.remote_start + index], cut
+                    read.append(source.local_start + index)
+            assert sorted(read) == list(range(mine.kv_heads)), cut
+        assert told == set(range(theirs)), cut
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (hold(0, 4, 8, said=False), hold(0, 2, 8, said=False), 8),
+        (hold(0, 16, 8, said=False), hold(0, 2, 8, said=False), 8),  # only we hold replicas
+        (hold(0, 2, 8, said=False), hold(0, 16, 8, said=False), 8),  # only they do
+        (hold(0, 16, 2, said=False), hold(0, 8, 2, said=False), 8),  # both: as good as the truth
+        (hold(0, 16, 2), hold(0, 8, 2, said=False), 2),
+        (hold(0, 16, 2, said=False), hold(0, 8, 2), 2),
+        (hold(0, 4, 1, latent=True), hold(0, 8, 1, latent=True), 1),
+        (hold(0, 4, 1, latent=True, model_kv_heads=128), hold(0, 8, 1, latent=True), 1),  # attention's, not the cache's
+    ],
+)
+def test_the_models_heads_follow_from_what_both_sides_know(ours: CacheShare, theirs: CacheShare, expected: int) -> None:
+    assert topology.kv_heads_of_model(ours, theirs) == expected
+    assert topology.differences(ours, theirs) == []
+
+
+# --- shares
+
+
+def cut_layers(layers: int, cuts: set[int]) -> list[tuple[int, ...]]:
+    """Layers 0.. in stages, cut at these layers as far as there are so many."""
+    bounds = [0, *sorted(at for at in cuts if at < layers), layers]
+    return [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
+
+
+@settings(max_examples=150)
+@given(
+    cut=st.sampled_from(CUTS),
+    layers=st.integers(1, 9),
+    ours_at=st.sets(st.integers(1, 8), max_size=3),
+    theirs_at=st.sets(st.integers(1, 8), max_size=3),
+    said=st.booleans(),
+    latent=st.booleans(),
+)
+def test_the_shares_of_all_readers_add_up_to_the_whole(
+    cut: Parallelism, layers: int, ours_at: set[int], theirs_at: set[int], said: bool, latent: bool
+) -> None:
+    """For every rank of the producer, however both engines are cut: exactly when the last one is done."""
+    ours_tp, theirs_tp, heads = cut
+    if latent:
+        heads = 1
+    our_stages, their_stages = (cut_layers(layers, where) for where in (ours_at, theirs_at))
+    for pp, their_layers in enumerate(their_stages):
+        sums = dict.fromkeys(range(theirs_tp), Fraction(0))
+        wholes: dict[int, set[int]] = {rank: set() for rank in range(theirs_tp)}
+        for our_pp, our_layers in enumerate(our_stages):
+            for rank in range(ours_tp):
+                mine = hold(
+                    rank, ours_tp, heads, said=said, latent=latent, pp=(our_pp, len(our_stages)), layers=our_layers
+                )
+                for source in topology.sources_of(mine, hold(0, theirs_tp, heads, said=said, latent=latent)):
+                    place = (pp, len(their_stages))
+                    other = hold(source.tp_rank, theirs_tp, heads, latent=latent, pp=place, layers=their_layers)
+                    share, whole = topology.share_of(mine, other, source.tellers)
+                    assert 0 <= share <= whole
+                    assert (share == 0) == (not set(our_layers) & set(their_layers))
+                    sums[source.tp_rank] += share
+                    wholes[source.tp_rank].add(whole)
+        for rank in range(theirs_tp):
+            assert wholes[rank] == {int(sums[rank])}, (rank, cut)  # one whole that all agree on, and its sum
+
+
+def test_a_reader_with_nothing_in_common_has_no_share() -> None:
+    assert topology.share_of(hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(2, 3, 4)), 2) == (0, 6)
+    assert topology.share_of(hold(0, 1, 8, layers=(0, 2)), hold(0, 1, 8, layers=(4, 3, 2)), 2) == (1, 6)
+    assert topology.share_of(hold(0, 1, 8), hold(0, 1, 8), 1) == (2, 2)
+
+
+# --- why not
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "expected"),
+    [
+        (hold(0, 1, 8), hold(0, 1, 8), []),
+        (hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(1, 0)), []),
+        (hold(0, 1, 8, block_size=64), hold(0, 1, 8, block_size=16), []),
+        (hold(0, 4, 12), hold(0, 6, 12), ["tp_size: ours 4, theirs 6: neither divides the other"]),
+        (
+            hold(0, 1, 8, block_size=16),
+            hold(0, 1, 8, block_size=24),
+            ["block_size: ours 16, theirs 24: neither divides the other"],
+        ),
+        (
+            hold(0, 1, 8, layers=(0, 1)),
+            hold(0, 1, 8, layers=(0, 1, 2, 3, 4, 5, 6, 7)),
+            ["layers: ours 2 (0, 1), theirs 8 (0, 1, 2, 3, 4, 5, ...)"],
+        ),
+        # Stages of a pipeline hold some of the layers: whether none is missing is known when all have been asked.
+        (hold(0, 1, 8, layers=(0, 1), pp=(0, 2)), hold(0, 1, 8, layers=(0, 1, 2, 3)), []),
+        (hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(0,), pp=(0, 2)), []),
+        (hold(0, 2, 8), hold(0, 2, 4), ["model's num_kv_heads: ours 8, theirs 4"]),
+        (
+            hold(0, 2, 8, said=False),
+            hold(0, 2, 4),
+            ["num_kv_heads: ours 4 on each of 2 ranks, theirs 2 on each of 2 ranks"],
+        ),
+        (
+            hold(0, 2, 8, said=False),
+            hold(0, 2, 4, said=False),
+            ["num_kv_heads: ours 4 on each of 2 ranks, theirs 2 on each of 2 ranks"],
+        ),
+        (
+            hold(0, 2, 8, said=False),
+            hold(0, 4, 4, said=False),
+            ["num_kv_heads: ours 4 on each of 2 ranks, theirs 1 on each of 4 ranks"],
+        ),
+        # Sizes that do not go with the heads: nobody knows who would hold what.
+        (
+            hold(0, 8, 8, model_kv_heads=12),
+            hold(0, 8, 8, model_kv_heads=12),
+            ["num_kv_heads: ours 1 on each of 8 ranks, theirs 1 on each of 8 ranks"],
+        ),
+        (
+            hold(0, 2, 8, model_kv_heads=4),
+            hold(0, 2, 8),
+            ["model's num_kv_heads: ours 4, theirs 8"],
+        ),
+        # A latent has no heads to split.
+        (hold(0, 4, 1, latent=True), hold(0, 2, 1, latent=True, model_kv_heads=128), []),
+        (
+            hold(0, 4, 8, layers=(0,), block_size=10),
+            hold(0, 3, 3, layers=(1,), block_size=16),
+            [
+                "tp_size: ours 4, theirs 3: neither divides the other",
+                "block_size: ours 10, theirs 16: neither divides the other",
+                "layers: ours 1 (0), theirs 1 (1)",
+                "model's num_kv_heads: ours 8, theirs 3",
+            ],
+        ),
+    ],
+)
+def test_differences_name_every_problem_with_both_values(
+    ours: CacheShare, theirs: CacheShare, expected: list[str]
+) -> None:
+    assert topology.differences(ours, theirs) == expected
+    assert len(topology.differences(theirs, ours)) == len(expected)
+
+
+cache_shares = st.builds(
+    CacheShare,
+    tp_rank=st.just(0),
+    tp_size=st.integers(1, 16),
+    pp_rank=st.just(0),
+    pp_size=st.just(1),
+    layers=st.just((0, 1)),
+    kv_heads=st.integers(1, 16),
+    model_kv_heads=st.integers(0, 16),
+    latent=st.just(False),
+    block_size=st.just(16),
+)
+
+
+@settings(max_examples=500)
+@given(ours=cache_shares, theirs=cache_shares)
+def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: CacheShare) -> None:
+    """Whatever a peer says of its heads: what `differences` lets pass never leads outside of a block."""
+    if topology.differences(ours, theirs):
+        return
+    for rank in range(ours.tp_size):
+        mine = msgspec.structs.replace(ours, tp_rank=rank)
+        sources = topology.sources_of(mine, theirs)
+        assert sum(source.heads for source in sources) == ours.kv_heads
+        for source in sources:
+            assert 0 <= source.tp_rank < theirs.tp_size
+            assert 0 <= source.local_start <= source.local_start + source.heads <= ours.kv_heads
+            assert 0 <= source.remote_start <= source.remote_start + source.heads <= theirs.kv_heads
+
+
+# --- which layers
+
+
+def test_stages_that_hold_all_our_layers_once_are_fine() -> None:
+    assert topology.missing_layers((0, 1, 2, 3), [(0, 1), (2, 3)]) == ""
+    assert topology.missing_layers((3, 1), [(1, 0), (3, 2)]) == ""
+    assert topology.missing_layers((), [(0,)]) == ""
+    assert topology.missing_layers((0, 1), [(0,), (1,)], whole=True) == ""
+    assert topology.missing_layers((0, 1), [(0,), (1, 2)], whole=True) == (
+        "layers: ours 2 (0, 1), theirs 3 (0, 1, 2): ours are all, but there are 1 (2)"
+    )
+    assert topology.missing_layers((0,), [(0,), (5,), (5,)]) == ""  # twice, but none of ours
+
+
+@pytest.mark.parametrize(
+    ("ours", "stages", "expected"),
+    [
+        ((0, 1, 2), [(0,), (2,)], "layers: ours 3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)"),
+        ((1, 0), [], "layers: ours 2 (0, 1), theirs 0 (): no stage holds 2 (0, 1)"),
+        ((0, 1), [(0, 1), (1, 2)], "layers: ours 2 (0, 1), theirs 4 (0, 1, 1, 2): 1 (1) held twice"),
+        ((0, 1), [(0,), (0,)], "layers: ours 2 (0, 1), theirs 2 (0, 0): no stage holds 1 (1)"),
+        (
+            tuple(range(10)),
+            [tuple(range(20, 40))],
+            "layers: ours 10 (0, 1, 2, 3, 4, 5, ...), theirs 20 (20, 21, 22, 23, 24, 25, ...): "
+            "no stage holds 10 (0, 1, 2, 3, 4, 5, ...)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_the_layers(ours: tuple[int, ...], stages: list[tuple[int, ...]], expected: str) -> None:
+    assert topology.missing_layers(ours, stages) == expected
+
+
+# --- bounds
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "heads"),
+    [(RANKS_MAX, RANKS_MAX, 1), (1, RANKS_MAX, 1), (RANKS_MAX, 2, 8), (2, RANKS_MAX, 8), (512, RANKS_MAX, RANKS_MAX)],
+)
+def test_the_largest_engines_are_planned_in_no_time(ours: int, theirs: int, heads: int) -> None:
+    head_sources.cache_clear()
+    ranks = {0, ours // 2, ours - 1}
+    start_s = time.process_time()
+    for rank in ranks:
+        assert sum(source.heads for source in head_sources(rank, ours, theirs, heads)) == max(heads // ours, 1)
+    assert time.process_time() - start_s < 0.5  # some milliseconds; looking at all pairs of ranks takes minutes
+
+
+def test_ranks_that_hold_other_heads_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[int] = []
+    tellers = topology._tellers
+
+    def watched(theirs: int, *sizes: int) -> tuple[range, bool]:
+        looked_at.append(theirs)
+        return tellers(theirs, *sizes)
+
+    monkeypatch.setattr(topology, "_tellers", watched)
+    head_sources.cache_clear()
+    head_sources(5, 8, RANKS_MAX, 8)
+    assert looked_at == list(range(5 * RANKS_MAX // 8, 6 * RANKS_MAX // 8))
+
+
+def test_stages_are_as_many_as_layers_where_all_are_known() -> None:
+    whole = CacheShare(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        layers=tuple(range(16)),
+        kv_heads=2,
+        model_kv_heads=0,
+        latent=False,
+        block_size=16,
+    )
+    assert topology.stages_max(whole) == 16
+    assert topology.stages_max(msgspec.structs.replace(whole, pp_size=2)) == RANKS_MAX
+
+
+def test_layers_are_compared_in_no_time() -> None:
+    """As many as a peer may claim."""
+    many = tuple(range(1 << 15))
+    start_s = time.process_time()
+    assert topology.missing_layers(many, [many[::2], many[1::2]]) == ""
+    assert time.process_time() - start_s < 0.5

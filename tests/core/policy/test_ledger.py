@@ -1,0 +1,165 @@
+"""The ledger against a naive model: what it allows, what it refuses, and that its accounts always add up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.policy.ledger import BlockCounts, BlockLedger
+from kvflow.errors import BlocksBusy
+
+TOTAL = 7
+block_sets = st.lists(st.integers(0, TOTAL - 1), unique=True, max_size=4)
+
+
+def array(ids: list[int]) -> BlockIds:
+    return np.array(ids, dtype=np.int64)
+
+
+class LedgerAgainstModel(RuleBasedStateMachine):
+    """The model: a list of open leases, and two lists of loads, each a list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = BlockLedger(TOTAL)
+        self.leases: list[list[int]] = []
+        self.in_flight: list[list[int]] = []
+        self.quarantined: list[list[int]] = []
+
+    def leased(self) -> set[int]:
+        return {block for ids in self.leases for block in ids}
+
+    def flying(self) -> set[int]:
+        return {block for ids in self.in_flight for block in ids}
+
+    def held(self) -> set[int]:
+        return {block for ids in self.quarantined for block in ids}
+
+    @rule(ids=block_sets)
+    def lease(self, ids: list[int]) -> None:
+        if set(ids) & (self.flying() | self.held()):
+            with pytest.raises(BlocksBusy, match="cannot be served"):
+                self.ledger.lease(array(ids))
+        else:
+            self.ledger.lease(array(ids))
+            self.leases.append(ids)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.leases) - 1))
+        self.ledger.release(array(self.leases.pop(index)))
+
+    @rule(ids=block_sets)
+    def begin_load(self, ids: list[int]) -> None:
+        if set(ids) & (self.flying() | self.held() | self.leased()):
+            with pytest.raises(BlocksBusy, match="cannot be loaded"):
+                self.ledger.begin_load(array(ids))
+        else:
+            self.ledger.begin_load(array(ids))
+            self.in_flight.append(ids)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def quarantine(self, data: st.DataObject) -> None:
+        ids = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1)))
+        self.ledger.quarantine(array(ids))
+        self.quarantined.append(ids)
+
+    @precondition(lambda self: self.in_flight or self.quarantined)
+    @rule(data=st.data())
+    def end_load(self, data: st.DataObject) -> None:
+        loads = data.draw(st.sampled_from([loads for loads in (self.in_flight, self.quarantined) if loads]))
+        self.ledger.end_load(array(loads.pop(data.draw(st.integers(0, len(loads) - 1)))))
+
+    @rule(ids=block_sets)
+    def misuse(self, ids: list[int]) -> None:
+        """Our own bugs are caught where they happen, and change nothing either."""
+        if not set(ids) <= self.leased():
+            with pytest.raises(AssertionError, match="not leased"):
+                self.ledger.release(array(ids))
+        if not set(ids) <= self.flying():
+            with pytest.raises(AssertionError, match="not in flight"):
+                self.ledger.quarantine(array(ids))
+        if not set(ids) <= self.flying() | self.held():
+            with pytest.raises(AssertionError, match="not in flight"):
+                self.ledger.end_load(array(ids))
+
+    @invariant()
+    def accounts_add_up(self) -> None:
+        counts = self.ledger.counts()
+        assert counts.free + counts.leased + counts.in_flight + counts.quarantined == counts.total == TOTAL
+        assert counts.free >= 0
+        model = (len(self.leased()), len(self.flying()), len(self.held()))
+        assert (counts.leased, counts.in_flight, counts.quarantined) == model
+
+    @invariant()
+    def each_block_is_in_the_use_that_the_model_says(self) -> None:
+        """Asked from outside: which calls a block refuses tells its use."""
+        for block in range(TOTAL):
+            ids = array([block])
+            if block in self.leased():
+                with pytest.raises(BlocksBusy, match=rf"block {block} .*leased"):
+                    self.ledger.begin_load(ids)
+            elif block in self.flying() or block in self.held():
+                use = "being loaded" if block in self.flying() else "quarantined"
+                with pytest.raises(BlocksBusy, match=rf"block {block} .*{use}"):
+                    self.ledger.begin_load(ids)
+                with pytest.raises(BlocksBusy, match=rf"block {block} .*{use}"):
+                    self.ledger.lease(ids)
+            else:
+                self.ledger.begin_load(ids)
+                self.ledger.end_load(ids)
+
+    def teardown(self) -> None:
+        """Whatever happened: when all who use blocks have left, all blocks are free."""
+        for ids in self.leases:
+            self.ledger.release(array(ids))
+        for ids in [*self.in_flight, *self.quarantined]:
+            self.ledger.end_load(array(ids))
+        assert self.ledger.counts() == BlockCounts(total=TOTAL, free=TOTAL, leased=0, in_flight=0, quarantined=0)
+
+
+LedgerAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=25)
+TestLedgerAgainstModel = LedgerAgainstModel.TestCase
+
+
+def test_leases_share_blocks_until_the_last_is_released() -> None:
+    ledger = BlockLedger(4)
+    ledger.lease(array([1, 2]))
+    ledger.lease(array([2, 3]))
+    ledger.release(array([1, 2]))
+    assert ledger.counts().leased == 2
+    with pytest.raises(BlocksBusy, match="block 2 "):
+        ledger.begin_load(array([0, 1, 2]))
+    ledger.release(array([2, 3]))
+    ledger.begin_load(array([0, 1, 2]))
+    assert ledger.counts().in_flight == 3
+
+
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_one_busy_block_refuses_the_whole_request(last: int) -> None:
+    """The busy one comes last, so that a call that worked through its blocks would have changed the others."""
+    ledger = BlockLedger(6)
+    ledger.lease(array([1]))
+    ledger.begin_load(array([2, 3]))
+    ledger.quarantine(array([3]))
+    before = ledger.counts()
+    with pytest.raises(BlocksBusy, match=f"block {last} "):
+        ledger.begin_load(array([0, 4, 5, last]))
+    assert ledger.counts() == before
+    ledger.begin_load(array([0, 4, 5]))
+
+
+def test_a_cache_of_many_blocks_is_counted_in_full() -> None:
+    ledger = BlockLedger(100_000)
+    for ids in np.array_split(np.arange(90_000, dtype=np.int64), 9):
+        ledger.lease(ids)
+        ledger.lease(ids)
+    ledger.begin_load(np.arange(95_000, 100_000, dtype=np.int64))
+    expected = BlockCounts(total=100_000, free=5_000, leased=90_000, in_flight=5_000, quarantined=0)
+    assert ledger.counts() == expected

@@ -1,0 +1,203 @@
+"""Turns of a budget, and the order at one server: the rules of `core.policy.queue` as properties."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.core.policy.queue import Amount, Permit, PermitState, ShortestFirst, Turns
+
+LIMITS, PEER_LIMITS = (20, 6), (10, 3)
+PEERS = ("a", "b", "c")
+
+
+def is_free(room: list[Permit], amount: Amount, limits: Amount) -> bool:
+    """The rule of the docs, by counting: it fits, or it is alone."""
+    return not room or all(
+        sum(turn.amount[index] for turn in room) + amount[index] <= limit for index, limit in enumerate(limits)
+    )
+
+
+class TurnsMachine(RuleBasedStateMachine):
+    """Any sequence of asking and ending; after each step the books balance, and who waits has a reason to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns(LIMITS, PEER_LIMITS)
+        self.asked: list[Permit] = []
+
+    def of(self, state: PermitState, peer: str | None = None) -> list[Permit]:
+        return [turn for turn in self.asked if turn.state is state and peer in (None, turn.peer)]
+
+    @rule(
+        peer=st.sampled_from(PEERS),
+        amount=st.tuples(st.integers(0, 25), st.integers(1, 4)),
+        priority=st.integers(-1, 1),
+    )
+    def ask(self, peer: str, amount: Amount, priority: int) -> None:
+        before = self.of(PermitState.UNDER_WAY)
+        turn = self.turns.ask(peer, amount, priority)
+        self.asked.append(turn)
+        assert self.of(PermitState.UNDER_WAY) in (before, [*before, turn]), "asking lets nobody else go"
+
+    @precondition(lambda self: self.of(PermitState.WAITING) or self.of(PermitState.UNDER_WAY))
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        open_turns = self.of(PermitState.WAITING) + self.of(PermitState.UNDER_WAY)
+        turn = data.draw(st.sampled_from(open_turns))
+        before = {id(other) for other in self.of(PermitState.UNDER_WAY)}
+        granted = self.turns.end(turn)
+        assert [id(other) for other in self.of(PermitState.UNDER_WAY) if id(other) not in before] == sorted(
+            (id(other) for other in granted), key=[id(other) for other in self.asked].index
+        ), "exactly those that it names have begun"
+
+    @invariant()
+    def what_is_under_way_is_what_was_granted_and_not_given_back(self) -> None:
+        under_way = self.of(PermitState.UNDER_WAY)
+        assert self.turns.used == tuple(sum(turn.amount[index] for turn in under_way) for index in range(2))
+        assert self.turns.waiting == len(self.of(PermitState.WAITING))
+        known = {peer: (used, waiting) for peer, used, waiting in self.turns.peers()}
+        for peer in PEERS:
+            ours, waiting = self.of(PermitState.UNDER_WAY, peer), len(self.of(PermitState.WAITING, peer))
+            used = tuple(sum(turn.amount[index] for turn in ours) for index in range(2))
+            assert known.get(peer) == ((used, waiting) if ours or waiting else None), "an idle peer is forgotten"
+
+    @invariant()
+    def limits_hold_unless_a_turn_is_alone(self) -> None:
+        for limits, peers in ((LIMITS, (None,)), (PEER_LIMITS, PEERS)):
+            for peer in peers:
+                under_way = self.of(PermitState.UNDER_WAY, peer)
+                assert len(under_way) <= 1 or is_free(under_way, (0, 0), limits)
+
+    @invariant()
+    def whoever_waits_has_a_reason(self) -> None:
+        """Each peer's first is stopped by its peer's limits, or the first of those that are not by those for all."""
+        under_way = self.of(PermitState.UNDER_WAY)
+        able = []
+        for peer in PEERS:
+            waiting = sorted(
+                self.of(PermitState.WAITING, peer), key=lambda turn: (turn.priority, self.asked.index(turn))
+            )
+            if waiting and is_free(self.of(PermitState.UNDER_WAY, peer), waiting[0].amount, PEER_LIMITS):
+                able.append(waiting[0])
+        if able:
+            first = min(able, key=lambda turn: (turn.priority, self.asked.index(turn)))
+            assert not is_free(under_way, first.amount, LIMITS)
+
+    def teardown(self) -> None:
+        """Whatever has happened, when all that is under way ends everybody gets a turn."""
+        while under_way := self.of(PermitState.UNDER_WAY):
+            self.turns.end(under_way[0])
+        assert not self.of(PermitState.WAITING), "somebody was left waiting"
+        assert (self.turns.used, self.turns.waiting, list(self.turns.peers())) == ((0, 0), 0, [])
+
+
+TestTurns = TurnsMachine.TestCase
+
+
+def full(limit: int = 1) -> tuple[Turns, Permit]:
+    """A budget of one thing that is used up, and who has it."""
+    turns = Turns((limit,), (limit,))
+    return turns, turns.ask("a", (limit,), 0)
+
+
+def test_equal_priorities_go_in_the_order_in_which_they_asked() -> None:
+    turns, holder = full()
+    waiting = [turns.ask("a", (1,), 0) for _ in range(4)]
+    for turn in waiting:
+        assert turns.end(holder) == [turn]
+        holder = turn
+
+
+def test_a_smaller_priority_goes_first_whenever_it_asked() -> None:
+    turns, holder = full()
+    late, usual, urgent = turns.ask("a", (1,), 7), turns.ask("a", (1,), 0), turns.ask("a", (1,), -1)
+    for turn in (urgent, usual, late):
+        assert turns.end(holder) == [turn]
+        holder = turn
+
+
+def test_a_peer_without_room_does_not_hold_up_others() -> None:
+    turns = Turns((3,), (1,))
+    turns.ask("a", (1,), 0)
+    assert turns.ask("a", (1,), 0).state is PermitState.WAITING
+    assert turns.ask("b", (1,), 0).state is PermitState.UNDER_WAY
+
+
+def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
+    turns = Turns((10,), (10,))
+    holder = turns.ask("a", (6,), 0)
+    large = turns.ask("b", (8,), 0)
+    small = turns.ask("c", (1,), 0)
+    assert (large.state, small.state) == (PermitState.WAITING, PermitState.WAITING)
+    assert turns.end(holder) == [large, small]
+
+
+def test_a_turn_larger_than_the_budget_goes_alone() -> None:
+    turns, holder = full()
+    huge, next_one = turns.ask("a", (5,), 0), turns.ask("a", (1,), 0)
+    assert turns.end(holder) == [huge]
+    assert turns.end(huge) == [next_one]
+
+
+def test_a_withdrawn_turn_gives_its_place_up() -> None:
+    turns, holder = full(2)
+    large, small = turns.ask("a", (2,), 0), turns.ask("a", (1,), 0)
+    assert turns.end(large) == []
+    assert turns.end(holder) == [small]
+    with pytest.raises(AssertionError, match="given back once"):
+        turns.end(large)
+
+
+def test_withdrawing_the_one_in_front_lets_those_behind_it_go() -> None:
+    turns = Turns((10,), (10,))
+    turns.ask("a", (6,), 0)
+    large, small = turns.ask("a", (8,), 0), turns.ask("a", (1,), 0)
+    assert turns.end(large) == [small]
+
+
+# --- one server
+
+
+def test_the_smallest_goes_first_and_equal_ones_in_order() -> None:
+    queue: ShortestFirst[str] = ShortestFirst(0)
+    for name, size in (("first", 8), ("second", 8), ("small", 1)):
+        queue.add(name, size)
+    assert [queue.pop() for _ in range(3)] == ["small", "first", "second"]
+
+
+def test_the_oldest_is_passed_by_no_more_than_its_own_size() -> None:
+    queue: ShortestFirst[str] = ShortestFirst(1)
+    queue.add("large", 8)
+    order = []
+    for index in range(8):  # small ones without end
+        queue.add(f"small {index}", 2)
+        order.append(queue.pop())
+    assert order == ["small 0", "small 1", "small 2", "large", "small 3", "small 4", "small 5", "small 6"]
+
+
+@given(sizes=st.lists(st.integers(0, 50), min_size=1, max_size=30), data=st.data())
+def test_one_server_serves_each_thing_once_and_passes_nobody_for_long(sizes: list[int], data: st.DataObject) -> None:
+    start_size = 3
+    queue: ShortestFirst[int] = ShortestFirst(start_size)
+    costs = [size + start_size for size in sizes]
+    came = served = 0
+    waiting: list[int] = []
+    passed = dict.fromkeys(range(len(sizes)), 0)
+    while served < len(sizes):
+        if came < len(sizes) and (not waiting or data.draw(st.booleans())):
+            queue.add(came, sizes[came])
+            waiting.append(came)
+            came += 1
+            continue
+        item = queue.pop()
+        oldest = waiting[0]
+        waiting.remove(item)
+        served += 1
+        if item != oldest:
+            assert costs[item] <= min((costs[other] for other in waiting), default=costs[item])
+            passed[oldest] += costs[item]
+            assert passed[oldest] < costs[oldest] + costs[item]
+        assert len(queue) == len(waiting)

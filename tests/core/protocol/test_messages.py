@@ -1,0 +1,638 @@
+"""Messages: what is written can be read, and what cannot be right is refused and nothing else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from kvflow.core.cache.layout import BlockShape, CacheLayout
+from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.protocol import messages
+
+LEASE_ID = "0123456789abcdef0123456789abcdef"
+FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size=128)
+BLOCK = BlockShape(tokens=4, heads=2, run=8, token_stride=16, head_stride=8)
+REGIONS = messages.RegionTable(
+    bases=[4096, 8192],
+    strides=[64, 64],
+    block=BLOCK,
+    parts=("K", "V"),
+    num_blocks=4,
+    device_kind="cpu",
+    device_index=0,
+)
+HOLDING = CacheShare(
+    tp_rank=1,
+    tp_size=2,
+    pp_rank=0,
+    pp_size=3,
+    layers=(7,),
+    kv_heads=2,
+    model_kv_heads=4,
+    latent=False,
+    block_size=4,
+)
+METADATA = messages.Metadata(
+    engine_id="prefill-0",
+    incarnation="8f14e45fceea167a",
+    clock_s=86400.25,
+    cache_share=HOLDING,
+    agent_metadata=b"\x00agent\xff",
+    agent_metadata_crc32=7,
+    regions=REGIONS,
+    seals=messages.SealLocation(address=4096, count=16, hold_s=0.02),
+    staged=False,
+)
+TARGET = messages.Target("prefill-0", dp_rank=0, pp_rank=2, tp_rank=1)
+REQUEST = messages.MetadataRequest(reader="decode-0/0.0.0#1", target=TARGET)
+QUESTION = messages.LeaseRequest(
+    reader="decode-0/0.0.0#1",
+    target=TARGET,
+    request_id="req-1",
+    num_tokens=41,
+    blocks_digest=messages.digest_of((3, 7)),
+)
+RELEASE = messages.ReleaseRequest(
+    reader="decode-0/0.0.0#1",
+    target=TARGET,
+    request_id="req-1",
+    num_tokens=41,
+    blocks_digest=messages.digest_of((3, 7)),
+    lease_id=LEASE_ID,
+    cache_share=HOLDING,
+)
+FOUND = messages.LeaseFound(
+    incarnation="8f14e45f", clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
+)
+DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
+    "header": (messages.decode_header, [messages.our_header(b""), messages.our_header(FACTS.fingerprint())]),
+    "request": (
+        messages.decode_request,
+        [
+            REQUEST,
+            QUESTION,
+            RELEASE,
+            msgspec.structs.replace(RELEASE, lease_id=None),
+            messages.ClockRequest(reader="decode-0/0.0.0#1", target=TARGET),
+        ],
+    ),
+    "reply": (
+        messages.decode_reply,
+        [
+            METADATA,
+            msgspec.structs.replace(METADATA, staged=True),
+            FOUND,
+            msgspec.structs.replace(FOUND, block_ids=(3, 1)),
+            messages.Released(incarnation="8f14e45f"),
+            messages.ClockShown(incarnation="8f14e45f", clock_s=-1.5),
+            messages.NoLease(ended=True),
+            messages.NoLease(ended=False),
+            messages.Refusal(reason="no such rank", version=1),
+            messages.Refusal(reason="differs", version=1, compatibility=FACTS, cache_share=HOLDING),
+        ],
+    ),
+    "notification": (
+        messages.decode_notification,
+        [
+            messages.ReadDone(lease_id=LEASE_ID, reader="decode-0/0.0.0#1", share=2, whole=64),
+            messages.Renew(lease_ids=(), reader="decode-0/0.0.0#1"),
+            messages.Renew(lease_ids=(LEASE_ID, LEASE_ID[::-1]), reader="decode-0/0.0.0#1"),
+        ],
+    ),
+}
+
+
+# --- messages
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_messages_survive_the_wire(kind: str) -> None:
+    decode, examples = DECODERS[kind]
+    for message in examples:
+        assert decode(messages.encode(message)) == message
+
+
+def test_frames_are_a_header_and_a_body() -> None:
+    header, body = messages.encode_frames(messages.our_header(b"f" * 16), REQUEST)
+    assert messages.decode_header(header) == messages.Header(
+        magic="kvflow", version=messages.PROTOCOL_VERSION, fingerprint=b"f" * 16
+    )
+    assert messages.decode_request(body) == REQUEST
+
+
+def test_a_header_of_another_version_is_read() -> None:
+    """So that a newer peer can be told which version we speak."""
+    newer = messages.Header(magic="kvflow", version=messages.PROTOCOL_VERSION + 1, fingerprint=b"")
+    assert messages.decode_header(messages.encode(newer)) == newer
+    with_more = msgspec.msgpack.encode(["kvflow", 9, b"", {"new": "field"}])
+    assert messages.decode_header(with_more).version == 9
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        messages.Header(magic="kvfl0w", version=1, fingerprint=b""),
+        messages.Header(magic="", version=1, fingerprint=b""),
+        messages.Header(magic="kvflow", version=1, fingerprint=b"x" * 65),
+    ],
+)
+def test_a_header_that_is_not_ours_is_refused(header: messages.Header) -> None:
+    with pytest.raises(messages.WireError):
+        messages.decode_header(messages.encode(header))
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_a_message_of_another_kind_is_refused(kind: str) -> None:
+    decode, _ = DECODERS[kind]
+    for other, (_, examples) in DECODERS.items():
+        for message in examples:
+            if other != kind:
+                with pytest.raises(messages.WireError):
+                    decode(messages.encode(message))
+
+
+def only_wire_errors(payload: bytes) -> None:
+    """Whatever the bytes are: a message of its kind or a WireError. A second pass must agree with the first."""
+    for decode, examples in DECODERS.values():
+        try:
+            message = decode(payload)
+        except messages.WireError:
+            continue
+        assert type(message) in {type(known) for known in examples}
+        assert isinstance(message, msgspec.Struct)
+        assert decode(messages.encode(message)) == message
+
+
+@settings(max_examples=2000)
+@given(payload=st.binary(max_size=80))
+@example(payload=b"")
+@example(payload=b"\xc1")
+@example(payload=b"\x91" * 100_000)
+@example(payload=b"\x81\xa1a" * 100_000)
+@example(payload=b"\x82\xa4type\xa8metadata\xa1x" + b"\x91" * 100_000)
+@example(payload=b"\x84" + b"\xa6reason\x90" * 4)
+@example(payload=b"\xdd\xff\xff\xff\xff")
+@example(payload=b"\xdf\xff\xff\xff\xff")
+@example(payload=b"\xc6\xff\xff\xff\xff")
+def test_random_bytes_raise_wire_errors_only(payload: bytes) -> None:
+    only_wire_errors(payload)
+
+
+NAMES = ["type", "engine_id", "regions", "seals", "reason", "version", "ended", "lease_id", "target", "cache_share"]
+TAGS = ["kvflow", "get_metadata", "find_lease", "metadata", "lease", "no_lease", "refusal", "read_done", LEASE_ID]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.binary(max_size=6)
+    | st.sampled_from(TAGS),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=1000)
+@given(value=VALUES)
+def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -> None:
+    only_wire_errors(msgspec.msgpack.encode(value))
+
+
+ENCODED = [messages.encode(message) for _, examples in DECODERS.values() for message in examples]
+
+
+@settings(max_examples=2000)
+@given(data=st.data())
+def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
+    payload = bytearray(data.draw(st.sampled_from(ENCODED)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        position = data.draw(st.integers(0, len(payload) - 1))
+        match data.draw(st.sampled_from(["flip", "insert", "cut"])):
+            case "flip":
+                payload[position] = data.draw(st.integers(0, 255))
+            case "insert":
+                payload[position:position] = data.draw(st.binary(min_size=1, max_size=6))
+            case "cut":
+                del payload[position + 1 :]
+    only_wire_errors(bytes(payload))
+
+
+@pytest.mark.parametrize("message", ENCODED, ids=range(len(ENCODED)))
+def test_a_truncated_message_is_refused(message: bytes) -> None:
+    for decode, _ in DECODERS.values():
+        for length in range(len(message)):
+            with pytest.raises(messages.WireError):
+                decode(message[:length])
+
+
+def test_trailing_bytes_are_refused() -> None:
+    for decode, examples in DECODERS.values():
+        with pytest.raises(messages.WireError):
+            decode(messages.encode(examples[0]) + b"\x00")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("engine_id", 5),
+        ("engine_id", b"prefill-0"),
+        ("cache_share.tp_rank", "0"),
+        ("cache_share.tp_rank", True),
+        ("cache_share.tp_rank", 0.0),
+        ("cache_share.latent", 0),
+        ("cache_share.layers", [7, "8"]),
+        ("cache_share.layers", 7),
+        ("agent_metadata", "text"),
+        ("regions", []),
+        ("regions.block", [4, 2, 8, 16]),
+        ("regions.block", [4, 2, 8, 16, 8, 1]),
+        ("regions.block", [4, 2, 8, 16, True]),
+        ("regions.block", [4, 2, 8, 16, 8.0]),
+        ("regions.block", {"tokens": 4}),
+        ("regions.parts", ["K", 5]),
+        ("seals", None),
+        ("staged", 1),
+        ("staged", None),
+    ],
+)
+def test_decoding_does_not_convert(path: str, value: object) -> None:
+    raw = where = msgspec.to_builtins(METADATA, builtin_types=(bytes,))
+    *parents, field = path.split(".")
+    for parent in parents:
+        where = where[parent]
+    where[field] = value
+    with pytest.raises(messages.WireError, match=field):
+        messages.decode_reply(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize(
+    "notification",
+    [
+        ["read_done", LEASE_ID, "r"],  # a reader of version 1
+        ["read_done", LEASE_ID, "r", 1],
+        ["read_done", LEASE_ID, "r", "1", 1],
+        ["read_done", LEASE_ID, "r", 1, 1.0],
+        ["read_done", LEASE_ID, "r", True, 1],
+    ],
+)
+def test_a_notification_without_its_share_is_refused(notification: list[object]) -> None:
+    with pytest.raises(messages.WireError):
+        messages.decode_notification(msgspec.msgpack.encode(notification))
+
+
+@pytest.mark.parametrize(
+    "notification",
+    [
+        ["renew", LEASE_ID, "r"],
+        ["renew", [1], "r"],
+        ["renew", [LEASE_ID], 1],
+        ["renew", [LEASE_ID]],
+        ["expire", [], "r"],
+    ],
+)
+def test_a_renewal_of_another_shape_is_refused(notification: list[object]) -> None:
+    with pytest.raises(messages.WireError):
+        messages.decode_notification(msgspec.msgpack.encode(notification))
+
+
+@given(reader=st.text(max_size=300), bytes_max=st.integers(1, 1 << 17))
+def test_as_many_renewals_as_fit_into_a_notification(reader: str, bytes_max: int) -> None:
+    count = messages.renewals_max(reader, bytes_max)
+    size = len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * count, reader=reader)))
+    assert count == 1 or size <= bytes_max
+    assert len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * (count + 2), reader=reader))) > bytes_max
+
+
+@pytest.mark.parametrize("clock_s", [float("nan"), float("inf"), float("-inf")])
+def test_no_clock_shows_that(clock_s: float) -> None:
+    messages.check_clock(-1e300)
+    with pytest.raises(messages.WireError, match="clock"):
+        messages.check_clock(clock_s)
+
+
+# --- regions and seals
+
+
+def shape_of(tokens: int, heads: int, run: int, order: str) -> BlockShape:
+    token_stride, head_stride = (heads * run, run) if order == "NHD" else (run, tokens * run)
+    return BlockShape(tokens, heads, run, token_stride, head_stride)
+
+
+shapes = st.builds(
+    shape_of, st.integers(1, 1 << 8), st.integers(1, 1 << 6), st.integers(1, 1 << 6), st.sampled_from(["NHD", "HND"])
+)
+
+
+@settings(max_examples=50)
+@given(
+    data=st.data(),
+    blocks=st.integers(1, 1 << 20),
+    block=shapes,
+    parts=st.sampled_from([("K", "V"), ("KV",), ("latent",)]),
+    device=st.integers(0, 7),
+)
+def test_region_tables_survive_the_wire(
+    data: st.DataObject, blocks: int, block: BlockShape, parts: tuple[str, ...], device: int
+) -> None:
+    count = data.draw(st.integers(1, 10)) * len(parts)
+    bases = data.draw(st.lists(st.integers(1, 1 << 62), min_size=count, max_size=count))
+    strides = data.draw(st.lists(st.integers(block.size_bytes, 1 << 40), min_size=count, max_size=count))
+    regions = Regions(
+        bases=np.array(bases, dtype=np.uint64),
+        strides=np.array(strides, dtype=np.uint64),
+        block=block,
+        parts=parts,
+        num_blocks=blocks,
+        device=Device("cuda", device),
+    )
+    table = msgspec.msgpack.decode(messages.encode(messages.regions_to_wire(regions)), type=messages.RegionTable)
+    back = messages.regions_from_wire(table)
+    assert (back.bases.tolist(), back.strides.tolist()) == (bases, strides)
+    assert back.bases.dtype == back.strides.dtype == np.dtype(np.uint64)
+    assert (back.block, back.parts, back.num_blocks, back.device) == (block, parts, blocks, regions.device)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bases": [], "strides": []},
+        {"bases": [4096]},
+        {"strides": [64]},
+        {"bases": [1] * ((1 << 16) + 1), "strides": [64] * ((1 << 16) + 1)},
+        {"num_blocks": 0},
+        {"num_blocks": -1},
+        *({"block": BLOCK._replace(**{axis: value})} for axis in BLOCK._fields for value in (0, -8, 1 << 31, 1 << 70)),
+        {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=8, head_stride=16)},  # tokens of 2 heads overlap
+        {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=16, head_stride=16)},
+        {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=8, head_stride=64)},  # a gap
+        {"block": BlockShape(tokens=-4, heads=-2, run=8, token_stride=-16, head_stride=8)},
+        {"parts": ()},
+        {"parts": ("K",)},
+        {"parts": ("V", "K")},
+        {"parts": ("K", "V", "K", "V")},
+        {"parts": ("x" * 100_000,)},
+        {"bases": [4096] * 3, "strides": [64] * 3},  # K and V, and a K
+        {"bases": [4096, 0]},
+        {"bases": [4096, -1]},
+        {"strides": [64, 63]},
+        {"strides": [64, 0]},
+        {"strides": [64, -64]},
+        {"block": shape_of(5, 2, 8, "NHD")},
+        {"bases": [4096, (1 << 64) - 64]},
+        {"num_blocks": 1 << 62},
+        {"num_blocks": (1 << 64) - 1, "strides": [(1 << 64) - 1] * 2},
+        {"strides": [64, 1 << 63]},
+        {"device_index": -1},
+        {"device_index": 1 << 16},
+    ],
+    ids=lambda changes: ", ".join(f"{name}={str(value)[:80]}" for name, value in changes.items()),
+)
+def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(messages.WireError, match="region table") as caught:
+        messages.regions_from_wire(msgspec.structs.replace(REGIONS, **changes))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+def test_dense_blocks_of_both_orders_pass(order: str) -> None:
+    for tokens, heads, run in ((4, 2, 8), (1, 8, 8), (8, 1, 8), (64, 1, 1)):
+        block = shape_of(tokens, heads, run, order)
+        assert messages.regions_from_wire(msgspec.structs.replace(REGIONS, block=block)).block_size_bytes == 64
+
+
+NUMBERS = st.integers(-1, 2**64 - 1) | st.integers(1, 64)
+
+
+@settings(max_examples=300)
+@given(
+    bases=st.lists(st.integers(0, 2**64 - 1), max_size=3),
+    strides=st.lists(st.integers(0, 2**64 - 1), max_size=3),
+    block=st.builds(BlockShape, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS)
+    | st.builds(shape_of, NUMBERS, NUMBERS, NUMBERS, st.sampled_from(["NHD", "HND"])),
+    blocks=st.integers(-1, 2**64 - 1) | st.integers(1, 64),
+)
+@example(bases=[1], strides=[2**64 - 2], block=BlockShape(1, 1, 1, 1, 1), blocks=1)
+@example(bases=[2], strides=[2**64 - 2], block=BlockShape(1, 1, 1, 1, 1), blocks=1)
+@example(bases=[1], strides=[2**63 - 2], block=BlockShape(1, 1, 1, 1, 1), blocks=1)
+def test_no_byte_of_an_accepted_table_wraps_around(
+    bases: list[int], strides: list[int], block: BlockShape, blocks: int
+) -> None:
+    table = msgspec.structs.replace(
+        REGIONS, bases=bases, strides=strides, block=block, parts=("latent",), num_blocks=blocks
+    )
+    try:
+        regions = messages.regions_from_wire(table)
+    except messages.WireError:
+        return
+    assert 0 < len(regions) == len(regions.strides)
+    for base, stride in zip(regions.bases.tolist(), regions.strides.tolist(), strict=True):
+        assert 0 < regions.block_size_bytes <= stride
+        assert 0 < base < base + (regions.num_blocks - 1) * stride + regions.block_size_bytes <= 2**63
+    last_slot = (block.tokens - 1) * block.token_stride + (block.heads - 1) * block.head_stride
+    assert 0 < last_slot + block.run == regions.block_size_bytes
+
+
+# --- holdings
+
+
+def cache_share_and_regions(**changes: Any) -> tuple[CacheShare, Regions]:
+    return msgspec.structs.replace(HOLDING, **changes), messages.regions_from_wire(REGIONS)
+
+
+def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
+    messages.check_cache_share_of(*cache_share_and_regions())
+    messages.check_cache_share_of(*cache_share_and_regions(model_kv_heads=0))
+    messages.check_cache_share_of(*cache_share_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
+    latent = msgspec.structs.replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
+    theirs = msgspec.structs.replace(HOLDING, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
+    messages.check_cache_share_of(theirs, messages.regions_from_wire(latent))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tp_size": 0},
+        {"tp_rank": -1},
+        {"tp_rank": 2},
+        {"tp_size": 1025},
+        {"tp_rank": 1 << 63, "tp_size": (1 << 64) - 1},
+        {"pp_size": 0},
+        {"pp_rank": -1},
+        {"pp_rank": 3},
+        {"pp_size": 1025},
+        {"layers": ()},
+        {"layers": (7, 8)},
+        {"layers": (7, 7)},
+        {"layers": (-1,)},
+        {"layers": (1 << 15,)},
+        {"layers": tuple(range(100_000))},
+        {"kv_heads": 4},
+        {"kv_heads": 0},
+        {"kv_heads": -2},
+        {"model_kv_heads": -1},
+        {"block_size": 8},
+        {"block_size": 0},
+        {"latent": True},
+    ],
+    ids=lambda changes: str(changes)[:50],
+)
+def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(messages.WireError, match=r"^cache share: ") as caught:
+        messages.check_cache_share_of(*cache_share_and_regions(**changes))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_latent_has_one_head() -> None:
+    """A plan reads one: with more, the rest of a block would be left out."""
+    latent = messages.regions_from_wire(msgspec.structs.replace(REGIONS, parts=("latent",)))
+    with pytest.raises(messages.WireError, match=r"^cache share: .*latent.* 2 heads"):
+        messages.check_cache_share_of(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
+    with pytest.raises(messages.WireError, match=r"^cache share: .*latent is False"):
+        messages.check_cache_share_of(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
+
+
+@pytest.mark.parametrize(
+    ("address", "count"),
+    [(0, 1), (-1, 1), (4096, 0), (4096, -1), (4096, (1 << 24) + 1), ((1 << 64) - 16, 1), (1 << 64, 1)],
+)
+def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int) -> None:
+    with pytest.raises(messages.WireError, match=f"{count} seals at {address}"):
+        messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=0.02))
+
+
+@pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
+def test_a_peer_that_promises_to_hold_blocks_for_ever_is_refused(hold_s: float) -> None:
+    """A reader would trust a seal that it fetched long before its last byte landed."""
+    with pytest.raises(messages.WireError, match=f"hold_s {hold_s}"):
+        messages.check_seals(messages.SealLocation(address=4096, count=16, hold_s=hold_s))
+
+
+def test_seal_tables_of_legal_sizes_pass() -> None:
+    for address, count in ((1, 1), (4096, 1 << 24), ((1 << 62) + 1, 16384)):
+        messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=0.02))
+
+
+# --- compatibility
+
+OTHER_FACTS: dict[str, Any] = {
+    "model": "mistral",
+    "dtype": "float16",
+    "kv_format": "fp8_ds_mla",
+    "attention": "latent",
+    "head_size": 64,
+}
+facts = st.builds(
+    messages.Compatibility,
+    model=st.sampled_from(["", "a", "ab"]),
+    dtype=st.sampled_from(["float16", "int8"]),
+    kv_format=st.sampled_from(["plain", "a"]),
+    attention=st.sampled_from(["K and V", "latent"]),
+    head_size=st.integers(1, 3),
+)
+
+
+def test_other_facts_cover_every_field() -> None:
+    assert set(OTHER_FACTS) == set(messages.Compatibility.__struct_fields__)
+
+
+@settings(max_examples=300)
+@given(ours=facts, theirs=facts)
+def test_fingerprints_are_equal_exactly_for_equal_facts(
+    ours: messages.Compatibility, theirs: messages.Compatibility
+) -> None:
+    assert (ours.fingerprint() == theirs.fingerprint()) == (ours == theirs)
+    assert bool(ours.differences(theirs)) == (ours != theirs)
+    assert len(ours.fingerprint()) == 16
+
+
+@pytest.mark.parametrize("field", OTHER_FACTS)
+def test_every_fact_changes_the_fingerprint(field: str) -> None:
+    theirs = msgspec.structs.replace(FACTS, **{field: OTHER_FACTS[field]})
+    assert theirs.fingerprint() != FACTS.fingerprint()
+    assert FACTS.differences(theirs) == [f"{field}: ours {getattr(FACTS, field)!r}, theirs {OTHER_FACTS[field]!r}"]
+
+
+def test_differences_name_all_fields_that_differ() -> None:
+    found = FACTS.differences(messages.Compatibility(**OTHER_FACTS))
+    assert [text.split(":")[0] for text in found] == list(OTHER_FACTS)
+    assert FACTS.differences(FACTS) == []
+
+
+def test_the_fingerprint_is_the_same_in_every_process() -> None:
+    """Two machines compare it, so it must not depend on hashing seeds or on object identity."""
+    copy = msgspec.msgpack.decode(messages.encode(FACTS), type=messages.Compatibility)
+    assert copy.fingerprint() == FACTS.fingerprint()
+    assert FACTS.fingerprint().hex() == "bf4917b63e81423d18dceaf5679e5585"
+
+
+def facts_of(
+    tensor: torch.Tensor, order: str = "NHD", layers: int = 2, block_size: int = 4, model: str = "m", **changes: Any
+) -> messages.Compatibility:
+    caches = {f"l{index}": tensor for index in range(layers)}
+    layout = CacheLayout.infer(caches, order=order, block_size=block_size, **changes)
+    return messages.compatibility_of(layout, model=model)
+
+
+def test_caches_between_which_blocks_can_be_planned_are_compatible() -> None:
+    """What a plan makes up for is no fact: where K and V lie, the order of axes, sizes of blocks, heads of a rank."""
+    kv_first = facts_of(torch.zeros(2, 7, 4, 3, 8))
+    assert facts_of(torch.zeros(9, 2, 4, 3, 8)) == kv_first  # K and V elsewhere, another number of blocks
+    assert (
+        facts_of(torch.zeros(2, 7, 4, 3, 8).transpose(2, 3), order="HND") == kv_first
+    )  # the same memory, shown as HND
+    assert facts_of(torch.zeros(2, 7, 3, 4, 8), order="HND") == kv_first  # other memory
+    assert facts_of(torch.zeros(7, 4, 3, 16)) == kv_first  # K and V of a head together
+    assert facts_of(torch.zeros(2, 7, 8, 3, 8), block_size=8) == kv_first
+    assert facts_of(torch.zeros(2, 7, 4, 6, 8)) == kv_first  # a rank with more heads
+    assert facts_of(torch.zeros(2, 7, 4, 3, 8), layers=3) == kv_first  # a rank with more layers
+
+
+def test_caches_whose_bytes_mean_something_else_are_not() -> None:
+    kv_first = facts_of(torch.zeros(2, 7, 4, 3, 8))
+    others = [
+        facts_of(torch.zeros(2, 7, 4, 3, 16)),
+        facts_of(torch.zeros(7, 4, 3, 8)),  # fused, so that a head of K has 4 elements
+        facts_of(torch.zeros(7, 4, 8)),
+        facts_of(torch.zeros(7, 4, 48)),
+        facts_of(torch.zeros(2, 7, 4, 3, 8, dtype=torch.int32)),
+        facts_of(torch.zeros(2, 7, 4, 3, 8), model="n"),
+        facts_of(torch.zeros(2, 7, 4, 3, 8), kv_format="scaled"),
+    ]
+    assert len({kv_first.fingerprint(), *(other.fingerprint() for other in others)}) == 1 + len(others)
+
+
+def test_agent_names_are_different_for_every_rank_and_life() -> None:
+    names = {
+        messages.agent_name(engine, Rank(dp, pp, tp), life)
+        for engine in ("a", "b")
+        for dp in range(3)
+        for pp in range(3)
+        for tp in range(12)
+        for life in ("x", "y")
+    }
+    assert len(names) == 2 * 3 * 3 * 12 * 2
+
+
+@settings(max_examples=300)
+@given(st.lists(st.lists(st.integers(0, 2**31), max_size=4).map(tuple), min_size=2, max_size=2))
+@example([(1, 2), (2, 1)])
+@example([(), (0,)])
+@example([(1,), (1, 0)])
+def test_digests_of_block_ids_are_equal_exactly_for_equal_ids(both: list[tuple[int, ...]]) -> None:
+    """Ranks that hold other blocks for a request must not be read: their ids are positions in another prompt."""
+    first, second = both
+    assert (messages.digest_of(first) == messages.digest_of(second)) == (first == second)
+    assert len(messages.digest_of(first)) == 16
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    assert messages.digest_of((3, 7, 9)).hex() == "87639e90e2b29382d711298f861a9019"

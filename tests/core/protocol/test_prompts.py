@@ -1,0 +1,84 @@
+"""Digests of prompts: equal for equal tokens of one request, and of nothing else."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.core.protocol.prompts import check_prompt, prompt_digest
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import PromptMismatch, RequestError
+
+PROMPT = list(range(1000, 1041))
+
+prompts = st.lists(st.integers(0, 2**31 - 1), max_size=20)
+
+
+def ticket_of(prompt: Sequence[int], *, says: bool = True) -> Ticket:
+    return Ticket(
+        engine_id="prefill-0",
+        request_id="req-1",
+        block_ids=(),
+        num_tokens=len(prompt),
+        ttl_s=30.0,
+        tp_size=1,
+        pp_size=1,
+        dp_rank=0,
+        block_size=16,
+        kv_heads=1,
+        model_kv_heads=0,
+        fixed_ports=False,
+        ranks=(),
+        prompt_digest=prompt_digest("req-1", prompt) if says else "",
+    )
+
+
+@pytest.mark.parametrize("make", [tuple, np.array, np.int32, torch.tensor, lambda ids: array("i", ids)])
+def test_it_does_not_matter_what_holds_the_tokens(make: Any) -> None:
+    assert prompt_digest("r", make(PROMPT)) == prompt_digest("r", PROMPT)
+    check_prompt(ticket_of(PROMPT), make([*PROMPT, 7]), "request 'r'")
+
+
+def test_the_digest_is_the_same_on_all_machines() -> None:
+    assert prompt_digest("r", [1, 2, 3]) == "c59cb2f4d3706ca21a70a2b24df4d5fc"
+
+
+@given(one=prompts, other=prompts)
+def test_other_prompts_have_other_digests(one: list[int], other: list[int]) -> None:
+    assert (prompt_digest("r", one) == prompt_digest("r", other)) == (one == other)
+    assert prompt_digest("r", one) != prompt_digest("s", one)
+
+
+@given(prompt=prompts, more=prompts)
+def test_what_begins_with_the_offered_tokens_fits(prompt: list[int], more: list[int]) -> None:
+    check_prompt(ticket_of(prompt), prompt + more, "request 'r'")
+
+
+def test_a_ticket_that_does_not_say_fits_everything() -> None:
+    check_prompt(ticket_of(PROMPT, says=False), [], "request 'r'")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (PROMPT[:-1], "request 'r': its prompt has 40 tokens, the ticket of request 'req-1' offers 41"),
+        ([*PROMPT[:-1], 7], "the first 41 tokens of its prompt are not those .* digest [0-9a-f]{32}, the ticket's is"),
+        (PROMPT[::-1], "are not those"),
+    ],
+)
+def test_another_prompt_is_refused(prompt: list[int], message: str) -> None:
+    with pytest.raises(PromptMismatch, match=message):
+        check_prompt(ticket_of(PROMPT), prompt, "request 'r'")
+
+
+@pytest.mark.parametrize("wrong", [[1.5], ["a"], [[1], [2]], [None], [[1], [2, 3]], [1 << 70], "abc", [True]])
+def test_what_are_no_token_ids_is_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"^request 'r': prompt: expected a flat list of whole numbers"):
+        prompt_digest("r", wrong)

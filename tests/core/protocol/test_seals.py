@@ -1,0 +1,272 @@
+"""Seals are read as a peer reads them: raw bytes at the address that was told. No old id may be found there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.core.cache.regions import Device
+from kvflow.core.plan.descriptors import Piece
+from kvflow.core.protocol.messages import LEASE_ID_CHARS
+from kvflow.core.protocol.seals import SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
+from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.errors import RequestError
+
+COUNT = 4
+ZERO_ID = "0" * LEASE_ID_CHARS
+lease_ids = st.binary(min_size=SEAL_SIZE_BYTES, max_size=SEAL_SIZE_BYTES).filter(any).map(bytes.hex)
+counts = st.integers(1, 2**32 - 1)
+SECRET_CHARS = 24  # hexadecimal digits of an id that no count changes
+
+
+def has_secret(lease_id: str) -> bool:
+    return any(bytes.fromhex(lease_id[:SECRET_CHARS]))
+
+
+def word_at(table: SealTable, index: int) -> bytes:
+    return ctypes.string_at(table.address(index), SEAL_SIZE_BYTES)
+
+
+class SealsAgainstModel(RuleBasedStateMachine):
+    """The model: which words are taken, the id that each of them holds, and how many blocks it lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = SealTable(COUNT)
+        self.taken: dict[int, tuple[str, int] | None] = {}
+        self.known: set[str] = set()
+
+    @rule()
+    def take(self) -> None:
+        index = self.table.take()
+        if len(self.taken) == COUNT:
+            assert index is None
+            return
+        assert index is not None
+        assert 0 <= index < COUNT
+        assert index not in self.taken
+        self.taken[index] = None
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data(), lease_id=lease_ids.filter(has_secret), missing=st.just(0) | counts)
+    def seal(self, data: st.DataObject, lease_id: str, missing: int) -> None:
+        index = data.draw(st.sampled_from(sorted(self.taken)))
+        self.table.seal(index, lease_id, missing)
+        self.taken[index] = (lease_id, missing)
+        self.known.add(lease_id)
+
+    @precondition(lambda self: any(self.taken.values()))
+    @rule(data=st.data(), missing=st.just(0) | counts)
+    def count_down(self, data: st.DataObject, missing: int) -> None:
+        """Or up: seals do not care."""
+        index, (lease_id, _) = data.draw(
+            st.sampled_from([(index, held) for index, held in sorted(self.taken.items()) if held is not None])
+        )
+        self.table.seal(index, lease_id, missing)
+        self.taken[index] = (lease_id, missing)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        index = data.draw(st.sampled_from(sorted(self.taken)))
+        self.table.give_back(index)
+        del self.taken[index]
+
+    @invariant()
+    def words_are_conserved(self) -> None:
+        assert self.table.count == COUNT
+        assert self.table.used == len(self.taken)
+
+    @invariant()
+    def a_word_holds_its_open_lease_and_no_other(self) -> None:
+        """Freshness (invariant I2) rests on this: an id that was wiped or overwritten is found nowhere."""
+        for index in range(COUNT):
+            current, missing = self.taken.get(index) or (None, 0)
+            for lease_id in self.known:
+                open_and_whole = lease_id == current and missing == 0
+                assert self.table.holds(index, lease_id) == open_and_whole
+                assert (word_at(self.table, index) == bytes.fromhex(lease_id)) == open_and_whole
+                if lease_id[:SECRET_CHARS] != (current or "")[:SECRET_CHARS]:
+                    assert self.table.missing(index, lease_id) is None
+                elif lease_id == current:
+                    assert self.table.missing(index, lease_id) == missing
+
+
+SealsAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=20)
+TestSealsAgainstModel = SealsAgainstModel.TestCase
+
+
+def test_words_lie_side_by_side_in_the_span_that_is_registered() -> None:
+    table = SealTable(COUNT)
+    addresses = [table.address(index) for index in range(COUNT)]
+    assert addresses == [table.span.address + SEAL_SIZE_BYTES * index for index in range(COUNT)]
+    assert table.span.size_bytes == COUNT * SEAL_SIZE_BYTES
+
+
+def test_a_word_does_not_move() -> None:
+    """Peers keep the address for the life of the runtime."""
+    table = SealTable(COUNT)
+    before = table.span
+    for _ in range(3 * COUNT):
+        index = table.take()
+        assert index is not None
+        table.seal(index, "ab" * 16)
+        table.give_back(index)
+    assert table.span == before
+
+
+@given(lease_id=lease_ids)
+def test_a_fetched_seal_holds_what_the_producer_sealed(lease_id: str) -> None:
+    producer, reader = SealTable(COUNT), SealTable(COUNT)
+    producer.seal(2, lease_id)
+    fetch = fetch_seal(Piece(reader.address(1), producer.address(2), SEAL_SIZE_BYTES))
+    assert fetch.sizes.tolist() == [SEAL_SIZE_BYTES]
+    assert fetch.local_device == fetch.remote_device == Device("cpu", 0)
+    assert not reader.holds(1, lease_id)
+    ctypes.memmove(int(fetch.local[0]), int(fetch.remote[0]), int(fetch.sizes[0]))
+    assert [index for index in range(COUNT) if reader.holds(index, lease_id)] == [1]
+
+
+@given(first=lease_ids, second=lease_ids, torn_at=st.integers(1, SEAL_SIZE_BYTES - 1))
+def test_a_torn_word_matches_neither_lease(first: str, second: str, torn_at: int) -> None:
+    """A reader may fetch the word while the producer changes it."""
+    cut = 2 * torn_at
+    torn = first[:cut] + second[cut:]
+    if torn in (first, second):
+        return
+    table = SealTable(1)
+    table.seal(0, torn)
+    assert not table.holds(0, first)
+    assert not table.holds(0, second)
+
+
+@pytest.mark.parametrize("state", ["never used", "taken", "wiped"])
+def test_an_empty_word_is_a_seal_of_no_ticket(state: str) -> None:
+    """An empty word is all zeros, and so is a reader's landing place before anything was fetched into it.
+
+    A forged ticket with the id of all zeros must not pass for a lease that is open.
+    """
+    table = SealTable(1)
+    index = 0 if state == "never used" else table.take()
+    assert index is not None
+    if state == "wiped":
+        table.seal(index, "ab" * 16)
+        table.give_back(index)
+    genuine = Ticket(
+        engine_id="e",
+        request_id="r",
+        block_ids=(1,),
+        num_tokens=16,
+        ttl_s=1.0,
+        tp_size=1,
+        pp_size=1,
+        dp_rank=0,
+        block_size=16,
+        kv_heads=1,
+        model_kv_heads=0,
+        fixed_ports=True,
+        ranks=(
+            RankLease(
+                pp_rank=0,
+                tp_rank=0,
+                lease_id="ab" * 16,
+                seal_index=0,
+                incarnation="i",
+                expires_s=1.0,
+                host="h",
+                port=1,
+            ),
+        ),
+    )
+    params = genuine.to_params()
+    params["kvflow"]["ranks"][0]["lease_id"] = ZERO_ID
+    try:
+        forged = Ticket.from_params(params)
+    except RequestError:
+        return
+    assert not table.holds(index, forged.lease_id)
+
+
+@given(hold_s=st.floats(min_value=1e-6, max_value=60))
+def test_a_seal_fetched_meanwhile_is_trusted_for_half_of_the_hold_at_most(hold_s: float) -> None:
+    """The rest covers the drift of two clocks and the coarseness of timers."""
+    assert 0 < quick_read_max_s(hold_s) <= hold_s / 2
+
+
+@pytest.mark.parametrize("lease_id", ["", "ab", "ab" * 15, "ab" * 17])
+def test_an_id_of_another_length_is_held_by_no_word(lease_id: str) -> None:
+    table = SealTable(2)
+    table.seal(0, "ab" * 16)
+    assert not table.holds(0, lease_id)
+    assert not table.holds(1, lease_id)
+
+
+@given(lease_id=lease_ids, end=st.integers(0, SEAL_SIZE_BYTES - 1))
+def test_a_part_of_an_id_is_held_by_no_word(lease_id: str, end: int) -> None:
+    """Also if what is left out is zeros, which count for nothing."""
+    table = SealTable(1)
+    part = lease_id[: 2 * end]
+    table.seal(0, part + "00" * (SEAL_SIZE_BYTES - end))
+    for other in (part, lease_id + "00"):
+        assert not table.holds(0, other)
+        assert table.missing(0, other) is None
+
+
+# --- blocks that are missing yet
+
+
+@given(lease_id=lease_ids.filter(has_secret), missing=counts)
+def test_a_fetched_seal_says_how_many_blocks_are_missing(lease_id: str, missing: int) -> None:
+    producer, reader = SealTable(COUNT), SealTable(COUNT)
+    fetch = fetch_seal(Piece(reader.address(1), producer.address(2), SEAL_SIZE_BYTES))
+    for count in (missing, missing // 2, 0):
+        producer.seal(2, lease_id, count)
+        ctypes.memmove(int(fetch.local[0]), int(fetch.remote[0]), int(fetch.sizes[0]))
+        assert reader.missing(1, lease_id) == count
+        assert reader.holds(1, lease_id) == (count == 0)
+
+
+@given(lease_id=lease_ids.filter(has_secret), missing=counts)
+def test_counting_changes_the_last_four_bytes_alone(lease_id: str, missing: int) -> None:
+    """So they change in one store, and a reader sees the old count or the new one."""
+    table = SealTable(1)
+    table.seal(0, lease_id)
+    whole = word_at(table, 0)
+    table.seal(0, lease_id, missing)
+    partial = word_at(table, 0)
+    assert partial[:12] == whole[:12]
+    assert partial[12:] != whole[12:]
+    assert table.address(0) % 4 == 0
+
+
+@given(first=lease_ids.filter(has_secret), second=lease_ids.filter(has_secret), missing=st.just(0) | counts)
+def test_an_unfinished_lease_is_not_another_one(first: str, second: str, missing: int) -> None:
+    if first[:SECRET_CHARS] == second[:SECRET_CHARS]:
+        return
+    table = SealTable(1)
+    table.seal(0, first, missing)
+    assert table.missing(0, second) is None
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2**32 - 1])
+def test_a_wiped_seal_misses_no_blocks_it_is_gone(missing: int) -> None:
+    table = SealTable(1)
+    index = table.take()
+    assert index is not None
+    table.seal(index, "ab" * 16, missing)
+    table.give_back(index)
+    for lease_id in ("ab" * 16, ZERO_ID):
+        assert table.missing(index, lease_id) is None
+
+
+def test_a_word_that_counts_down_to_zeros_is_nobodys() -> None:
+    """An id that is nearly all zeros, and as many missing blocks as make the rest zeros."""
+    table = SealTable(1)
+    lease_id = "00" * 12 + "05000000"
+    table.seal(0, lease_id, 5)
+    assert word_at(table, 0) == bytes(SEAL_SIZE_BYTES)
+    assert table.missing(0, lease_id) is None

@@ -1,0 +1,701 @@
+"""Tickets: what a rank writes can be read after any router, and what no rank would have written is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+
+from kvflow.config import Config, rank_offset
+from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
+from kvflow.errors import RequestError
+
+LEASE_ID = "0123456789abcdef0123456789abcdef"
+FIRST = RankLease(
+    pp_rank=0,
+    tp_rank=1,
+    lease_id=LEASE_ID,
+    seal_index=17,
+    incarnation="8f14e45fceea167a",
+    expires_s=86430.5,
+    host="10.0.0.7",
+    port=5601,
+)
+SECOND = RankLease(
+    pp_rank=1,
+    tp_rank=0,
+    lease_id=LEASE_ID[::-1],
+    seal_index=3,
+    incarnation="c9f0f895fb98ab91",
+    expires_s=-7.0,
+    host="10.0.0.8",
+    port=5602,
+    block_ids=(30, 70, 90),
+)
+TICKET = Ticket(
+    engine_id="prefill-0",
+    request_id="req-1",
+    block_ids=(3, 7, 9),
+    num_tokens=41,
+    ttl_s=30.0,
+    tp_size=2,
+    pp_size=3,
+    dp_rank=4,
+    block_size=16,
+    kv_heads=8,
+    model_kv_heads=16,
+    fixed_ports=True,
+    traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    prompt_digest="77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
+    ranks=(FIRST, SECOND),
+)
+
+
+# --- there and back
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Z", "C"]), min_size=1, max_size=20)
+
+
+@st.composite
+def tickets(draw: st.DrawFn) -> Ticket:
+    tp_size, pp_size = draw(st.integers(1, 64)), draw(st.integers(1, 8))
+    count = draw(st.integers(0, 6))
+
+    def ids() -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(0, 2**31), min_size=count, max_size=count)))
+
+    places = st.tuples(st.integers(0, pp_size - 1), st.integers(0, tp_size - 1))
+    ranks = [
+        RankLease(
+            pp_rank=pp_rank,
+            tp_rank=tp_rank,
+            lease_id=draw(st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)),
+            seal_index=draw(st.integers(0, 2**24)),
+            incarnation=draw(names),
+            expires_s=draw(st.floats(allow_nan=False, allow_infinity=False)),
+            host=draw(st.sampled_from(["127.0.0.1", "[::1]", "node-7.cluster.local"])),
+            port=draw(st.integers(1, 65535)),
+            block_ids=ids() if draw(st.booleans()) else None,
+        )
+        for pp_rank, tp_rank in draw(st.lists(places, min_size=1, max_size=3, unique=True))
+    ]
+    return Ticket(
+        engine_id=draw(names),
+        request_id=draw(st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)),
+        block_ids=ids(),
+        num_tokens=draw(st.integers(0, 2**31)),
+        ttl_s=draw(st.floats(min_value=0, exclude_min=True, allow_infinity=False)),
+        tp_size=tp_size,
+        pp_size=pp_size,
+        dp_rank=draw(st.integers(0, 100)),
+        block_size=draw(st.integers(1, 4096)),
+        kv_heads=draw(st.integers(1, 128)),
+        model_kv_heads=draw(st.integers(0, 128)),
+        fixed_ports=draw(st.booleans()),
+        prompt_digest=draw(st.sampled_from(["", "0123456789abcdef" * 2])),
+        ranks=tuple(ranks),
+    )
+
+
+@settings(max_examples=300)
+@given(ticket=tickets())
+def test_a_ticket_survives_json_and_fields_of_others(ticket: Ticket) -> None:
+    params = ticket.to_params()
+    travelled = json.loads(json.dumps(params, allow_nan=False))
+    assert travelled == params  # so that a router's copy and the original are interchangeable
+    assert Ticket.from_params(params) == Ticket.from_params(travelled) == ticket
+    ranks = [{**rank, "later": 1} for rank in travelled["kvflow"]["ranks"]]
+    crowded = {**travelled, "added_by_router": [{"deep": None}], "kvflow": {**travelled["kvflow"], "ranks": ranks}}
+    assert Ticket.from_params(crowded) == ticket
+
+
+def test_a_ticket_goes_through_msgpack_too() -> None:
+    assert Ticket.from_params(msgspec.msgpack.decode(msgspec.msgpack.encode(TICKET.to_params()))) == TICKET
+
+
+def test_the_field_names_that_routers_forward() -> None:
+    params = TICKET.to_params()
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": "prefill-0",
+        "remote_request_id": "req-1",
+        "remote_block_ids": [3, 7, 9],
+        "remote_host": "10.0.0.7",
+        "remote_port": 5601,
+        "tp_size": 2,
+        "kvflow": {
+            "version": 3,
+            "num_tokens": 41,
+            "ttl_s": 30.0,
+            "dp_rank": 4,
+            "pp_size": 3,
+            "block_size": 16,
+            "kv_heads": 8,
+            "model_kv_heads": 16,
+            "fixed_ports": True,
+            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+            "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
+            "ranks": [
+                {
+                    "pp_rank": 0,
+                    "tp_rank": 1,
+                    "lease_id": LEASE_ID,
+                    "seal_index": 17,
+                    "incarnation": "8f14e45fceea167a",
+                    "expires_s": 86430.5,
+                },
+                {
+                    "pp_rank": 1,
+                    "tp_rank": 0,
+                    "lease_id": LEASE_ID[::-1],
+                    "seal_index": 3,
+                    "incarnation": "c9f0f895fb98ab91",
+                    "expires_s": -7.0,
+                    "host": "10.0.0.8",
+                    "port": 5602,
+                    "block_ids": [30, 70, 90],
+                },
+            ],
+        },
+    }
+    assert (TICKET.address, TICKET.lease_id) == ("tcp://10.0.0.7:5601", LEASE_ID)
+    assert [lease.address for lease in TICKET.ranks] == ["tcp://10.0.0.7:5601", "tcp://10.0.0.8:5602"]
+
+
+def test_a_router_that_knows_the_producer_by_another_name_is_believed() -> None:
+    """The first rank's address is the one that routers see and may rewrite."""
+    found = Ticket.from_params({**TICKET.to_params(), "remote_host": "proxy", "remote_port": 7})
+    assert [lease.address for lease in found.ranks] == ["tcp://proxy:7", "tcp://10.0.0.8:5602"]
+
+
+def test_a_ticket_is_a_value() -> None:
+    with pytest.raises(AttributeError):
+        TICKET.ranks = ()  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        FIRST.port = 1  # type: ignore[misc]
+    assert hash(TICKET) == hash(msgspec.structs.replace(TICKET))
+
+
+# --- what is refused
+
+
+def where_of(params: dict[str, Any], path: str) -> tuple[Any, str]:
+    """What holds the field at a path such as "kvflow.ranks.0.lease_id", and the field's name."""
+    where: Any = params
+    *parents, name = path.split(".")
+    for parent in parents:
+        where = where[int(parent) if parent.isdigit() else parent]
+    return where, name
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """The ticket's dict with another value at `path`."""
+    params = TICKET.to_params()
+    where, name = where_of(params, path)
+    where[name] = value
+    return params
+
+
+_PARAMS = TICKET.to_params()
+RANK_FIELDS = ["pp_rank", "tp_rank", "lease_id", "seal_index", "incarnation", "expires_s"]
+REQUIRED = [
+    *_PARAMS,
+    *(f"kvflow.{name}" for name in _PARAMS["kvflow"]),
+    *(f"kvflow.ranks.{rank}.{name}" for rank in (0, 1) for name in RANK_FIELDS),
+]
+FIELDS = [*REQUIRED, *(f"kvflow.ranks.1.{name}" for name in ("host", "port"))]
+TEXT_FIELDS = [
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "kvflow.ranks.0.lease_id",
+    "kvflow.ranks.1.lease_id",
+    "kvflow.ranks.0.incarnation",
+    "kvflow.ranks.1.incarnation",
+    "kvflow.ranks.1.host",
+]
+HOST_FIELDS = ["remote_host", "kvflow.ranks.1.host"]
+NAME_FIELDS = [
+    "remote_engine_id",
+    "kvflow.ranks.0.incarnation",
+    "kvflow.ranks.1.incarnation",
+    *HOST_FIELDS,
+]
+INTEGER_FIELDS = [
+    "remote_port",
+    "tp_size",
+    *(
+        f"kvflow.{name}"
+        for name in ("version", "num_tokens", "dp_rank", "pp_size", "block_size", "kv_heads", "model_kv_heads")
+    ),
+    *(f"kvflow.ranks.{rank}.{name}" for rank in (0, 1) for name in ("pp_rank", "tp_rank", "seal_index")),
+    "kvflow.ranks.1.port",
+]
+
+
+def test_the_fields_below_are_all_there_are() -> None:
+    assert {path.rpartition(".")[2] for path in FIELDS} | {"block_ids"} == {
+        *_PARAMS,
+        *_PARAMS["kvflow"],
+        *RankLease.__struct_fields__,
+    }
+    integers = {path for path in FIELDS if type(where_of(_PARAMS, path)[0][_key(path)]) is int}
+    assert integers == set(INTEGER_FIELDS)
+
+
+def _key(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+@pytest.mark.parametrize("path", REQUIRED)
+def test_a_missing_field_is_named(path: str) -> None:
+    params = TICKET.to_params()
+    where, name = where_of(params, path)
+    del where[name]
+    with pytest.raises(RequestError, match=rf"^ticket: .*\b{name}\b"):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("name", ["host", "port"])
+def test_a_rank_behind_the_first_needs_an_address(name: str) -> None:
+    params = TICKET.to_params()
+    del params["kvflow"]["ranks"][1][name]
+    with pytest.raises(RequestError, match=rf"^ticket: .*{name}"):
+        Ticket.from_params(params)
+
+
+WRONG_TYPES: list[tuple[str, object]] = [
+    *((path, value) for path in FIELDS for value in (None, [None], Ellipsis, {"x": 1}, b"bytes")),
+    *((path, value) for path in TEXT_FIELDS for value in (7, True, ["text"])),
+    *((path, value) for path in INTEGER_FIELDS for value in ("1", True, 1.5, [1])),
+    *(
+        (path, value)
+        for path in ("do_remote_prefill", "do_remote_decode", "kvflow.fixed_ports")
+        for value in (1, "true")
+    ),
+    *(
+        (path, value)
+        for path in ("remote_block_ids", "kvflow.ranks.1.block_ids")
+        for value in ("123", [1, "2"], [1, 2.5], [1, True], [[1]], {"0": 1}, [1, 2, 2**63], [2**70], [-(2**63) - 1])
+    ),
+    ("kvflow", []),
+    ("kvflow", "kvflow"),
+    ("kvflow.ttl_s", "30"),
+    ("kvflow.ttl_s", True),
+    ("kvflow.ranks", "ranks"),
+    ("kvflow.ranks", {"0": {}}),
+    ("kvflow.ranks", [[]]),
+]
+
+
+@pytest.mark.parametrize(("path", "value"), WRONG_TYPES, ids=lambda value: ascii(value)[:40])
+def test_a_field_of_another_type_is_named(path: str, value: object) -> None:
+    with pytest.raises(RequestError, match=rf"^ticket: .*\b{_key(path)}\b"):
+        Ticket.from_params(changed(path, value))
+
+
+LEASE_FIELDS = ["kvflow.ranks.0.lease_id", "kvflow.ranks.1.lease_id"]
+OUT_OF_RANGE: list[tuple[str, object]] = [
+    ("do_remote_prefill", False),
+    *(("remote_port", port) for port in (0, -1, 65536)),
+    *(("kvflow.ranks.1.port", port) for port in (0, -1, 65536)),
+    *((path, size) for path in ("tp_size", "kvflow.pp_size") for size in (0, -1, 1025, 2**63 - 1)),
+    *(("kvflow.version", version) for version in (0, 1, 2, 4, -1)),
+    *((f"kvflow.ranks.{rank}.seal_index", -1) for rank in (0, 1)),
+    *((f"kvflow.ranks.{rank}.expires_s", end_s) for rank in (0, 1) for end_s in (float("nan"), float("inf"))),
+    *((path, -1) for path in ("kvflow.num_tokens", "kvflow.dp_rank", "kvflow.model_kv_heads")),
+    *((path, size) for path in ("kvflow.block_size", "kvflow.kv_heads") for size in (0, -1)),
+    *(("kvflow.ttl_s", ttl_s) for ttl_s in (0, 0.0, -1.0, float("nan"), float("inf"), float("-inf"))),
+    *(
+        (path, text)
+        for path in LEASE_FIELDS
+        for text in (LEASE_ID[:-1], LEASE_ID + "0", LEASE_ID + "\n", "g" * 32, " " * 32, "０" * 32, "0" * 32)
+    ),
+    *((path, text) for path in NAME_FIELDS for text in ("", "a b", "a\n", "\t", "x" * 1025, "a\u2003b")),
+    *((path, host) for path in HOST_FIELDS for host in ("0.0.0.0", "*", "[::]", "h:1", "tcp://h")),
+    *(("kvflow.prompt_digest", text) for text in ("0" * 31, "0" * 33, "0" * 32 + "\n", "g" * 32, "٠" * 32)),
+    ("remote_request_id", ""),
+    ("remote_request_id", "x" * 1025),
+    ("kvflow.ranks", []),
+    ("kvflow.ranks", _PARAMS["kvflow"]["ranks"][1:] * 1025),
+    ("kvflow.ranks.0.tp_rank", 2),
+    ("kvflow.ranks.0.tp_rank", -1),
+    ("kvflow.ranks.1.tp_rank", 2),
+    ("kvflow.ranks.1.pp_rank", 3),
+    ("kvflow.ranks.1.pp_rank", -1),
+    ("kvflow.ranks.1.pp_rank", 2**63 - 1),
+    *((path, value) for path in INTEGER_FIELDS for value in (2**63, 2**70, 10**400, -(2**63) - 1)),
+]
+ALSO_CALLED = {
+    "seal_index": "seal_index|Expected `int`",
+    "host": "remote_host",
+    "port": r"remote_port|\bport\b",
+}
+
+
+@pytest.mark.parametrize(("path", "value"), OUT_OF_RANGE, ids=lambda value: ascii(value)[:40])
+def test_a_field_out_of_range_is_named(path: str, value: object) -> None:
+    name = _key(path)
+    with pytest.raises(RequestError, match=rf"^ticket: .*({ALSO_CALLED.get(name, name)})") as caught:
+        Ticket.from_params(changed(path, value))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("block_ids", [[], [1, 2], [1, 2, 3, 4]])
+def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: list[int]) -> None:
+    with pytest.raises(RequestError, match=rf"^ticket: 3 blocks, but {len(block_ids)} of tp_rank {1 - rank}$"):
+        Ticket.from_params(changed(f"kvflow.ranks.{rank}.block_ids", block_ids))
+
+
+@pytest.mark.parametrize("path", NAME_FIELDS)
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"], ids=ascii)
+def test_text_that_no_message_can_carry_is_refused(path: str, text: str) -> None:
+    """JSON may carry half a surrogate pair; UTF-8, hence every message of ours, cannot."""
+    params = json.loads(json.dumps(changed(path, text)))
+    with pytest.raises(RequestError, match=_key(path)):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("path", NAME_FIELDS)
+@pytest.mark.parametrize("text", ["a\x00b", "a\x1bb"], ids=ascii)
+def test_names_with_characters_that_cannot_be_seen_are_refused(path: str, text: str) -> None:
+    """A NUL ends a host for C and breaks Python's resolver; control characters forge log lines."""
+    with pytest.raises(RequestError, match=_key(path)):
+        Ticket.from_params(changed(path, text))
+
+
+@pytest.mark.parametrize("path", HOST_FIELDS)
+@pytest.mark.parametrize("host", ["a..b", "a.b." + "c" * 64])
+def test_a_host_that_no_resolver_takes_is_refused(path: str, host: str) -> None:
+    """Python's resolver answers such a host with a UnicodeError instead of an OSError."""
+    with pytest.raises(RequestError, match="remote_host"):
+        Ticket.from_params(changed(path, host))
+
+
+class Ids(list[int]):
+    """Block ids that nobody may look at."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("they were read")
+
+
+@pytest.mark.parametrize("path", ["remote_block_ids", "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"])
+def test_too_many_block_ids_are_refused_before_they_are_read(path: str) -> None:
+    """Those of the ranks count as well."""
+    assert read_ticket(TICKET.to_params(), 6) == read_ticket(TICKET, 6) == TICKET
+    with pytest.raises(RequestError, match=r"^ticket: 6 block ids in all, at most 5 \(block_ids_max\)$"):
+        read_ticket(TICKET, 5)
+    params = changed(path, Ids(range(1000)))
+    with pytest.raises(RequestError, match=r"^ticket: 100[036] block ids in all, at most 999 \(block_ids_max\)$"):
+        read_ticket(params, 999)
+
+
+def test_block_ids_in_another_mapping_are_counted_too() -> None:
+    assert read_ticket(MappingProxyType(TICKET.to_params()), 6) == TICKET
+    with pytest.raises(RequestError, match=r"6 block ids in all, at most 5"):
+        read_ticket(MappingProxyType(TICKET.to_params()), 5)
+
+
+def test_too_many_ranks_are_refused_before_they_are_read() -> None:
+    class Unread(dict[str, Any]):
+        def get(self, *_: Any) -> Any:
+            raise AssertionError("it was read")
+
+    params = changed("kvflow.ranks", [Unread(_PARAMS["kvflow"]["ranks"][0])] * 1025)
+    with pytest.raises(RequestError, match="names 1025 ranks, expected 1 to 1024"):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("path", ["", "kvflow", "kvflow.ranks.1"])
+def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
+    params = TICKET.to_params()
+    where = params
+    for piece in path.split(".") if path else []:
+        where = where[int(piece)] if isinstance(where, list) else where[piece]
+    where |= {f"added {at}": at for at in range(100)}
+    assert Ticket.from_params(params) == TICKET
+    where |= {f"added {at}": at for at in range(300)}
+    with pytest.raises(RequestError, match=r"^ticket: 3\d\d fields in one dict, at most 256$"):
+        Ticket.from_params(params)
+
+
+def test_a_rank_is_named_once() -> None:
+    with pytest.raises(RequestError, match=r"^ticket: it names 3 ranks, but only 2 different ones$"):
+        msgspec.structs.replace(TICKET, ranks=(FIRST, SECOND, FIRST)).check()
+
+
+def test_ranks_of_large_tickets_are_looked_through_once() -> None:
+    class Counted(tuple[RankLease, ...]):
+        passes = 0
+
+        def __iter__(self) -> Any:
+            Counted.passes += 1
+            return super().__iter__()
+
+    ranks = Counted(msgspec.structs.replace(FIRST, pp_rank=at // 32, tp_rank=at % 32) for at in range(1024))
+    ticket = msgspec.structs.replace(TICKET, tp_size=32, pp_size=32, ranks=ranks)
+    assert [ticket.find(Rank(4, at // 32, at % 32)) for at in range(1024)] == list(tuple.__iter__(ranks))
+    assert Counted.passes == 1
+
+
+@pytest.mark.parametrize("params", [None, [], 5, "ticket", b"{}", {}, {1: 2}, Ellipsis], ids=ascii)
+def test_what_is_no_dict_of_a_ticket_is_refused(params: Any) -> None:
+    with pytest.raises(RequestError, match=r"^ticket: "):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("where", ["", "kvflow", "kvflow.ranks.0"])
+def test_a_field_that_no_message_can_carry_is_refused(where: str) -> None:
+    """JSON may carry half a surrogate pair in a key, too."""
+    params = json.loads(json.dumps(changed(f"{where}.\ud800".strip("."), 1)))
+    with pytest.raises(RequestError, match=r"^ticket: "):
+        Ticket.from_params(params)
+
+
+@pytest.mark.parametrize("path", TEXT_FIELDS)
+def test_a_text_of_another_class_is_refused(path: str) -> None:
+    """No message of ours can carry it: the load would die of it later."""
+    where, name = where_of(TICKET.to_params(), path)
+    with pytest.raises(RequestError, match=rf"^ticket: .*expected a str, got the Text '{where[name]}'"):
+        Ticket.from_params(changed(path, Text(where[name])))
+
+
+def test_a_value_of_the_wrong_type_is_shown() -> None:
+    with pytest.raises(RequestError, match=r"num_tokens`, got nan$"):
+        Ticket.from_params(changed("kvflow.num_tokens", float("nan")))
+    with pytest.raises(RequestError, match=r"ranks\[1\]\.port`, got 'x{30}.*\.\.\..*'$"):
+        Ticket.from_params(changed("kvflow.ranks.1.port", "x" * 10_000))
+    with pytest.raises(RequestError, match=r"remote_block_ids\[1\]`, got None$"):
+        Ticket.from_params(changed("remote_block_ids", [1, None]))
+
+
+class Text(str):
+    """A text of somebody else's class."""
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=1000)
+@given(path=st.sampled_from([*FIELDS, "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"]), value=JSON)
+@example(path="remote_engine_id", value="\ud800")
+@example(path="kvflow.num_tokens", value=2**64)
+@example(path="kvflow.dp_rank", value=2**64)
+@example(path="remote_block_ids", value=[2**64, 1, 2])
+@example(path="kvflow.block_size", value=2**63 - 1)
+def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_ticket(path: str, value: object) -> None:
+    params = changed(path, value)
+    assume(json.dumps(params) != json.dumps(TICKET.to_params()))
+    try:
+        ticket = Ticket.from_params(params)
+    except RequestError:
+        return
+    assert Ticket.from_params(json.loads(json.dumps(ticket.to_params(), allow_nan=False))) == ticket
+    target = messages.Target(ticket.engine_id, ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
+    messages.encode(messages.MetadataRequest(reader="r", target=target))
+    digest = messages.digest_of(ticket.block_ids)
+    messages.encode(
+        messages.LeaseRequest(
+            reader="r",
+            target=target,
+            request_id=ticket.request_id,
+            num_tokens=ticket.num_tokens,
+            blocks_digest=digest,
+        )
+    )
+    for lease in ticket.ranks:
+        messages.encode(messages.ReadDone(lease_id=lease.lease_id, reader="r", share=1, whole=1))
+        assert 0 < lease.port < 65536
+        assert len(bytes.fromhex(lease.lease_id)) == (16 if lease.lease_id else 0)
+        assert ticket.find(Rank(ticket.dp_rank, lease.pp_rank, lease.tp_rank)) is not None
+
+
+# --- which ranks, and where they listen
+
+
+def test_a_rank_is_found_by_its_place() -> None:
+    assert TICKET.find(Rank(4, 0, 1)) == FIRST
+    assert TICKET.find(Rank(4, 1, 0)) == SECOND
+    assert TICKET.find(Rank(4, 0, 0)) is None
+    assert TICKET.find(Rank(4, 1, 1)) is None
+
+
+def test_a_named_rank_is_where_the_ticket_says() -> None:
+    for fixed_ports in (True, False):
+        ticket = msgspec.structs.replace(TICKET, fixed_ports=fixed_ports)
+        assert ticket.address_of(Rank(4, 0, 1)) == "tcp://10.0.0.7:5601"
+        assert ticket.address_of(Rank(4, 1, 0)) == "tcp://10.0.0.8:5602"
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 3), (2, 3), (8, 2)])
+@pytest.mark.parametrize("dp_rank", [0, 1, 5])
+def test_fixed_ports_are_those_that_the_ranks_listen_at(tp_size: int, pp_size: int, dp_rank: int) -> None:
+    """Worked out from any rank's ticket, for any other rank of the same replica."""
+    ranks = list(itertools.product(range(pp_size), range(tp_size)))
+    ports = {
+        (pp, tp): Config(
+            engine_id="e",
+            listen="tcp://h:5600",
+            tp_rank=tp,
+            tp_size=tp_size,
+            pp_rank=pp,
+            pp_size=pp_size,
+            dp_rank=dp_rank,
+        ).listen_port
+        for pp, tp in ranks
+    }
+    for (pp, tp), port in ports.items():
+        first = msgspec.structs.replace(FIRST, pp_rank=pp, tp_rank=tp, host="h", port=port)
+        ticket = msgspec.structs.replace(TICKET, tp_size=tp_size, pp_size=pp_size, dp_rank=dp_rank, ranks=(first,))
+        found = {place: ticket.address_of(Rank(dp_rank, *place)) for place in ranks}
+        assert found == {place: f"tcp://h:{ports[place]}" for place in ranks}
+
+
+def test_the_offset_of_a_rank() -> None:
+    assert rank_offset(0, 0, 3, tp_size=4, pp_size=2) == 3
+    assert rank_offset(0, 1, 0, tp_size=4, pp_size=2) == 4
+    assert rank_offset(1, 0, 0, tp_size=4, pp_size=2) == 8
+    assert rank_offset(2, 1, 3, tp_size=4, pp_size=2) == 16 + 4 + 3
+
+
+def test_a_rank_on_a_port_of_the_systems_choice_has_to_be_named() -> None:
+    ticket = msgspec.structs.replace(TICKET, fixed_ports=False)
+    with pytest.raises(RequestError) as caught:
+        ticket.address_of(Rank(4, 2, 1))
+    assert str(caught.value) == (
+        "ticket: engine 'prefill-0' has ranks on ports of the system's choice (listen port 0), and (pp_rank, tp_rank) "
+        "(2, 1) is needed, but only (0, 1), (1, 0) named: merge the ranks' tickets"
+    )
+
+
+@pytest.mark.parametrize(("port", "rank"), [(1, Rank(4, 0, 0)), (65535, Rank(4, 2, 1))])
+def test_a_rank_that_would_listen_at_no_port_is_refused(port: int, rank: Rank) -> None:
+    """The first rank's port is a router's to change; what follows from it must be a port too."""
+    ticket = msgspec.structs.replace(TICKET, ranks=(msgspec.structs.replace(FIRST, port=port),))
+    with pytest.raises(RequestError, match=rf"^ticket: remote_port {port} .*not in 1\.\.65535"):
+        ticket.address_of(rank)
+
+
+def test_a_ticket_says_how_its_engine_is_cut_in_the_words_of_a_cache_share() -> None:
+    cache_share = CacheShare(
+        tp_rank=1,
+        tp_size=2,
+        pp_rank=0,
+        pp_size=3,
+        layers=(0, 1),
+        kv_heads=8,
+        model_kv_heads=16,
+        latent=False,
+        block_size=16,
+    )
+    assert TICKET.cut == cache_share.parallelism
+    assert {name: getattr(cache_share, name) for name in TICKET.cut._fields} == TICKET.cut._asdict()
+
+
+# --- merging
+
+
+def ticket_of(rank: RankLease, **changes: Any) -> Ticket:
+    return msgspec.structs.replace(TICKET, ranks=(rank,), **changes)
+
+
+def test_a_merged_ticket_names_all_ranks_in_order() -> None:
+    merged = merge_tickets([ticket_of(FIRST), ticket_of(SECOND)])
+    assert merged == TICKET
+    assert merge_tickets([ticket_of(SECOND), ticket_of(FIRST)]).ranks == (SECOND, FIRST)
+    third = msgspec.structs.replace(FIRST, tp_rank=0, lease_id="ab" * 16, port=5600)
+    assert merge_tickets([merged, ticket_of(third)]).ranks == (FIRST, SECOND, third)
+    assert Ticket.from_params(merged.to_params()) == merged
+
+
+def test_one_ticket_is_merged_already() -> None:
+    assert merge_tickets([TICKET]) == TICKET
+    assert merge_tickets([TICKET, TICKET]) == TICKET
+
+
+def test_a_merged_ticket_lives_as_long_as_the_first_of_its_leases() -> None:
+    for ttls in ((30.0, 4.0), (4.0, 30.0)):
+        merged = merge_tickets(
+            [ticket_of(rank, ttl_s=ttl_s) for rank, ttl_s in zip((FIRST, SECOND), ttls, strict=True)]
+        )
+        assert merged.ttl_s == 4.0
+
+
+def test_two_leases_of_one_rank_are_not_merged() -> None:
+    other = msgspec.structs.replace(FIRST, seal_index=FIRST.seal_index + 1)
+    with pytest.raises(RequestError, match=r"^merge_tickets: two leases of \(pp_rank, tp_rank\) \(0, 1\): seal_index"):
+        merge_tickets([ticket_of(FIRST), ticket_of(other)])
+
+
+def test_more_ranks_than_a_ticket_may_name_are_not_merged() -> None:
+    ranks = [msgspec.structs.replace(FIRST, tp_rank=tp, pp_rank=pp) for tp in range(64) for pp in range(17)]
+    tickets = [msgspec.structs.replace(TICKET, tp_size=64, pp_size=17, ranks=(rank,)) for rank in ranks]
+    assert len(merge_tickets(tickets[:1024]).ranks) == 1024
+    with pytest.raises(RequestError, match="it names 1088 ranks, expected 1 to 1024"):
+        merge_tickets(tickets)
+
+
+def test_no_tickets_cannot_be_merged() -> None:
+    with pytest.raises(RequestError, match=r"^merge_tickets: .*at least one"):
+        merge_tickets([])
+
+
+OTHERS: dict[str, object] = {
+    "engine_id": "prefill-1",
+    "request_id": "req-2",
+    "block_ids": (3, 7, 8),
+    "num_tokens": 42,
+    "tp_size": 4,
+    "pp_size": 2,
+    "dp_rank": 0,
+    "block_size": 8,
+    "kv_heads": 4,
+    "model_kv_heads": 0,
+    "fixed_ports": False,
+    "prompt_digest": "0" * 32,
+}
+
+
+def test_others_are_all_but_what_may_differ() -> None:
+    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("at", [1, 2])
+def test_tickets_of_different_requests_or_engines_are_not_merged(name: str, at: int) -> None:
+    found = [ticket_of(FIRST), ticket_of(SECOND), ticket_of(SECOND)]
+    found[at] = ticket_of(SECOND, **{name: OTHERS[name]})
+    with pytest.raises(RequestError) as caught:
+        merge_tickets(found)
+    assert str(caught.value) == f"merge_tickets: {name}: {getattr(TICKET, name)} and {OTHERS[name]}"
+
+
+def test_a_merge_error_does_not_repeat_a_million_ids() -> None:
+    long = ticket_of(FIRST, block_ids=tuple(range(100_000)))
+    with pytest.raises(RequestError, match=r"^merge_tickets: block_ids: ") as caught:
+        merge_tickets([long, ticket_of(SECOND)])
+    assert len(str(caught.value)) < 300
+
+
+def test_a_ticket_without_leases_names_the_ranks_to_ask() -> None:
+    ticket = TICKET.without_leases(request_id="other", block_ids=[4], num_tokens=3, ttl_s=2.0)
+    assert (ticket.request_id, ticket.block_ids, ticket.num_tokens, ticket.ttl_s) == ("other", (4,), 3, 2.0)
+    assert (ticket.engine_id, ticket.parallelism) == (TICKET.engine_id, TICKET.cut)
+    for rank, original in zip(ticket.ranks, TICKET.ranks, strict=True):
+        assert (rank.lease_id, rank.seal_index, rank.block_ids) == ("", 0, None)
+        assert (rank.address, rank.incarnation) == (original.address, original.incarnation)
+    assert Ticket.from_params(json.loads(json.dumps(ticket.to_params()))) == ticket

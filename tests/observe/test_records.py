@@ -1,0 +1,119 @@
+"""Records are complete and final, one for each load and lease; observers cannot hurt a runtime."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from kvflow import LoadRequest, ServeRequest
+from kvflow.core.plan.topology import Rank
+from kvflow.errors import RequestError, RuntimeDraining
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.testing import inproc_pair
+from tests.observe.observed import TRACEPARENT, observed
+
+
+class Notebook:
+    def __init__(self) -> None:
+        self.loads: list[LoadRecord] = []
+        self.leases: list[LeaseRecord] = []
+
+    def load_ended(self, record: LoadRecord) -> None:
+        self.loads.append(record)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        self.leases.append(record)
+
+
+class Saboteur(Notebook):
+    def load_ended(self, record: LoadRecord) -> None:
+        raise ValueError("no loads, please")
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        raise ValueError("no leases, please")
+
+
+async def test_each_load_and_lease_has_one_record() -> None:
+    notebook = Notebook()
+    async with observed([notebook]) as pair:
+        layout = pair.consumer.layout
+    good, bad = notebook.loads
+    assert (good.outcome, good.error, good.phase) == ("loaded", "", "notify")
+    assert (good.engine_id, good.rank, good.request_id) == ("consumer", Rank(0, 0, 0), "good")
+    assert (good.peer_engine_id, good.remote_request_id, good.traceparent) == ("producer", "good", TRACEPARENT)
+    assert (good.blocks, good.bytes) == (2, 2 * layout.block_size_bytes)
+    assert good.seconds["wire"] > 0
+    assert (bad.outcome, bad.phase, bad.traceparent) == ("LeaseExpired", "wire", "")
+    assert "its lease ended before the read did" in bad.error
+    leases = {record.request_id: record for record in notebook.leases}
+    assert {name: (record.outcome, record.readers) for name, record in leases.items()} == {
+        "good": ("read", 1),
+        "bad": ("revoked", 0),
+    }
+    assert leases["good"].seconds["held"] >= pair.producer.runtime.config.seal_hold_s
+    assert (leases["good"].blocks, leases["good"].tokens, leases["good"].traceparent) == (2, 8, TRACEPARENT)
+
+
+async def test_refused_loads_have_records_too() -> None:
+    """Who counts failures must see those that were refused: by what they asked for, by their prompt, by draining."""
+    notebook = Notebook()
+    async with inproc_pair(observers=[notebook]) as pair:
+        consumer = pair.consumer.runtime
+        lease = pair.producer.runtime.serve_blocks(
+            ServeRequest("req", block_ids=[3], num_tokens=4, prompt=[1, 2, 3, 4])
+        )
+        for bad in (
+            LoadRequest("req", ticket={}, block_ids=[0]),
+            LoadRequest("req", ticket=lease.ticket, block_ids=[99]),
+            LoadRequest("req", ticket=lease.ticket, block_ids=[0], prompt=[1, 2, 3, 5]),
+        ):
+            with pytest.raises(RequestError):
+                await consumer.load_blocks(bad)
+        assert await consumer.drain(1.0)
+        with pytest.raises(RuntimeDraining):
+            await consumer.load_blocks(pair.wanted(lease, [0]))
+        lease.revoke()
+        loading = consumer.statistics().loading
+        assert loading is not None
+        assert (loading.refused, loading.failed) == (4, 0)
+    outcomes = [record.outcome for record in notebook.loads]
+    assert outcomes == ["RequestError", "RequestError", "PromptMismatch", "RuntimeDraining"]
+    assert {record.request_id for record in notebook.loads} == {"req"}
+    assert "99" in notebook.loads[1].error
+
+
+async def test_a_cancelled_load_has_a_record() -> None:
+    notebook = Notebook()
+    async with inproc_pair(observers=[notebook]) as pair:
+        pair.consumer.transport.faults.hold = True
+        lease = pair.offer([1])
+        load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
+        while not pair.consumer.transport.held:
+            await asyncio.sleep(0)
+        load.cancel()
+        while pair.consumer.runtime.statistics().loading.open_loads and not load.done():
+            pair.consumer.transport.perform()
+            await asyncio.sleep(0)
+        assert load.cancelled()
+        lease.revoke()
+        await lease
+    (record,) = notebook.loads
+    assert (record.outcome, record.error, record.phase) == ("cancelled", "", "wire")
+
+
+async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    notebook = Notebook()
+    with caplog.at_level(logging.ERROR):
+        async with observed([Saboteur(), notebook]):
+            pass
+    assert len(notebook.loads) == len(notebook.leases) == 2
+    failed = [record.getMessage().removeprefix("an observer failed on ").split("(")[0] for record in caplog.records]
+    assert sorted(failed) == ["LeaseRecord", "LeaseRecord", "LoadRecord", "LoadRecord"]
+
+
+async def test_a_traceparent_that_is_none_is_refused() -> None:
+    async with inproc_pair() as pair:
+        with pytest.raises(RequestError, match="'req': traceparent 'x' is no W3C trace context"):
+            pair.producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4, traceparent="x"))
