@@ -7,59 +7,46 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
 from kvflow.core.cache.tensors import KVCaches, checked_caches
-from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
+from kvflow.core.plan.topology import CacheShare, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.seals import HOST, SealTable
 from kvflow.errors import ConfigError, LayoutError, UsageError
-from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.consumer.keeping import Keeping
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.consumer.releases import Releases
 from kvflow.runtime.consumer.renewals import Renewals
+from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.link import Connections, LocalRank, Spawn
+from kvflow.runtime.peers.link import Connections, LocalRank
 from kvflow.runtime.peers.reach import Sources
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
-from kvflow.runtime.records import Observers
-from kvflow.runtime.world import Clock, World
-from kvflow.transport.base import Transport, TransportError, choose_buffer_device
+from kvflow.runtime.world import Clock
+from kvflow.transport.base import TransportError, choose_buffer_device
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """What a runtime has from its opening on, and who it is."""
+class Movers(NamedTuple):
+    """What moves bytes for the loads and leases of a rank."""
 
-    config: Config
-    world: World
-    observers: Observers
-    clock: Clock
-    transport: Transport
-    side_channel: SideChannel
     poller: Poller
-    copier: CopyThread
-    spawn: Spawn
-    agent_name: str
-    incarnation: str
-    rank: Rank
-    host: str
-    port: int
+    copy_thread: CopyThread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +74,14 @@ class RegisteredCache:
 
 
 async def register(
-    services: Services, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
+    context: RankContext,
+    movers: Movers,
+    kv_caches: KVCaches,
+    layout: CacheLayout,
+    copy_blocks: BlockCopier | None,
 ) -> RegisteredCache:
     """See `Runtime.register_kv_caches`."""
-    config = services.config
+    config = context.config
     checks.instance(layout, CacheLayout, "layout", error=LayoutError)
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
@@ -99,14 +90,14 @@ async def register(
     buffer_device = choose_buffer_device(regions.device.kind, config.kv_buffer_device)
     staged = config.always_stage or buffer_device != regions.device.kind
     try:
-        staging = await _stage(services, kv_caches, layout, copy_blocks) if staged else None
-        registered = await _register(services, kv_caches, layout, regions, staging)
+        staging = await _stage(context, movers, kv_caches, layout, copy_blocks) if staged else None
+        registered = await _register(context, movers, kv_caches, layout, regions, staging)
     except TransportError as error:
         raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
     logger.info(
         "engine %r (%s): registered a KV cache of %s layers, %s blocks of %s bytes on %s%s",
         config.engine_id,
-        services.rank,
+        context.identity.rank,
         len(layout.layer_names),
         layout.num_blocks,
         layout.block_size_bytes,
@@ -117,18 +108,23 @@ async def register(
 
 
 async def _stage(
-    services: Services, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
+    context: RankContext, movers: Movers, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
 ) -> HostBuffers:
     """Make the host buffers; on the copy thread, since that touches all their pages."""
     made: list[HostBuffers] = []
-    await services.copier.run(lambda: made.append(HostBuffers(kv_caches, layout, services.config, copy_blocks)))
+    await movers.copy_thread.run(lambda: made.append(HostBuffers(kv_caches, layout, context.config, copy_blocks)))
     return made[0]
 
 
 async def _register(
-    services: Services, kv_caches: KVCaches, layout: CacheLayout, regions: Regions, staging: HostBuffers | None
+    context: RankContext,
+    movers: Movers,
+    kv_caches: KVCaches,
+    layout: CacheLayout,
+    regions: Regions,
+    staging: HostBuffers | None,
 ) -> RegisteredCache:
-    config, transport = services.config, services.transport
+    config, transport = context.config, context.transport
     seals, fetched = SealTable(config.leases_max), SealTable(config.loads_max)
     caches = kv_caches if staging is None else staging.caches
     regions = regions if staging is None else staging.regions
@@ -136,28 +132,28 @@ async def _register(
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
     agent_metadata = await transport.metadata()
     cache_share = _cache_share(config, layout)
-    local = _local_rank(services, layout, cache_share, regions)
+    local = _local_rank(context, layout, cache_share, regions)
     ledger = BlockLedger(layout.num_blocks)
     scratch = Scratch(
         transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
     )
-    landing = Route(config, kv_caches, layout, scratch, staging, services.copier)
-    connections = Connections(transport, services.spawn)
-    clocks = PeerClocks(config, services.clock)
+    landing = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
+    connections = Connections(transport, context.spawn)
+    clocks = PeerClocks(config, context.clock)
     peers = Peers(
         config,
-        reader=services.agent_name,
-        handshakes=Handshakes(services.side_channel, local, landing, connections, clocks, services.clock),
+        reader=context.identity.agent_name,
+        handshakes=Handshakes(context.side_channel, local, landing, connections, clocks, context.clock),
         connections=connections,
         clocks=clocks,
-        clock=services.clock,
-        spawn=services.spawn,
+        clock=context.clock,
+        spawn=context.spawn,
     )
     sources = Sources(config, local, peers)
     releases = Releases(config, local=local, sources=sources, peers=peers, transport=transport)
-    renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=services.clock)
+    renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=context.clock)
     return RegisteredCache(
-        clock=services.clock,
+        clock=context.clock,
         local=local,
         ledger=ledger,
         serving=Serving(
@@ -168,12 +164,12 @@ async def _register(
             num_blocks=layout.num_blocks,
             block_size_bytes=layout.block_size_bytes,
             staging=staging,
-            copier=services.copier,
-            clock=services.clock,
-            token_hex=services.world.token_hex,
-            observers=services.observers,
-            incarnation=services.incarnation,
-            port=services.port,
+            copier=movers.copy_thread,
+            clock=context.clock,
+            token_hex=context.token_hex,
+            observers=context.observers,
+            incarnation=context.identity.incarnation,
+            port=context.identity.port,
         ),
         loader=Loader(
             config,
@@ -185,19 +181,19 @@ async def _register(
             sources=sources,
             releases=releases,
             renewals=renewals,
-            poller=services.poller,
-            copier=services.copier,
-            clock=services.clock,
-            observers=services.observers,
+            poller=movers.poller,
+            copier=movers.copy_thread,
+            clock=context.clock,
+            observers=context.observers,
         ),
         releases=releases,
-        keeping=Keeping(config, sources=sources, renewals=renewals, spawn=services.spawn),
+        keeping=Keeping(config, sources=sources, renewals=renewals, spawn=context.spawn),
         sources=sources,
         peers=peers,
-        readers=Farewells(config, services.side_channel, local, services.incarnation),
+        readers=Farewells(config, context.side_channel, local, context.identity.incarnation),
         staging=staging,
         scratch=scratch,
-        metadata=_metadata(services, local, agent_metadata, seals, staged=staging is not None),
+        metadata=_metadata(context, local, agent_metadata, seals, staged=staging is not None),
     )
 
 
@@ -212,13 +208,13 @@ def _cache_share(config: Config, layout: CacheLayout) -> CacheShare:
     )
 
 
-def _local_rank(services: Services, layout: CacheLayout, cache_share: CacheShare, regions: Regions) -> LocalRank:
-    config, rank = services.config, services.rank
+def _local_rank(context: RankContext, layout: CacheLayout, cache_share: CacheShare, regions: Regions) -> LocalRank:
+    config, rank = context.config, context.identity.rank
     return LocalRank(
-        reader=services.agent_name,
+        reader=context.identity.agent_name,
         caller=messages.Caller(
             target=messages.Target(config.engine_id, rank.dp, rank.pp, rank.tp),
-            address=f"tcp://{services.host}:{services.port}",
+            address=context.identity.address,
         ),
         compatibility=messages.compatibility_of(layout, model=config.model),
         cache_share=cache_share,
@@ -227,16 +223,16 @@ def _local_rank(services: Services, layout: CacheLayout, cache_share: CacheShare
 
 
 def _metadata(
-    services: Services, local: LocalRank, agent_metadata: bytes, seals: SealTable, *, staged: bool
+    context: RankContext, local: LocalRank, agent_metadata: bytes, seals: SealTable, *, staged: bool
 ) -> messages.Metadata:
     return messages.Metadata(
-        engine_id=services.config.engine_id,
-        incarnation=services.incarnation,
+        engine_id=context.config.engine_id,
+        incarnation=context.identity.incarnation,
         clock_s=0.0,
         cache_share=local.cache_share,
         agent_metadata=agent_metadata,
         agent_metadata_crc32=messages.checksum(agent_metadata),
         regions=messages.regions_to_wire(local.regions),
-        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=services.config.seal_hold_s),
+        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=context.config.seal_hold_s),
         staged=staged,
     )

@@ -135,7 +135,8 @@ class Runtime:
             raise UsageError("a KV cache is registered already; a runtime has one")
         self._registering = True
         try:
-            self._supervisor.cache = await register(self._supervisor.services(), kv_caches, layout, copy_blocks)
+            supervisor = self._supervisor
+            supervisor.cache = await register(supervisor.context(), supervisor.movers(), kv_caches, layout, copy_blocks)
         finally:
             self._registering = False
 

@@ -25,9 +25,10 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
-from kvflow.runtime.assembly import RegisteredCache, Services
+from kvflow.runtime.assembly import Movers, RegisteredCache
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.consumer.load import LoadingStatistics
+from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.poller import Poller
@@ -213,26 +214,29 @@ class Supervisor:
         if self.state is RuntimeState.DRAINING:
             raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
 
-    def services(self) -> Services:
-        return Services(
+    def context(self) -> RankContext:
+        return RankContext(
             config=self.config,
-            world=self._world,
-            observers=self._observers,
+            identity=Identity(
+                rank=self.rank,
+                incarnation=self._incarnation,
+                agent_name=self._agent_name,
+                host=self._host,
+                port=self._listener.port,
+            ),
             clock=self._clock,
+            spawn=self.spawn,
+            observers=self._observers,
             transport=self._transport,
             side_channel=self._side_channel,
-            poller=self._poller,
-            copier=self._copier,
-            spawn=self.spawn,
-            agent_name=self._agent_name,
-            incarnation=self._incarnation,
-            rank=self.rank,
-            host=self._host,
-            port=self._listener.port,
+            token_hex=self._world.token_hex,
         )
 
+    def movers(self) -> Movers:
+        return Movers(self._poller, self._copier)
+
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
-        """See `connection.Spawn`."""
+        """See `context.Spawn`."""
         if self._stop.is_set() or self._cause is not None:
             body.close()
             raise RuntimeClosed(f"the runtime {self} is closing")

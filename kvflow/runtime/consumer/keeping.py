@@ -18,7 +18,7 @@ from kvflow.config import Config
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.consumer.renewals import Renewals
-from kvflow.runtime.peers.link import Spawn
+from kvflow.runtime.context import Spawn
 from kvflow.runtime.peers.reach import Sources
 
 logger = logging.getLogger(__name__)

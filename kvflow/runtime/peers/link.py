@@ -8,9 +8,9 @@ a running read. It is added again only after that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
@@ -19,6 +19,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.seals import HOST, SEAL_SIZE_BYTES, quick_read_max_s
 from kvflow.errors import RuntimeClosed
 from kvflow.runtime.channel.protocol import ErrorT, failure
+from kvflow.runtime.context import Spawn
 from kvflow.runtime.memory.scratch import Permutation
 from kvflow.transport.base import AgentName, Transport
 
@@ -40,12 +41,6 @@ class Address(NamedTuple):
     def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
         """What went wrong with the rank, as an error that names it."""
         return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
-
-
-class Spawn(Protocol):
-    """Starts a task in the runtime's task group; RuntimeClosed once the runtime is closing."""
-
-    def __call__(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,53 @@
+"""What every part of a running rank is given: who it is, and what it may use of the world."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvflow.config import Config
+from kvflow.core.plan.topology import Rank
+from kvflow.runtime.channel.protocol import SideChannel
+from kvflow.runtime.records import Observers
+from kvflow.runtime.world import Clock
+from kvflow.transport.base import Transport
+
+
+class Spawn(Protocol):
+    """Starts a task in the runtime's task group; RuntimeClosed once the runtime is closing."""
+
+    def __call__(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Which rank this is, and which incarnation of it."""
+
+    rank: Rank
+    incarnation: str
+    agent_name: str
+    """Its name in the transport, and as a reader: unique per incarnation."""
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """Its side channel's address, as tickets name it."""
+        return f"tcp://{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """One rank, from its opening to its end."""
+
+    config: Config
+    identity: Identity
+    clock: Clock
+    spawn: Spawn
+    observers: Observers
+    transport: Transport
+    side_channel: SideChannel
+    token_hex: Callable[[int], str]
+    """So many random bytes, in hexadecimal, that nobody can guess."""
