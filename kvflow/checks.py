@@ -104,6 +104,14 @@ def text(value: object, what: str, *, most: int = INT64_MAX, error: ErrorKind = 
     return plain
 
 
+def request_id(value: object, most: int) -> str:
+    """A request's id: a text of 1 to `most` characters."""
+    plain = text(value, "request_id")
+    if not 0 < len(plain) <= most:
+        raise RequestError(f"request_id: expected 1 to {most} characters, got {plain[:40]!r}")
+    return plain
+
+
 def encodes(value: str) -> bool:
     """Whether UTF-8 can carry the text: JSON may hold half a surrogate pair."""
     return value.isascii() or answer(value.encode) is not None

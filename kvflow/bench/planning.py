@@ -228,7 +228,7 @@ def _traced_peer(layers: int, blocks: int, order: Order) -> int:
 def _make_peer(local: Regions, layers: int, blocks: int, order: Order) -> tuple[BlockMap, object]:
     remote = _regions(layers=layers, blocks=blocks, heads=8, base=1 << 44, order=order)
     block_map = _pair(local, remote, HeadSlice(0, 0, 8))
-    return block_map, block_map.groups(_BLOCK_SIZE)
+    return block_map, block_map.groups[_BLOCK_SIZE]
 
 
 def _pair(local: Regions, remote: Regions, heads: HeadSlice) -> BlockMap:

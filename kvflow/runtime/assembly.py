@@ -19,8 +19,10 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.seals import HOST, SealTable
 from kvflow.errors import ConfigError, LayoutError, UsageError
+from kvflow.runtime.clock import Clock
+from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.keeping import Keeping
-from kvflow.runtime.consumer.loader import Loader
+from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.releases import Releases
 from kvflow.runtime.consumer.renewals import Renewals
 from kvflow.runtime.context import RankContext
@@ -33,10 +35,8 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.link import Connections, LocalRank
 from kvflow.runtime.peers.reach import Sources
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.poller import Poller
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import TransportError, choose_buffer_device
 
 logger = logging.getLogger(__name__)
@@ -137,13 +137,22 @@ async def _register(
     scratch = Scratch(
         transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
     )
-    landing = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
+    route = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
+    gear = Gear(
+        ledger=ledger,
+        seals=fetched,
+        queue=reads_in_flight(config),
+        poller=movers.poller,
+        copy_thread=movers.copy_thread,
+        clock=context.clock,
+        reads_max=config.slices_in_flight_max,
+    )
     connections = Connections(transport, context.spawn)
     clocks = PeerClocks(config, context.clock)
     peers = Peers(
         config,
         reader=context.identity.agent_name,
-        handshakes=Handshakes(context.side_channel, local, landing, connections, clocks, context.clock),
+        handshakes=Handshakes(context.side_channel, local, route, connections, clocks, context.clock),
         connections=connections,
         clocks=clocks,
         clock=context.clock,
@@ -171,21 +180,7 @@ async def _register(
             incarnation=context.identity.incarnation,
             port=context.identity.port,
         ),
-        loader=Loader(
-            config,
-            local=local,
-            num_blocks=layout.num_blocks,
-            ledger=ledger,
-            seals=fetched,
-            landing=landing,
-            sources=sources,
-            releases=releases,
-            renewals=renewals,
-            poller=movers.poller,
-            copier=movers.copy_thread,
-            clock=context.clock,
-            observers=context.observers,
-        ),
+        loader=Loader(context, local, sources, releases, renewals, route, gear),
         releases=releases,
         keeping=Keeping(config, sources=sources, renewals=renewals, spawn=context.spawn),
         sources=sources,

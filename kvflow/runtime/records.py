@@ -86,11 +86,8 @@ class Observers:
                 f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
             )
         self._observers = listed
-
-    @property
-    def any(self) -> bool:
+        self.any = bool(listed)
         """Whether there is somebody to tell."""
-        return bool(self._observers)
 
     def load_ended(self, record: LoadRecord) -> None:
         for observer in self._observers:

@@ -27,11 +27,11 @@ from kvflow.core.protocol import messages
 from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
 from kvflow.runtime.assembly import Movers, RegisteredCache
 from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.consumer.flight import Poller
 from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.peers.table import PeerStatistics
-from kvflow.runtime.poller import Poller
 from kvflow.runtime.producer.answers import answer, refusal
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.records import Observers
@@ -92,16 +92,12 @@ class Supervisor:
         self._supervision: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._hurried = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The loop that has opened it; None before."""
 
     def __str__(self) -> str:
         """As log lines name it."""
         return f"{self.config.engine_id!r} ({self.rank})"
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop | None:
-        """The loop that has opened it; None before."""
-        return self._loop
 
     @property
     def address(self) -> str:
@@ -112,7 +108,7 @@ class Supervisor:
         if self.state is not RuntimeState.NEW:
             raise UsageError(f"a Runtime is opened once; {self} is {self.state}")
         self.state = RuntimeState.CLOSED  # until everything is there: a runtime that failed to open stays closed
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         await self._transport.open()
         try:
             self._listener = await self._side_channel.listen(self._answer)

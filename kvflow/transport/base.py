@@ -48,13 +48,11 @@ class PeerGone(TransportError):
     """The peer, or the connection to it, is dead; it has to be removed and added anew."""
 
 
+@dataclass(slots=True, eq=False)
 class PostedRead:
     """One read under way; compared by identity. The transport keeps what it needs in its own subclass."""
 
-    __slots__ = ("size_bytes",)
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

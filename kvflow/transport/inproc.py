@@ -14,6 +14,8 @@ import ctypes
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -31,7 +33,6 @@ from kvflow.transport.base import (
     TransportError,
     TransportStatistics,
 )
-from kvflow.transport.nixl.mailbox import Mailbox
 
 Row: TypeAlias = tuple[int, int, int]
 
@@ -46,21 +47,17 @@ class InprocNetwork:
 DEFAULT_NETWORK = InprocNetwork()
 
 
+@dataclass(slots=True, eq=False)
 class InprocRead(PostedRead):
     """A read that has been posted and not performed yet."""
 
-    __slots__ = ("descriptors", "peer")
-
-    def __init__(self, peer: AgentName, descriptors: Descriptors) -> None:
-        super().__init__(descriptors.size_bytes)
-        self.peer = peer
-        self.descriptors = descriptors
+    peer: AgentName
+    descriptors: Descriptors
 
     def rows(self) -> list[Row]:
         """Its pieces: local address, remote address, size in bytes."""
-        descriptors = self.descriptors
-        columns = (descriptors.local.tolist(), descriptors.remote.tolist(), descriptors.sizes.tolist())
-        return list(zip(*columns, strict=True))
+        ours, theirs = self.descriptors.table
+        return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
 
 class InprocFaults:
@@ -110,12 +107,15 @@ class InprocTransport:
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
         self._open = False
+        self._deliver: Callable[[Event], None] | None = None
+        self._kept: deque[Event] = deque()
+        """Events that came while nobody took any."""
 
     async def open(self) -> None:
         if self.name in self._network.agents:
             raise TransportError(f"agent name {self.name!r} is taken")
         self._loop = asyncio.get_running_loop()
-        self._mailbox = Mailbox(self._on_loop)
+        self._over: asyncio.Future[None] = self._loop.create_future()
         self._network.agents[self.name] = self
         self._open = True
 
@@ -148,7 +148,7 @@ class InprocTransport:
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         self._require_open()
-        read = InprocRead(peer, descriptors)
+        read = InprocRead(descriptors.size_bytes, peer, descriptors)
         self._counts["reads"] += 1
         self._reads[read] = None
         if self._carrier is not None:
@@ -173,8 +173,12 @@ class InprocTransport:
         return todo
 
     def end(self, read: InprocRead, error: TransportError | None) -> None:
-        """A read has stopped for good."""
-        self._mailbox.put(ReadEnded(read, error, 0.0))
+        """A read has stopped for good; on the loop."""
+        event = ReadEnded(read, error, 0.0)
+        if self._carrier is not None:
+            self._carrier.wake(partial(self._tell, event))
+        else:
+            self._tell(event)
 
     def notify(self, peer: AgentName, payload: bytes) -> None:
         self._require_open()
@@ -192,26 +196,48 @@ class InprocTransport:
             target.deliver(payload)
 
     def deliver(self, payload: bytes) -> None:
-        """Let a notification arrive here, as if a peer had sent it."""
-        self._mailbox.put(Notified(payload))
+        """Let a notification arrive here, as if a peer had sent it; from any thread."""
+        tell = partial(self._tell, Notified(payload))
+        if self._carrier is not None:
+            self._carrier.wake(tell)
+        else:
+            self._loop.call_soon_threadsafe(tell)  # the peer may be an agent on another thread's loop
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
-        def count_and_deliver(event: Event) -> None:
-            match event:
-                case ReadEnded(read=InprocRead() as read, error=error):
-                    self._reads.pop(read, None)
-                    self._counts["failed"] += error is not None
-                    self._counts["bytes"] += read.size_bytes if error is None else 0
-                case Notified():
-                    self._counts["received"] += 1
-            deliver(event)
-
-        await self._mailbox.deliver_to(count_and_deliver)
+        self._deliver = deliver
+        try:
+            while self._kept:
+                self._tell(self._kept.popleft())
+            await asyncio.shield(self._over)
+        finally:
+            self._deliver = None
 
     def die(self, cause: BaseException) -> None:
         """Fault: the transport itself breaks; nothing more is performed or reported."""
         self._network.agents.pop(self.name, None)
-        self._mailbox.close(cause)
+        self._fail(cause)
+
+    def _tell(self, event: Event) -> None:
+        """On the loop: give an event to whoever takes them."""
+        if self._deliver is None or self._over.done():
+            self._kept.append(event)
+            return
+        if isinstance(event, Notified):
+            self._counts["received"] += 1
+        elif isinstance(event.read, InprocRead):
+            self._reads.pop(event.read, None)
+            self._counts["failed" if event.error else "bytes"] += 1 if event.error else event.read.size_bytes
+        try:
+            self._deliver(event)
+        except BaseException as error:  # noqa: BLE001 - whoever takes events is broken; its task gets to know
+            self._fail(error)
+
+    def _fail(self, cause: BaseException) -> None:
+        if not self._over.done():
+            error = TransportBroken(f"the transport ended: {cause}")
+            error.__cause__ = cause
+            self._over.set_exception(error)
+            self._over.exception()  # seen: there may be nobody who takes events
 
     async def aclose(self, timeout_s: float) -> None:
         """Reads that are still held count as under way: TransportError at once, since only a test can end them."""
@@ -226,7 +252,7 @@ class InprocTransport:
             except TimeoutError:
                 under_way = len(self._reads)
         self._network.agents.pop(self.name, None)
-        self._mailbox.close(TransportBroken("the transport was closed"))
+        self._fail(TransportBroken("the transport was closed"))
         if under_way:
             raise TransportError(f"{under_way} reads have not stopped; the memory stays until they have")
         self._reads.clear()
@@ -272,10 +298,10 @@ class InprocTransport:
             return PeerGone(f"agent {read.peer!r} is gone")
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
-        descriptors = read.descriptors
-        if not self.covers(descriptors.local, descriptors.sizes):
+        ours, theirs = read.descriptors.table
+        if not self.covers(ours[:, 0], ours[:, 1]):
             return TransportError("a local range is not registered")
-        if not target.covers(descriptors.remote, descriptors.sizes):
+        if not target.covers(theirs[:, 0], ours[:, 1]):
             return TransportError("a remote range is not registered")
         return None
 
@@ -283,12 +309,6 @@ class InprocTransport:
     def copy(rows: Iterable[Row]) -> None:
         for local, remote, size in rows:
             ctypes.memmove(local, remote, size)
-
-    def _on_loop(self, callback: Callable[[], None]) -> None:
-        if self._carrier is not None:
-            self._carrier.wake(callback)
-        else:
-            self._loop.call_soon_threadsafe(callback)  # a notification may come from an agent on another thread's loop
 
     def _require_open(self) -> None:
         if not self._open:

@@ -17,11 +17,12 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.errors import LeaseExpired, RequestError
 from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.clock import Timer
 from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.link import Address
 from kvflow.runtime.producer.lease import ServingStatistics
-from kvflow.runtime.world import Timer, World
+from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
 
 BASE = replace(PATIENT, lease_ttl_s=30.0, seal_hold_s=0.05, cancel_grace_s=0.05, drain_timeout_s=0.2)

@@ -38,13 +38,13 @@ async def test_numbers_granted_to_who_is_cancelled_meanwhile_come_back() -> None
 
 async def test_who_waits_is_served_in_order() -> None:
     pool = Pool(3)
-    taken = await pool.take(3)
+    first, rest = await pool.take(1), await pool.take(2)
     large, small = asyncio.create_task(pool.take(2)), asyncio.create_task(pool.take(1))
     await asyncio.sleep(0)
-    pool.give_back(taken[:1])
+    pool.give_back(first)
     await asyncio.sleep(0)
     assert not small.done(), "passed one who came before"
     assert pool.take_nowait(1) is None
-    pool.give_back(taken[1:])
+    pool.give_back(rest)
     got = np.concatenate(await asyncio.gather(large, small))
     assert sorted(got.tolist()) == [0, 1, 2]

@@ -8,13 +8,12 @@ import pytest
 
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
-from kvflow.core.policy.states import TransferEvent, TransferState
+from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.seals import SealTable
-from kvflow.runtime.consumer.flight import Transfer
+from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.releases import Releases
 from kvflow.runtime.peers import link
 from kvflow.runtime.peers.table import Peer
-from kvflow.runtime.poller import Poller
 from kvflow.testing.simulator import simulate
 
 SEEDS_MAX = 1000
@@ -38,12 +37,12 @@ def leave_seals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def believe_every_seal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the freshness check."""
-    monkeypatch.setattr(SealTable, "missing", lambda *_: 0)
+    monkeypatch.setattr(SealTable, "blocks_not_staged", lambda *_: 0)
 
 
 def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seal that was fetched at the start vouches for slow reads, too."""
-    monkeypatch.setattr(link, "trust_s", lambda hold_s: 1e9)
+    monkeypatch.setattr(link, "quick_read_max_s", lambda hold_s: 1e9)
 
 
 def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,13 +53,13 @@ def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
 def release_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of a load that ends early are given back without waiting for its reads."""
 
-    async def stop(self: Transfer, grace_s: float) -> bool:
+    async def stop(self: Flight, grace_s: float) -> bool:
         if self.state in (TransferState.PENDING, TransferState.READING):
-            self._fire(TransferEvent.ABANDON)
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.ABANDON)
             self._settle()
         return True
 
-    monkeypatch.setattr(Transfer, "stop", stop)
+    monkeypatch.setattr(Flight, "stop", stop)
 
 
 def never_release_leased_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +72,12 @@ def never_release_loaded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that ends after its load does not make the blocks safe."""
-    monkeypatch.setattr(Transfer, "_stop_if_last", do_nothing)
+    monkeypatch.setattr(Flight, "_note_end", only_wake)
+
+
+def only_wake(self: Flight) -> None:
+    if self._progress is not None and not self._progress.done():
+        self._progress.set_result(None)
 
 
 def lose_ends_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:

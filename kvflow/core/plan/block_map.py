@@ -2,14 +2,14 @@
 
 Both sides describe a block by strides (`layout.BlockShape`), so NHD and HND, head slices, K and V together or apart
 and layers split differently are all one question: which runs of bytes are contiguous on both sides? The answer is a
-few `RegionPairs`: bases of region pairs, and offsets of the pieces inside a *chunk*, the tokens of the smaller of both
+few `RegionMap`s: bases of region pairs, and offsets of the pieces inside a *chunk*, the tokens of the smaller of both
 blocks. Its cost and memory grow with regions and with pieces, never with blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,7 +20,7 @@ from kvflow.core.cache.regions import Device, Regions
 
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
-_TAILS_MAX = 64  # lengths of partly filled chunks that a pairing remembers
+_TAILS_MAX = 64  # lengths of partly filled chunks that a block map remembers
 
 
 class HeadSlice(NamedTuple):
@@ -51,22 +51,34 @@ class RegionMap:
     piece_size: int
     local_device: Device
     remote_device: Device
+    pieces: int = field(init=False)
+    """Descriptors that one chunk takes, unless it is joined with its neighbours."""
+    chunk_size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
+        object.__setattr__(self, "chunk_size_bytes", self.pieces * self.piece_size)
 
     def __len__(self) -> int:
         return len(self.local_bases)
 
-    @property
-    def pieces(self) -> int:
-        """Descriptors that one chunk takes, unless it is joined with its neighbours."""
-        return len(self.local_bases) * len(self.local_offsets)
 
-    @property
-    def chunk_size_bytes(self) -> int:
-        return self.pieces * self.piece_size
+class _Groups(dict[int, tuple[RegionMap, ...]]):
+    """The region maps for chunks of so many tokens, each made when it is first asked for."""
+
+    def __init__(self, make: Callable[[int], tuple[RegionMap, ...]]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, tokens: int) -> tuple[RegionMap, ...]:
+        if len(self) > _TAILS_MAX:
+            self.clear()
+        found = self[tokens] = self._make(tokens)
+        return found
 
 
 class BlockMap:
-    """What is read from one peer. `groups(tokens)` gives the region pairs for chunks of that many tokens.
+    """What is read from one peer. `groups[tokens]` are the region maps for the first `tokens` tokens of chunks.
 
     `opaque` blocks mean more than values at strides: they are equal on both sides and always read whole.
     """
@@ -90,24 +102,15 @@ class BlockMap:
         self.local, self.remote = ours, theirs
         self.chunk_tokens = min(ours.block.tokens, theirs.block.tokens)
         self._rows = _rows(ours, theirs, heads, self.places)
-        self._groups: dict[int, tuple[RegionMap, ...]] = {}
+        self.groups = _Groups(self._make_groups)
 
     @property
     def token_size_bytes(self) -> int:
         """Bytes of one token that come from this peer."""
         return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
 
-    def groups(self, tokens: int) -> tuple[RegionMap, ...]:
-        """The region pairs for the first `tokens` tokens of a chunk."""
-        tokens = self.chunk_tokens if self.opaque else tokens
-        found = self._groups.get(tokens)
-        if found is None:
-            if len(self._groups) > _TAILS_MAX:
-                self._groups.clear()
-            found = self._groups[tokens] = self._make_groups(tokens)
-        return found
-
     def _make_groups(self, tokens: int) -> tuple[RegionMap, ...]:
+        tokens = self.chunk_tokens if self.opaque else tokens
         ours, theirs = self.local.block, self.remote.block
         local_offsets, remote_offsets, size = _pieces(ours, theirs, tokens, self.heads.heads)
         rows = self._rows

@@ -141,15 +141,14 @@ class Chunks:
 
     def select(self, index: slice | Int64Array) -> Chunks:
         """Some of the chunks."""
-        local_parts, remote_parts = (
-            None if parts is None else parts[index] for parts in (self.local_parts, self.remote_parts)
-        )
-        return replace(
-            self,
-            local_ids=self.local_ids[index],
-            local_parts=local_parts,
-            remote_ids=self.remote_ids[index],
-            remote_parts=remote_parts,
+        ours, theirs = self.local_parts, self.remote_parts
+        return Chunks(
+            self.local_ids[index],
+            None if ours is None else ours[index],
+            self.remote_ids[index],
+            None if theirs is None else theirs[index],
+            self.tokens,
+            self.first,
         )
 
     def between(self, start: int, stop: int) -> Chunks:
@@ -167,7 +166,13 @@ class Chunks:
 
 
 def match_chunks(
-    local_ids: BlockIds, offered: int, *, local_block_size: int, remote_block_size: int, num_tokens: int
+    local_ids: BlockIds,
+    offered: int,
+    *,
+    local_block_size: int,
+    remote_block_size: int,
+    num_tokens: int,
+    what: str = "load",
 ) -> tuple[Chunks, ...]:
     """Which chunks fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
 
@@ -181,7 +186,9 @@ def match_chunks(
     first_block = -(-tokens // local_block_size) - len(local_ids)
     if first_block < 0:
         offer = f"{tokens} tokens in {offered} blocks of {remote_block_size}"
-        raise RequestError(f"{len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered")
+        raise RequestError(
+            f"{what}: {len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered"
+        )
     size = min(local_block_size, remote_block_size)
     first, full, tail = first_block * local_block_size // size, tokens // size, tokens % size
     found = []
@@ -265,11 +272,13 @@ def plan_slices(
     writing our own in order (shared memory).
     """
     for some in chunks:
-        groups = block_map.groups(some.tokens)
+        groups = block_map.groups[some.tokens]
         if len(some) > 1:
             some = some.select(_reading_order(some))
-        chunk_bytes, pieces = sum(pairs.chunk_size_bytes for pairs in groups), sum(pairs.pieces for pairs in groups)
-        joins = any(len(pairs.local_offsets) == 1 for pairs in groups)  # then it may take far fewer descriptors
+        chunk_bytes, pieces, joins = 0, 0, False
+        for pairs in groups:
+            chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
+            joins = joins or len(pairs.local_offsets) == 1  # then it may take far fewer descriptors
         step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):

@@ -84,7 +84,7 @@ def prefer_scratch(block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: in
 
     Both estimates are in seconds; all terms are linear, so only their ratio matters.
     """
-    groups = block_map.groups(block_map.chunk_tokens)
+    groups = block_map.groups[block_map.chunk_tokens]
     pieces = chunks * sum(group.pieces for group in groups)
     size_bytes = chunks * sum(group.chunk_size_bytes for group in groups)
     direct_s = pieces * _DESCRIPTOR_S + size_bytes * _WIRE_BYTE_S

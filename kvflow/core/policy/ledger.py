@@ -35,6 +35,7 @@ class BlockLedger:
     """The use of each local block. Ids were checked by the caller (`plan.check_block_ids`)."""
 
     def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
         self._use: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
 
     def lease(self, ids: BlockIds) -> None:

@@ -1,24 +1,26 @@
-"""Who goes next, where many want the same: shares of a budget (`Turns`), and one server (`ShortestFirst`). Pure.
+"""Who goes next, where many want the same: permits of a bounded thing (`FairQueue`), and one server (`ShortestFirst`).
 
-A budget bounds what may be under way at once, in all and per peer. Its rules:
+A fair queue bounds what may be under way at once, in all and per peer. Its rules:
 
-- All or nothing: a turn gets its whole amount at once and has none of it while it waits.
-- A smaller priority number goes first, equal ones in the order in which they asked. Nothing ages: a turn waits for as
-  long as turns of a smaller number keep the budget full.
-- A turn that has no room with its peer is passed by those of other peers, by none of its own peer.
-- A turn that has no room in all is passed by nobody behind it, however little they want: it will get its room.
-- A turn that wants more than there is goes when nothing else is under way.
+- All or nothing: a permit gets its whole amount at once and has none of it while it waits.
+- A smaller priority number goes first, equal ones in the order in which they asked. Nothing ages: a permit waits for as
+  long as permits of a smaller number keep the queue full.
+- A permit that does not fit its peer's limit is overtaken by those of other peers, by none of its own peer.
+- If the head does not fit the global limit nothing overtakes it, so large reads are not starved.
+- A permit that wants more than there is goes when nothing else is under way.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from operator import add, le, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
-"""What a turn takes of each thing that is bounded, in the order of the limits."""
+"""What a permit takes of each thing that is bounded, in the order of the limits."""
 
 ItemT = TypeVar("ItemT")
 
@@ -29,142 +31,131 @@ class PermitState(enum.StrEnum):
     OVER = "over"
 
 
+@dataclass(slots=True, eq=False)
 class Permit:
-    """One share of a budget, from asking for it to giving it back; compared by identity."""
+    """One share of a bounded thing, from asking for it to giving it back."""
 
-    __slots__ = ("amount", "peer", "priority", "state")
-
-    def __init__(self, peer: str, amount: Amount, priority: int) -> None:
-        self.peer = peer
-        self.amount = amount
-        self.priority = priority
-        self.state = PermitState.WAITING
+    peer: str
+    amount: Amount
+    priority: int
+    state: PermitState = PermitState.WAITING
+    on_grant: Callable[[], None] | None = None
+    """Called when it is under way after it has waited; it must not ask or end anything itself."""
 
 
 class _Place(NamedTuple):
-    """Where a turn stands in its peer's queue; compared from left to right, and orders are unique."""
+    """Where a permit stands in its peer's queue; compared from left to right, and orders are unique."""
 
     priority: int
     order: int
-    turn: Permit
+    permit: Permit
 
 
+@dataclass(slots=True, eq=False)
 class _Room:
-    """What is under way within some limits."""
+    """What is under way within some limits, and which permits of one peer wait, in order."""
 
-    __slots__ = ("_limits", "turns", "used")
-
-    def __init__(self, limits: Amount) -> None:
-        self._limits = limits
-        self.used = [0] * len(limits)
-        self.turns = 0
+    limits: Amount
+    used: Amount
+    permits: int = 0
+    waiting: list[_Place] = field(default_factory=list)
 
     def fits(self, amount: Amount) -> bool:
-        if not self.turns:
-            return True
-        return all(used + more <= most for used, more, most in zip(self.used, amount, self._limits, strict=True))
+        return not self.permits or all(map(le, map(add, self.used, amount), self.limits))
 
-    def add(self, amount: Amount) -> None:
-        self.turns += 1
-        for index, more in enumerate(amount):
-            self.used[index] += more
+    def take(self, amount: Amount) -> None:
+        self.permits += 1
+        self.used = tuple(map(add, self.used, amount))
 
-    def remove(self, amount: Amount) -> None:
-        self.turns -= 1
-        for index, less in enumerate(amount):
-            self.used[index] -= less
+    def give_back(self, amount: Amount) -> None:
+        self.permits -= 1
+        self.used = tuple(map(sub, self.used, amount))
 
 
-class _PeerQueue:
-    """A peer's turns: those that wait, in order, and what is under way."""
+class FairQueue:
+    """A bounded thing and who waits for shares of it; see the module. A peer without permits costs nothing."""
 
-    __slots__ = ("room", "waiting")
-
-    def __init__(self, limits: Amount) -> None:
-        self.room = _Room(limits)
-        self.waiting: list[_Place] = []
-
-    @property
-    def idle(self) -> bool:
-        return not self.waiting and not self.room.turns
-
-
-class Turns:
-    """A budget and who waits for shares of it; see the module for the rules. A peer that has no turn costs nothing."""
-
-    def __init__(self, limits: Amount, peer_limits: Amount) -> None:
-        assert len(limits) == len(peer_limits), f"{limits} and {peer_limits} bound different things"
-        self._peer_limits = peer_limits
-        self._room = _Room(limits)
-        self._peers: dict[str, _PeerQueue] = {}
+    def __init__(self, limits: Amount, peer_limits: Amount | None = None) -> None:
+        """Without `peer_limits` a peer may have everything."""
+        self._peer_limits = limits if peer_limits is None else peer_limits
+        assert len(limits) == len(self._peer_limits), f"{limits} and {peer_limits} bound different things"
+        self._nothing = (0,) * len(limits)
+        self._room = _Room(limits, self._nothing)
+        self._peers: dict[str, _Room] = {}
         self._asked = 0
         self.waiting = 0
 
     @property
     def used(self) -> Amount:
         """What is under way."""
-        return tuple(self._room.used)
+        return self._room.used
 
     def peers(self) -> Iterator[tuple[str, Amount, int]]:
-        """Each peer that has turns: what is under way, and how many wait."""
-        for peer, queue in self._peers.items():
-            yield peer, tuple(queue.room.used), len(queue.waiting)
+        """Each peer that has permits: what is under way, and how many wait."""
+        for peer, room in self._peers.items():
+            yield peer, room.used, len(room.waiting)
 
-    def ask(self, peer: str, amount: Amount, priority: int) -> Permit:
-        """A new turn. It is under way at once if it may go, else it waits."""
-        turn = Permit(peer, amount, priority)
-        queue = self._peers.get(peer)
-        if queue is None:
-            queue = self._peers[peer] = _PeerQueue(self._peer_limits)
-        if not self.waiting and queue.room.fits(amount) and self._room.fits(amount):
-            self._begin(turn, queue)
-            return turn
+    def ask(self, amount: Amount, peer: str = "", priority: int = 0) -> Permit:
+        """A new permit. It is under way at once if it may go, else it waits.
+
+        A waiting one may let others go that it stood behind: who has come first among its peer's is another one now.
+        """
+        permit = Permit(peer, amount, priority)
+        room = self._peers.get(peer)
+        if room is None:
+            room = self._peers[peer] = _Room(self._peer_limits, self._nothing)
+        if not self.waiting and room.fits(amount) and self._room.fits(amount):
+            self._begin(permit, room)
+            return permit
         self._asked += 1
-        heapq.heappush(queue.waiting, _Place(priority, self._asked, turn))
+        heapq.heappush(room.waiting, _Place(priority, self._asked, permit))
         self.waiting += 1
         self._grant()
-        return turn
+        return permit
 
-    def end(self, turn: Permit) -> list[Permit]:
-        """Give a turn back, or its place if it still waits; which others are under way now because of it."""
-        assert turn.state is not PermitState.OVER, "a turn is given back once"
-        queue = self._peers[turn.peer]
-        if turn.state is PermitState.WAITING:
-            queue.waiting = [place for place in queue.waiting if place.turn is not turn]
-            heapq.heapify(queue.waiting)
+    def end(self, permit: Permit) -> list[Permit]:
+        """Give a permit back, or its place if it still waits; which others are under way now because of it."""
+        assert permit.state is not PermitState.OVER, "a permit is given back once"
+        room = self._peers[permit.peer]
+        if permit.state is PermitState.WAITING:
+            room.waiting = [place for place in room.waiting if place.permit is not permit]
+            heapq.heapify(room.waiting)
             self.waiting -= 1
         else:
-            self._room.remove(turn.amount)
-            queue.room.remove(turn.amount)
-        turn.state = PermitState.OVER
-        if queue.idle:
-            del self._peers[turn.peer]
-        return self._grant()
+            self._room.give_back(permit.amount)
+            room.give_back(permit.amount)
+        permit.state = PermitState.OVER
+        if not room.waiting and not room.permits:
+            del self._peers[permit.peer]
+        return self._grant() if self.waiting else []
 
     def _grant(self) -> list[Permit]:
-        """Let go whoever may."""
+        """Let go whoever may, and tell each."""
         granted = []
-        while self.waiting and (turn := self._next()) is not None:
-            queue = self._peers[turn.peer]
-            heapq.heappop(queue.waiting)
+        while self.waiting and (permit := self._next()) is not None:
+            room = self._peers[permit.peer]
+            heapq.heappop(room.waiting)
             self.waiting -= 1
-            self._begin(turn, queue)
-            granted.append(turn)
+            self._begin(permit, room)
+            granted.append(permit)
+        for permit in granted:
+            if permit.on_grant is not None:
+                permit.on_grant()
         return granted
 
-    def _begin(self, turn: Permit, queue: _PeerQueue) -> None:
-        self._room.add(turn.amount)
-        queue.room.add(turn.amount)
-        turn.state = PermitState.UNDER_WAY
+    def _begin(self, permit: Permit, room: _Room) -> None:
+        self._room.take(permit.amount)
+        room.take(permit.amount)
+        permit.state = PermitState.UNDER_WAY
 
     def _next(self) -> Permit | None:
         """Who goes next, if anybody may go now."""
-        heads = (queue.waiting[0] for queue in self._peers.values() if queue.waiting)
-        able = [head for head in heads if self._peers[head.turn.peer].room.fits(head.turn.amount)]
+        heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
+        able = [head for head in heads if self._peers[head.permit.peer].fits(head.permit.amount)]
         if not able:
             return None
-        turn = min(able).turn
-        return turn if self._room.fits(turn.amount) else None
+        permit = min(able).permit
+        return permit if self._room.fits(permit.amount) else None
 
 
 class ShortestFirst(Generic[ItemT]):

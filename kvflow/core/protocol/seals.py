@@ -1,4 +1,4 @@
-"""How a reader knows that a lease covered its whole read: seals (invariant I2).
+"""Freshness: how a reader knows that a lease covered its whole read, by its seal (invariant I2).
 
 A producer keeps one 16-byte word per open lease in memory that peers can read: the *seal*. It holds the lease's secret
 id while the lease is open. When the lease ends, for whatever reason, the seal is wiped at once, and the blocks are
@@ -8,8 +8,8 @@ ticket; a torn, wiped or reused word matches no id. Two arguments make a read fr
 - *Fetched after*: the seal was intact when it was fetched, after the last byte had landed. So the lease was open
   during the whole read.
 - *Fetched meanwhile*: the seal was fetched at any moment after the read began, and was intact; and the whole read took
-  less than `trust_s`, half of `hold_s`, on the reader's own clock. Had the lease ended later than the fetch, the blocks
-  were still held. This saves small loads a round trip.
+  less than `quick_read_max_s`, half of `hold_s`, on the reader's own clock. Had the lease ended later than the fetch,
+  the blocks were still held. This saves small loads a round trip.
 
 A producer that copies blocks to host buffers before they can be read opens the lease first: until all are there, the
 last four bytes of its word are those of the id, exclusive-or the number of blocks that are still missing. So a reader
@@ -21,6 +21,8 @@ and the coarseness of timers.
 """
 
 from __future__ import annotations
+
+import enum
 
 import numpy as np
 import numpy.typing as npt
@@ -67,14 +69,14 @@ class SealTable:
         self.words[index] = 0
         self._free.append(index)
 
-    def seal(self, index: int, lease_id: str, missing: int = 0) -> None:
-        """Write a lease's id: from now on its readers find it. `missing` blocks cannot be read yet."""
+    def seal(self, index: int, lease_id: str, blocks_not_staged: int = 0) -> None:
+        """Write a lease's id: from now on its readers find it. So many blocks cannot be read yet."""
         word = np.frombuffer(bytes.fromhex(lease_id), dtype=np.uint8)
         self.words[index, :_SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
-        self._counts[index] = word.view(np.uint32)[-1] ^ np.uint32(missing)
+        self._counts[index] = word.view(np.uint32)[-1] ^ np.uint32(blocks_not_staged)
 
-    def missing(self, index: int, lease_id: str) -> int | None:
+    def blocks_not_staged(self, index: int, lease_id: str) -> int | None:
         """How many blocks of this lease cannot be read yet; None if the word is not this lease's."""
         word: bytes = self.words[index].tobytes()
         wanted = bytes.fromhex(lease_id)
@@ -86,7 +88,76 @@ class SealTable:
 
     def holds(self, index: int, lease_id: str) -> bool:
         """Whether the word is this lease's id, all its blocks there; an empty word is nobody's."""
-        return self.missing(index, lease_id) == 0
+        return self.blocks_not_staged(index, lease_id) == 0
+
+
+class Step(enum.StrEnum):
+    """What a read has to do next about one lease."""
+
+    POST = "post"  # the lease stands, as far as is known: read
+    FETCH = "fetch"  # its seal has to be seen first
+    FETCH_LATER = "fetch_later"  # ... once more, after a pause: the producer has not staged the blocks yet
+    WAIT = "wait"  # its seal is being fetched
+    STALE = "stale"  # it has ended
+    FRESH = "fresh"  # it covered the whole read
+
+
+class Freshness:
+    """What one load's read knows of one lease; pure. `next_step` is asked before each post, `judge` after the last
+    byte, `fetched` tells what was seen.
+
+    Before anything is read from a rank that stages its blocks, or whose lease may have run out by its clock, the seal
+    has to be seen. Otherwise it is fetched with the first read.
+    """
+
+    __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "_staged", "asked")
+
+    def __init__(self, *, staged: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
+        """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
+        self.asked = False
+        """Whether a fetch was ever posted."""
+        self._staged = staged
+        self._not_expired_before_s = not_expired_before_s
+        self._quick_read_max_s = quick_read_max_s
+        self._careful = False
+        self._fetching = False
+        self._seen: int | None = None
+
+    def fetching(self) -> None:
+        """A read that fetches the seal was posted."""
+        self.asked = self._fetching = True
+
+    def fetched(self, blocks_not_staged: int | None) -> None:
+        """It has landed; None if the word is not the lease's."""
+        self._fetching = False
+        self._seen = blocks_not_staged
+
+    def next_step(self, now_s: float, not_staged_max: int) -> Step:
+        """What to do before a read of blocks that are there once at most `not_staged_max` of the lease's are not."""
+        if not self.asked:
+            self._careful = self._staged or now_s >= self._not_expired_before_s
+            return Step.FETCH if self._careful else Step.POST
+        if self._fetching:
+            return Step.WAIT if self._careful else Step.POST
+        if self._seen is None:
+            return Step.STALE
+        if self._careful and self._seen > not_staged_max:
+            return Step.FETCH_LATER
+        self._careful = self._staged
+        return Step.POST
+
+    def judge(self, read_s: float | None) -> Step:
+        """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long the whole read took; None if the seal
+        was fetched after its end.
+        """
+        if self._seen is None:
+            return Step.STALE
+        return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
+
+
+def quick_read_max_s(hold_s: float) -> float:
+    """How long a read may take at most for a seal that was fetched meanwhile to vouch for it."""
+    return hold_s / 2
 
 
 def fetch_seal(seal: Piece) -> Descriptors:
@@ -94,8 +165,3 @@ def fetch_seal(seal: Piece) -> Descriptors:
     return Descriptors.of(
         local=[seal.local], remote=[seal.remote], sizes=[seal.size_bytes], local_device=HOST, remote_device=HOST
     )
-
-
-def quick_read_max_s(hold_s: float) -> float:
-    """How long a read may take at most for a seal that was fetched meanwhile to vouch for it."""
-    return hold_s / 2

@@ -10,11 +10,12 @@ its readers ask every rank for its lease. The request id is what they ask for, s
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -29,6 +30,9 @@ from kvflow.errors import RequestError
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
+_BLOCK_IDS_OF = operator.attrgetter("block_ids")
+_REMEMBERED_CHARS_MAX = 512
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -64,19 +68,42 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def check(self, block_count: int) -> None:
         """RequestError names what no producer would have given."""
-        _check_texts(self, ("host", "incarnation", "lease_id"))
-        if not 0 < self.port <= PORT_MAX:
-            raise RequestError(f"ticket: remote_port {self.port} is not in 1..{PORT_MAX}")
-        if not is_host(self.host):
-            raise RequestError(f"ticket: remote_host {self.host[:80]!a} is no host to connect to")
-        if not is_name(self.incarnation, _NAME_CHARS_MAX):
-            raise RequestError(f"ticket: incarnation {self.incarnation[:80]!a} is no name")
+        if set(map(type, (self.host, self.incarnation, self.lease_id))) != {str}:
+            _refuse_texts(self, ("host", "incarnation", "lease_id"))
+        if len(self.host) + len(self.incarnation) > _REMEMBERED_CHARS_MAX:
+            _check_place.__wrapped__(self.host, self.port, self.incarnation)
+        _check_place(self.host, self.port, self.incarnation)
         if self.lease_id and (not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID):
             raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
         if self.seal_index < 0 or not math.isfinite(self.expires_s):
             raise RequestError(f"ticket: seal_index {self.seal_index}, expires_s {self.expires_s}")
         if self.block_ids is not None and len(self.block_ids) != block_count:
             raise RequestError(f"ticket: {block_count} blocks, but {len(self.block_ids)} of tp_rank {self.tp_rank}")
+
+
+@lru_cache(maxsize=1024)  # engines have few ranks, and each ticket names one of them again
+def _check_place(host: str, port: int, incarnation: str) -> None:
+    if not 0 < port <= PORT_MAX:
+        raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
+    if not is_host(host):
+        raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
+    if not is_name(incarnation, _NAME_CHARS_MAX):
+        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+
+
+@lru_cache(maxsize=1024)  # as above
+def _check_engine(engine_id: str, dp_rank: int, parallelism: Parallelism) -> None:
+    for name in ("tp_size", "pp_size"):
+        if not 0 < (size := getattr(parallelism, name)) <= RANKS_MAX:
+            raise RequestError(f"ticket: {name} {size} is not in 1..{RANKS_MAX}")
+    if not is_name(engine_id, _NAME_CHARS_MAX):
+        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
+    if dp_rank < 0:
+        raise RequestError(f"ticket: dp_rank {dp_rank}")
+    block_size, kv_heads, model_kv_heads = parallelism[2:]
+    if min(block_size, kv_heads) < 1 or model_kv_heads < 0:
+        sizes = f"block_size {block_size}, kv_heads {kv_heads}, model_kv_heads {model_kv_heads}"
+        raise RequestError(f"ticket: {sizes}")
 
 
 class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,9 +179,9 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def address(self) -> str:
         return self.first.address
 
-    @property
+    @cached_property
     def parallelism(self) -> Parallelism:
-        """How its engine is cut."""
+        """How its engine is divided into ranks."""
         return Parallelism(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
 
     @cached_property
@@ -165,7 +192,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def _leases(self) -> dict[tuple[int, int], RankLease]:
         """By (pp_rank, tp_rank)."""
-        return {(lease.pp_rank, lease.tp_rank): lease for lease in self.ranks}
+        return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
         """The lease of that rank, if the ticket names it."""
@@ -311,20 +338,22 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         self.typed()._check_values()
 
     def _check_values(self) -> None:
-        _check_texts(self, ("engine_id", "request_id", "traceparent", "prompt_digest"))
-        for name, size in (("tp_size", self.tp_size), ("pp_size", self.pp_size)):
-            if not 0 < size <= RANKS_MAX:
-                raise RequestError(f"ticket: {name} {size} is not in 1..{RANKS_MAX}")
-        if not is_name(self.engine_id, _NAME_CHARS_MAX):
-            raise RequestError(f"ticket: remote_engine_id {self.engine_id[:80]!a} is no name")
-        if not 0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX or not encodes(self.request_id):
+        if (
+            not type(self.engine_id)
+            is type(self.request_id)
+            is type(self.traceparent)
+            is type(self.prompt_digest)
+            is str
+        ):
+            _refuse_texts(self, ("engine_id", "request_id", "traceparent", "prompt_digest"))
+        if len(self.engine_id) > _REMEMBERED_CHARS_MAX:
+            _check_engine.__wrapped__(self.engine_id, self.dp_rank, self.parallelism)
+        _check_engine(self.engine_id, self.dp_rank, self.parallelism)
+        utf8 = self.request_id.isascii() or encodes(self.request_id)
+        if not 0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX or not utf8:
             raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
-        if self.num_tokens < 0 or not 0 < self.ttl_s < math.inf or self.dp_rank < 0:
-            raise RequestError(f"ticket: num_tokens {self.num_tokens}, ttl_s {self.ttl_s}, dp_rank {self.dp_rank}")
-        if min(self.block_size, self.kv_heads) < 1 or self.model_kv_heads < 0:
-            raise RequestError(
-                f"ticket: block_size {self.block_size}, kv_heads {self.kv_heads}, model_kv_heads {self.model_kv_heads}"
-            )
+        if self.num_tokens < 0 or not 0 < self.ttl_s < math.inf:
+            raise RequestError(f"ticket: num_tokens {self.num_tokens}, ttl_s {self.ttl_s}")
         if self.traceparent and not _TRACEPARENT.fullmatch(self.traceparent):
             raise RequestError(f"ticket: traceparent {self.traceparent[:80]!a} is no W3C trace context")
         if not _PROMPT_DIGEST.fullmatch(self.prompt_digest):
@@ -344,17 +373,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
     """The ticket, checked; RequestError names what is wrong with it, before much work is done for what is too large."""
     if isinstance(ticket, Ticket):
-        count = checks.answer(lambda: _block_ids_of(ticket)) or 0  # what cannot be counted has a type that is wrong
-    else:
-        plain = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
-        count = _check_sizes(plain)
-    _check_count(count, block_ids_max)
-    if isinstance(ticket, Ticket):
+        _check_count(checks.answer(partial(_block_ids_in, ticket)) or 0, block_ids_max)  # None: a type that is wrong
         read = ticket.typed()
         read._check_values()
-    else:
-        read = Ticket._from_checked(plain)
-        _check_count(_block_ids_of(read), block_ids_max)  # once more: mappings within it that are no dicts
+        return read
+    plain = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
+    _check_count(_check_sizes(plain), block_ids_max)
+    read = Ticket._from_checked(plain)
+    _check_count(_block_ids_in(read), block_ids_max)  # once more: mappings within it that are no dicts
     return read
 
 
@@ -363,8 +389,8 @@ def _check_count(count: int, most: int) -> None:
         raise RequestError(f"ticket: {count} block ids in all, at most {most} (block_ids_max)")
 
 
-def _block_ids_of(ticket: Ticket) -> int:
-    return len(ticket.block_ids) + sum(len(rank.block_ids or ()) for rank in ticket.ranks)
+def _block_ids_in(ticket: Ticket) -> int:
+    return len(ticket.block_ids) + sum(map(len, filter(None, map(_BLOCK_IDS_OF, ticket.ranks))))
 
 
 def _check_sizes(params: Any) -> int:
@@ -372,26 +398,23 @@ def _check_sizes(params: Any) -> int:
 
     RequestError if there are more ranks or fields than can be right: reading them would take long.
     """
-    count = _check_part(params, "remote_block_ids")
     extra = dict.get(params, "kvflow") if isinstance(params, dict) else None
-    _check_part(extra, "")
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
-    if isinstance(ranks, list | tuple):
-        if len(ranks) > RANKS_MAX:
-            raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
-        for rank in ranks:
-            count += _check_part(rank, "block_ids")
+    ranks = ranks if isinstance(ranks, list | tuple) else ()
+    if len(ranks) > RANKS_MAX:
+        raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
+    count = 0
+    for part, name in ((params, "remote_block_ids"), (extra, ""), *zip(ranks, itertools.repeat("block_ids"))):
+        if not isinstance(part, dict):
+            continue
+        if dict.__len__(part) > _FIELDS_MAX:
+            raise RequestError(f"ticket: {dict.__len__(part)} fields in one dict, at most {_FIELDS_MAX}")
+        found = dict.get(part, name)
+        if type(found) is list or type(found) is tuple:
+            count += len(found)
+        elif isinstance(found, list | tuple | set | frozenset):
+            count += checks.answer(found.__len__) or 0
     return count
-
-
-def _check_part(part: Any, name: str) -> int:
-    """The length of the list that a dict has under this name, if there is one."""
-    if not isinstance(part, dict):
-        return 0
-    if dict.__len__(part) > _FIELDS_MAX:
-        raise RequestError(f"ticket: {dict.__len__(part)} fields in one dict, at most {_FIELDS_MAX}")
-    found = dict.get(part, name)
-    return checks.answer(lambda: len(found)) or 0 if isinstance(found, list | tuple | set | frozenset) else 0
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -447,8 +470,8 @@ def _value_at(message: str, given: Any) -> Any:
     return given
 
 
-def _check_texts(struct: Ticket | RankLease, names: Sequence[str]) -> None:
-    """RequestError unless they are Python's own: no message can carry a class of somebody else's."""
+def _refuse_texts(struct: Ticket | RankLease, names: Sequence[str]) -> None:
+    """RequestError for the first that is not Python's own: no message can carry a class of somebody else's."""
     for name in names:
         value = getattr(struct, name)
         if type(value) is not str:

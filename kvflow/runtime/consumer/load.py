@@ -1,21 +1,22 @@
-"""A load as its caller sees it: the request, the handle, the report, and the counts of all. `loading` does them."""
+"""A load as its caller sees it: the request, the handle, the report, and the counts of all. `loader` does them."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, UsageError
-from kvflow.runtime.consumer.read_queue import InFlight
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.own_loop import require_loop
-from kvflow.runtime.producer.lease import checked_request_id
 
+PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
+_USUAL_PRIORITY = 0
 _NAME_CHARS_MAX = 512
 
 
@@ -43,17 +44,35 @@ def checked_load_request(request: object, config: Config) -> LoadRequest:
 
     RequestError names what cannot be right whatever the ticket and the cache are.
     """
+    if type(request) is LoadRequest and type(request.request_id) is str and type(request.block_ids) in (list, tuple):
+        plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= config.request_id_chars_max
+        plain_ids = len(request.block_ids) <= config.block_ids_max
+        if plain_id and plain_ids and request.deadline_s is None and request.priority is _USUAL_PRIORITY:
+            return request  # the usual case, in few steps
     given = checks.instance(request, LoadRequest, "load_blocks")
-    request_id = checked_request_id(given.request_id, config)
+    request_id = checks.request_id(given.request_id, config.request_id_chars_max)
     try:
         checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
         deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
         priority = checks.whole(given.priority, "priority")
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
-    if request_id is given.request_id and deadline_s is given.deadline_s and priority is given.priority:
-        return given  # the usual case, quicker than to make another one
     return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt)
+
+
+class Stopwatch:
+    """Which phase a load is in, and how long each took. A phase can be entered again: `queued` is, for every permit."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.phase = "queued"
+        self._now_s = clock.now_s
+        self._since_s = clock.now_s()
+
+    def enter(self, phase: str) -> None:
+        now_s = self._now_s()
+        self.seconds[self.phase] += now_s - self._since_s
+        self.phase, self._since_s = phase, now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +97,7 @@ class LoadReport:
 
 
 class Bytes(Protocol):
-    """What a load has posted: `transfer.Transfer`."""
+    """What a load has posted: `flight.Flight`."""
 
     @property
     def safe(self) -> bool: ...
@@ -178,6 +197,14 @@ def request_name(request: LoadRequest) -> str:
     """The id of a request that may hold anything, as messages and records may show it."""
     named = checks.answer(lambda: request.request_id)
     return named[:_NAME_CHARS_MAX] if type(named) is str and checks.encodes(named) else checks.shown(named)
+
+
+class InFlight(NamedTuple):
+    """What is bounded of reads: the amount of their permits."""
+
+    bytes: int
+    descriptors: int
+    reads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from kvflow.config import Config
 from kvflow.core.protocol import messages
+from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.peers.reach import Source
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.world import Clock, Timer
 from kvflow.transport.base import AgentName, Transport
 
 _PAUSE_LEAST_S = 0.01  # whatever a ticket says

@@ -1,16 +1,17 @@
-"""How the bytes of a load get where they belong: straight, through scratch memory, or through host buffers.
+"""Routes: where the bytes of a load go. Straight, through scratch memory, or through host buffers.
 
-Most loads are read straight into the cache. What cannot be is cut into groups of whole blocks of both sides, in prompt
-order, and each group is a batch (`transfer.Batch`): it takes the buffers it needs, reads from every rank, and copies
-when all reads have landed. While one batch is copied others are read.
+Most loads are read straight into the cache. What cannot be is cut into spans of the prompt, whole blocks of both sides,
+and each span is a copy group (`flight.CopyGroup`): it takes the buffers it needs, reads from every rank, and copies
+when all reads have landed. While one group is copied others are read.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,21 +22,17 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
-from kvflow.runtime.consumer.flight import CopyFailed, CopyGroup, Read, Stream
+from kvflow.runtime.consumer.flight import CopyFailed, CopyGroup, Read, SourceRead
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRead:
-    """What a load reads from one rank: where from, how, and the chunks with that rank's block ids."""
+class _Part(NamedTuple):
+    """What a load reads from one rank, and how to get at it through scratch memory; None reads it straight."""
 
-    stream: Stream
-    block_map: BlockMap
+    source: SourceRead
     permutation: Permutation | None
-    """How to get at it through scratch memory; None reads it straight."""
-    chunks: tuple[Chunks, ...]
 
 
 class Route:
@@ -61,7 +58,7 @@ class Route:
         """How blocks of a peer are permuted, if they ever may be; to be made once per peer."""
         if block_map is None or block_map.opaque or self._config.scratch == "never":
             return None
-        if len(block_map.groups(block_map.chunk_tokens)[0].local_offsets) == 1 and self._config.scratch == "auto":
+        if len(block_map.groups[block_map.chunk_tokens][0].local_offsets) == 1 and self._config.scratch == "auto":
             return None  # every block is one piece already
         caches, layout = self._kv_caches, self._layout
         if self._staging is not None:
@@ -69,74 +66,77 @@ class Route:
         whole_blocks = WholeBlocks(remote, block_map.heads, [theirs for _, theirs in block_map.places])
         return Permutation(caches, layout, block_map, whole_blocks, remote.parts)
 
-    def batches(self, parts: Sequence[SourceRead], local_ids: BlockIds) -> AsyncGenerator[CopyGroup, None]:
-        """Everything to read for a load into `local_ids`, in batches that take buffers when they are asked for."""
-        parts = [part if self._scratch_pays(part) else _straightened(part) for part in parts]
-        if self._staging is None and not any(part.permutation or part.stream.staged for part in parts):
-            return _straight(_in_turn([self._slices(part, part.chunks, 0) for part in parts]))
-        cut = Grouping(parts, self._staging)
-        if not cut.fits(self._scratch.slot_bytes):
-            parts = [_straightened(part) for part in parts]
-            cut = Grouping(parts, self._staging)
-        return self._grouped(parts, cut, local_ids)
+    def groups(
+        self, sources: Sequence[SourceRead], permutations: Sequence[Permutation | None], local_ids: BlockIds
+    ) -> AsyncGenerator[CopyGroup, None]:
+        """Everything to read for a load into `local_ids`, in groups that take buffers when they are asked for."""
+        parts = list(map(_Part, sources, permutations))
+        if any(permutations):
+            parts = [part if self._scratch_pays(part) else _Part(part.source, None) for part in parts]
+        through_scratch = any(part.permutation for part in parts)
+        if self._staging is None and not through_scratch and not any(source.staged for source in sources):
+            return _straight([self._slices(source, source.chunks, 0) for source in sources])
+        grouping = Grouping(parts, self._staging)
+        if not grouping.fits(self._scratch.slot_bytes):
+            parts = [_Part(source, None) for source in sources]
+            grouping = Grouping(parts, self._staging)
+        return self._grouped(parts, grouping, local_ids)
 
-    def _scratch_pays(self, part: SourceRead) -> bool:
+    def _scratch_pays(self, part: _Part) -> bool:
         """Whether it is better to read a rank's blocks through scratch memory."""
         permutation = part.permutation
         if permutation is None:
             return False
         if self._config.scratch == "always":
             return True
-        chunks = sum(map(len, part.chunks))
-        remote_blocks = -(-chunks * part.block_map.chunk_tokens // permutation.whole_blocks.rows.tokens)
+        block_map = part.source.block_map
+        chunks = sum(map(len, part.source.chunks))
+        remote_blocks = -(-chunks * block_map.chunk_tokens // permutation.whole_blocks.rows.tokens)
         batches = -(-remote_blocks * permutation.whole_blocks.block_bytes // self._scratch.slot_bytes)
-        return prefer_scratch(
-            part.block_map, permutation.whole_blocks, chunks=chunks, blocks=remote_blocks, batches=batches
-        )
+        return prefer_scratch(block_map, permutation.whole_blocks, chunks=chunks, blocks=remote_blocks, batches=batches)
 
-    def _slices(self, part: SourceRead, chunks: Sequence[Chunks], missing_max: int) -> Iterator[Read]:
+    def _slices(self, source: SourceRead, chunks: Sequence[Chunks], not_staged_max: int) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
-        seal = part.stream.seal
-        head: Piece | None = seal.piece if seal.carried and part.stream.fetching is None else None
+        head: Piece | None = source.seal if source.carries_seal and not source.freshness.asked else None
         for descriptors in plan_slices(
-            part.block_map,
+            source.block_map,
             chunks,
             bytes_max=self._config.slice_bytes_max,
             descriptors_max=self._config.slice_descriptors_max,
             head=head,
         ):
-            yield Read(part.stream, descriptors, missing_max, head is not None)
+            yield Read(source, descriptors, not_staged_max, head is not None)
             head = None
 
     async def _grouped(
-        self, parts: Sequence[SourceRead], cut: Grouping, local_ids: BlockIds
+        self, parts: Sequence[_Part], grouping: Grouping, local_ids: BlockIds
     ) -> AsyncGenerator[CopyGroup, None]:
-        """Batches of whole blocks of both sides."""
-        units = cut.units(self._config.slice_bytes_max, self._scratch.slot_bytes)
-        for group in cut.groups(local_ids, units):
-            yield await self._group(parts, group)
+        """Groups of whole blocks of both sides."""
+        units = grouping.units(self._config.slice_bytes_max, self._scratch.slot_bytes)
+        for span in grouping.spans(local_ids, units):
+            yield await self._group(parts, span)
 
-    async def _group(self, parts: Sequence[SourceRead], group: PromptSpan) -> CopyGroup:
+    async def _group(self, parts: Sequence[_Part], span: PromptSpan) -> CopyGroup:
         """Take the buffers of one group and say what to do with it. Gives them back if it is cancelled meanwhile."""
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:
-            host_ids = await self._take_host_blocks(group, releases)
+            host_ids = await self._take_host_blocks(span, releases)
             slot: ScratchBuffer | None = None
             reads: list[Read] = []
             offset = 0
             for part in parts:
-                chunks = [_moved(some, group.local_ids, host_ids) for some in group.chunks_of(part)]
-                missing_max = group.missing_max(part)
+                chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part.source)]
+                not_staged_max = span.not_staged_max(part.source)
                 if part.permutation is None:
-                    reads += self._slices(part, chunks, missing_max)
+                    reads += self._slices(part.source, chunks, not_staged_max)
                     continue
                 if slot is None:
                     slot = await self._scratch.take()
                     releases.append(partial(self._scratch.give_back, slot))
                 for some in filter(len, chunks):
                     plan = part.permutation.plan(some, slot, offset)
-                    reads.append(Read(part.stream, plan.descriptors, missing_max))
+                    reads.append(Read(part.source, plan.descriptors, not_staged_max))
                     jobs.append(plan.permute)
                     offset += plan.size_bytes
         except BaseException:
@@ -144,18 +144,18 @@ class Route:
             raise
         if host_ids is not None:
             assert self._staging is not None
-            jobs.append(partial(self._staging.to_device, group.local_ids, host_ids))
+            jobs.append(partial(self._staging.to_device, span.local_ids, host_ids))
         return CopyGroup(reads, partial(_run_all, jobs) if jobs else None, partial(_run_all, releases))
 
-    async def _take_host_blocks(self, group: PromptSpan, releases: list[Callable[[], None]]) -> BlockIds | None:
+    async def _take_host_blocks(self, span: PromptSpan, releases: list[Callable[[], None]]) -> BlockIds | None:
         """Host blocks for a group; a block that is not filled to its end is fetched first, so that its rest stays."""
         if self._staging is None:
             return None
-        host_ids = await self._staging.pool.take(len(group.local_ids))
+        host_ids = await self._staging.pool.take(len(span.local_ids))
         releases.append(partial(self._staging.pool.give_back, host_ids))
-        if group.partly_filled:
+        if span.partly_filled:
             fetching = asyncio.ensure_future(
-                self._copier.run(partial(self._staging.to_host, group.local_ids[-1:], host_ids[-1:]))
+                self._copier.run(partial(self._staging.to_host, span.local_ids[-1:], host_ids[-1:]))
             )
             try:
                 await asyncio.shield(fetching)
@@ -180,14 +180,14 @@ class PromptSpan:
     def partly_filled(self) -> bool:
         return self.stop_token > self.offered_tokens
 
-    def chunks_of(self, part: SourceRead) -> Iterator[Chunks]:
-        size = part.block_map.chunk_tokens
-        for some in part.chunks:
+    def chunks_of(self, source: SourceRead) -> Iterator[Chunks]:
+        size = source.block_map.chunk_tokens
+        for some in source.chunks:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
 
-    def missing_max(self, part: SourceRead) -> int:
-        """How many of the lease's blocks may still be missing at a staged rank."""
-        size = part.block_map.remote.block.tokens
+    def not_staged_max(self, source: SourceRead) -> int:
+        """How many of the lease's blocks a staged rank need not have staged yet."""
+        size = source.block_map.remote.block.tokens
         offered = -(-self.offered_tokens // size)
         return max(offered - -(-self.stop_token // size), 0)
 
@@ -195,19 +195,19 @@ class PromptSpan:
 class Grouping:
     """How a load is cut into groups: by units of the larger block where whole remote blocks are read, else by ours."""
 
-    def __init__(self, parts: Sequence[SourceRead], staging: HostBuffers | None) -> None:
-        self._local_tokens = parts[0].block_map.local.block.tokens
-        remote_tokens = parts[0].block_map.remote.block.tokens
+    def __init__(self, parts: Sequence[_Part], staging: HostBuffers | None) -> None:
+        self._local_tokens = parts[0].source.block_map.local.block.tokens
+        remote_tokens = parts[0].source.block_map.remote.block.tokens
         self._unit = (
             max(self._local_tokens, remote_tokens) if any(part.permutation for part in parts) else self._local_tokens
         )
         self._host_blocks = None if staging is None else staging.pool.size
         self._last = max(
-            (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
+            (some.first + len(some) - 1) * part.source.block_map.chunk_tokens + some.tokens
             for part in parts
-            for some in part.chunks
+            for some in part.source.chunks
         )
-        self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * self._unit
+        self._unit_bytes = sum(part.source.block_map.token_size_bytes for part in parts) * self._unit
         self.scratch_bytes = sum(
             part.permutation.whole_blocks.block_bytes * (self._unit // remote_tokens)
             for part in parts
@@ -234,8 +234,8 @@ class Grouping:
             units = min(units, self._host_blocks // (2 * self.local_blocks))
         return max(units, 1)
 
-    def groups(self, local_ids: BlockIds, units: int) -> Iterator[PromptSpan]:
-        """Groups in prompt order; `local_ids` end with the block of the last token."""
+    def spans(self, local_ids: BlockIds, units: int) -> Iterator[PromptSpan]:
+        """Spans in prompt order; `local_ids` end with the block of the last token."""
         blocks = -(-self._last // self._local_tokens)
         first_block = blocks - len(local_ids)
         step = units * self._unit
@@ -246,11 +246,6 @@ class Grouping:
             end = stop // self._local_tokens - first_block
             yield PromptSpan(local_ids[begin:end], start, stop, self._last)
             start += step
-
-
-def _straightened(part: SourceRead) -> SourceRead:
-    """The same, not through scratch memory."""
-    return part if part.permutation is None else replace(part, permutation=None)
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:
@@ -277,16 +272,8 @@ def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
         job()
 
 
-async def _straight(reads: Iterator[Read]) -> AsyncGenerator[CopyGroup, None]:
-    for read in reads:
-        yield CopyGroup((read,))
-
-
-def _in_turn(reads: Sequence[Iterator[Read]]) -> Iterator[Read]:
+async def _straight(reads: Sequence[Iterator[Read]]) -> AsyncGenerator[CopyGroup, None]:
     """One read of each rank after the other, so that all of them are busy."""
-    if len(reads) == 1:
-        yield from reads[0]
-        return
     waiting = list(reads)
     while waiting:
         for some in list(waiting):
@@ -294,4 +281,4 @@ def _in_turn(reads: Sequence[Iterator[Read]]) -> Iterator[Read]:
             if read is None:
                 waiting.remove(some)
             else:
-                yield read
+                yield CopyGroup((read,))

@@ -13,8 +13,8 @@ from kvflow.config import Config
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.clock import RemoteClock
 from kvflow.errors import ProtocolError
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.peers.link import Address
-from kvflow.runtime.world import Clock
 
 logger = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from kvflow.errors import (
     ProtocolError,
 )
 from kvflow.runtime.channel.protocol import SideChannel
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.link import Address, Connection, Connections, LocalRank
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, TransportError
 
 logger = logging.getLogger(__name__)

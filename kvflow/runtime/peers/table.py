@@ -32,13 +32,13 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
 )
+from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.context import Spawn
 from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.contacts import FirstContacts, overloaded, patience_s
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.link import Address, Connection, Connections
 from kvflow.runtime.peers.peer import LIVES_MAX, Handshake, Peer, expendable
-from kvflow.runtime.world import Clock, Timer
 
 T = TypeVar("T")
 

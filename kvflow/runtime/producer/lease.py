@@ -47,7 +47,7 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
     RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
     """
     given = checks.instance(request, ServeRequest, "serve_blocks")
-    request_id = checked_request_id(given.request_id, config)
+    request_id = checks.request_id(given.request_id, config.request_id_chars_max)
     try:
         checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
         return ServeRequest(
@@ -61,14 +61,6 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
         )
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
-
-
-def checked_request_id(request_id: object, config: Config) -> str:
-    """A request's id; RequestError unless it is a text of 1 to Config.request_id_chars_max characters."""
-    plain = checks.text(request_id, "request_id")
-    if not 0 < len(plain) <= config.request_id_chars_max:
-        raise RequestError(f"request_id: expected 1 to {config.request_id_chars_max} characters, got {plain[:40]!r}")
-    return plain
 
 
 class LeaseOutcome(enum.StrEnum):

@@ -40,11 +40,11 @@ from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.seals import SealTable
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
+from kvflow.runtime.clock import Clock, Timer
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, checked_serve_request
 from kvflow.runtime.records import LeaseRecord, Observers
-from kvflow.runtime.world import Clock, Timer
 
 logger = logging.getLogger(__name__)
 

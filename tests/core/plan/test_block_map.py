@@ -67,7 +67,7 @@ def test_any_two_tables_are_paired_region_by_region(
         for region in range(len(here))
         for mine, theirs in zip(local_ids[:count], remote_ids[:count], strict=True)
     ]
-    plan = plan_read(pair_whole(here, there).groups(1), whole_blocks(local_ids[:count], remote_ids[:count], 1))
+    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks(local_ids[:count], remote_ids[:count], 1))
     expected = bytes_of([(mine, theirs, here.block_size_bytes) for mine, theirs in wanted])
     assert sorted(bytes_of(rows(plan))) == sorted(expected)
 
@@ -82,7 +82,7 @@ def test_layers_are_paired_by_their_place_in_the_model() -> None:
     case = Sides(local=local.recipe, remote=remote.recipe, local_start=0, remote_start=0, heads=2)
     block_map = pair_sides(case, local, remote)
     assert block_map.places == ((0, 2), (2, 0))
-    copies = rows(plan_read(block_map.groups(4), whole_blocks([5], [1], 4)))
+    copies = rows(plan_read(block_map.groups[4], whole_blocks([5], [1], 4)))
     assert sorted(copies) == sorted(
         (local.block(ours, part, 5).data_ptr(), remote.block(theirs, part, 1).data_ptr(), 4 * 2 * 8)
         for ours, theirs in ((0, 2), (2, 0))
@@ -102,7 +102,7 @@ def test_the_bytes_of_a_token_are_those_of_the_common_layers_and_heads() -> None
         )
         block_map = pair_sides(case, Cache(case.local), Cache(case.remote))
         assert block_map.token_size_bytes == 2 * 2 * 8
-        assert sum(pairs.chunk_size_bytes for pairs in block_map.groups(3)) == 3 * 2 * 2 * 8
+        assert sum(pairs.chunk_size_bytes for pairs in block_map.groups[3]) == 3 * 2 * 2 * 8
 
 
 @settings(max_examples=200)
@@ -117,7 +117,7 @@ def test_a_block_map_knows_its_size(case: Sides, data: st.DataObject) -> None:
     half = local.infer().kv_head_size * case.local.dtype.itemsize
     assert block_map.token_size_bytes == len(common) * local.kv_count * case.heads * half
     tokens = data.draw(st.integers(1, block_map.chunk_tokens))
-    groups = block_map.groups(tokens)
+    groups = block_map.groups[tokens]
     assert sum(pairs.chunk_size_bytes for pairs in groups) == tokens * block_map.token_size_bytes
     plan = plan_read(groups, whole_blocks([0], [0], tokens))
     assert len(plan) == sum(pairs.pieces for pairs in groups)
@@ -154,13 +154,13 @@ def test_neighbours_in_both_caches_are_fused(local: Recipe, remote: Recipe, expe
     for ours, theirs in ((local, remote), (remote, local)):
         case = Sides(local=ours, remote=theirs, local_start=0, remote_start=0, heads=2)
         block_map = pair_sides(case, Cache(ours), Cache(theirs))
-        assert pair_count(block_map.groups(4)) == expected
+        assert pair_count(block_map.groups[4]) == expected
 
 
 def test_a_tail_is_not_fused() -> None:
     """Behind the first tokens of K the rest of K comes, and then V."""
     block_map = pair(Cache(BLOCKS_TOGETHER), Cache(BLOCKS_TOGETHER))
-    assert [pair_count(block_map.groups(tokens)) for tokens in (1, 3, 4)] == [6, 6, 1]
+    assert [pair_count(block_map.groups[tokens]) for tokens in (1, 3, 4)] == [6, 6, 1]
 
 
 def test_a_head_slice_is_not_fused_beyond_itself() -> None:
@@ -169,7 +169,7 @@ def test_a_head_slice_is_not_fused_beyond_itself() -> None:
     for heads, expected in ((HeadSlice(1, 1, 1), 6), (HeadSlice(0, 0, 2), 1)):
         here, there = regions_of(Cache(hnd)), regions_of(Cache(hnd))
         block_map = BlockMap(here, there, heads=heads, local_layers=(0, 1, 2), remote_layers=(0, 1, 2))
-        assert pair_count(block_map.groups(4)) == expected
+        assert pair_count(block_map.groups[4]) == expected
 
 
 def test_layers_are_fused_whatever_the_order_of_their_names() -> None:
@@ -180,7 +180,7 @@ def test_layers_are_fused_whatever_the_order_of_their_names() -> None:
 
     (keep_here, here), (keep_there, there) = cache(), cache()
     assert len(map_spans(keep_here)) == len(map_spans(keep_there)) == 1
-    assert pair_count(pair_whole(here, there).groups(4)) == 1
+    assert pair_count(pair_whole(here, there).groups[4]) == 1
 
 
 def test_layers_in_another_order_of_memory_are_not_fused() -> None:
@@ -191,7 +191,7 @@ def test_layers_in_another_order_of_memory_are_not_fused() -> None:
     here = {"a": rows_of_blocks[:, 1].transpose(0, 1), "b": rows_of_blocks[:, 0].transpose(0, 1)}
     layout = Cache(RECIPE).infer()
     layout = replace(layout, layer_names=("a", "b"), layer_indices=(0, 1), num_blocks=5, dtype="float32", itemsize=4)
-    groups = pair_whole(map_regions(layout, here), map_regions(layout, there)).groups(4)
+    groups = pair_whole(map_regions(layout, here), map_regions(layout, there)).groups[4]
     assert [pairs.piece_size for pairs in groups for _ in range(len(pairs))] == [2 * 4 * 2 * 8 * 4] * 2
 
 
@@ -200,7 +200,7 @@ def test_regions_of_different_strides_are_in_different_groups() -> None:
     tight, loose = torch.zeros(5, 4, 2, 8), torch.zeros(5, 5, 2, 8)[:, :4]
     caches = {"l0": (tight, loose), "l1": (torch.zeros(5, 4, 2, 8), torch.zeros(5, 4, 2, 8))}
     regions = map_regions(CacheLayout.infer(caches, order="NHD", block_size=4), caches)
-    groups = pair_whole(regions, regions).groups(4)
+    groups = pair_whole(regions, regions).groups[4]
     assert sorted((pairs.local_stride, len(pairs)) for pairs in groups) == [(256, 3), (320, 1)]
 
 
@@ -211,7 +211,7 @@ def test_k_and_v_of_a_head_together_keep_the_stride_of_their_layer() -> None:
     there, here = (
         map_regions(CacheLayout.infer(caches, order="NHD", block_size=4), caches) for caches in (both, apart)
     )
-    copies = rows(plan_read(pair_whole(here, there).groups(4), whole_blocks([4], [3], 4)))
+    copies = rows(plan_read(pair_whole(here, there).groups[4], whole_blocks([4], [3], 4)))
     assert sorted(copies) == sorted(
         (apart[name][kv][4, token, head].data_ptr(), both[name][3, token, head, 4 * kv :].data_ptr(), 4 * 4)
         for name in both
@@ -289,7 +289,7 @@ def test_a_chunk_is_as_few_pieces_as_both_memories_allow(
 ) -> None:
     local_start, remote_start, count = heads
     case = Sides(local=local, remote=remote, local_start=local_start, remote_start=remote_start, heads=count)
-    groups = pair_sides(case, Cache(local), Cache(remote)).groups(tokens)
+    groups = pair_sides(case, Cache(local), Cache(remote)).groups[tokens]
     assert sum(pairs.pieces for pairs in groups) == expected
     assert sum(pairs.chunk_size_bytes for pairs in groups) == tokens * count * 8 * (1 if local is LATENT else 2)
 
@@ -322,8 +322,8 @@ def test_opaque_blocks_are_read_whole_however_far_they_are_filled() -> None:
             opaque=True,
         )
         for tokens in (1, 7, 16):
-            groups = block_map.groups(tokens)
-            assert groups is block_map.groups(16)
+            groups = block_map.groups[tokens]
+            assert groups is block_map.groups[16]
             assert [pairs.piece_size for pairs in groups] == [here.infer().region_block_size_bytes]
             copies = rows(plan_read(groups, whole_blocks([2, 0], [1, 2], tokens)))
             assert sorted(copies) == sorted(
@@ -352,7 +352,7 @@ def large_regions(blocks: int, layers: int = 80, tokens: int = 16, heads: int = 
 
 def test_the_cost_of_a_peer_does_not_grow_with_its_blocks() -> None:
     def footprint(blocks: int) -> int:
-        groups = pair_whole(large_regions(blocks), large_regions(blocks)).groups(16)
+        groups = pair_whole(large_regions(blocks), large_regions(blocks)).groups[16]
         values = [getattr(pairs, field.name) for pairs in groups for field in fields(pairs)]
         return sum(value.nbytes for value in values if isinstance(value, np.ndarray))
 
@@ -365,8 +365,8 @@ def test_block_map_takes_no_memory_for_blocks_not_even_for_a_moment() -> None:
         tracemalloc.start()
         try:
             block_map = pair_whole(here, there)
-            block_map.groups(16)
-            block_map.groups(5)
+            block_map.groups[16]
+            block_map.groups[5]
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -383,16 +383,16 @@ def test_the_lengths_of_tails_do_not_add_up() -> None:
     tracemalloc.start()
     try:
         for tokens in range(1, 2049):
-            (pairs,) = block_map.groups(tokens)
+            (pairs,) = block_map.groups[tokens]
             assert len(pairs.local_offsets) == tokens
         kept_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert kept_bytes < 4 << 20  # all of them would be 32 MiB
-    assert block_map.groups(77) is block_map.groups(77)
+    assert block_map.groups[77] is block_map.groups[77]
 
 
 def test_devices_are_those_of_the_regions() -> None:
     here = large_regions(10)
     block_map = pair_whole(here, replace(here, device=Device("cuda", 3)))
-    assert [(pairs.local_device, pairs.remote_device) for pairs in block_map.groups(16)] == [(CPU, Device("cuda", 3))]
+    assert [(pairs.local_device, pairs.remote_device) for pairs in block_map.groups[16]] == [(CPU, Device("cuda", 3))]

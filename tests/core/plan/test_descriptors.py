@@ -191,7 +191,7 @@ def test_every_wanted_byte_arrives_and_no_other_byte_changes(case: Case, seed: i
     local.fill(seed)
     remote.fill(seed + 1)
     remote_before, local_before = remote.snapshot(), local.snapshot()
-    plan = plan_read(pair(local, remote).groups(case.local.tokens), case.chunks)
+    plan = plan_read(pair(local, remote).groups[case.local.tokens], case.chunks)
     reference = slow_plan(local, remote, case.local_ids, case.remote_ids)
     assert sorted(bytes_of(rows(plan))) == sorted(bytes_of(reference))
 
@@ -210,7 +210,7 @@ def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: in
     cache = Cache(recipe)
     spans = map_spans(cache.tensors)
     assert len(spans) == recipe.layers
-    plan = plan_read(pair(cache, Cache(recipe)).groups(4), whole_blocks([0], [0], 4))
+    plan = plan_read(pair(cache, Cache(recipe)).groups[4], whole_blocks([0], [0], 4))
     for mine, _, size in rows(plan):
         assert inside_one(spans, mine, size)
 
@@ -219,7 +219,7 @@ def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: in
 @given(case=cases())
 def test_a_plan_is_never_longer_than_the_slow_one_and_writes_no_byte_twice(case: Case) -> None:
     local, remote = Cache(case.local), Cache(case.remote)
-    plan = plan_read(pair(local, remote).groups(case.local.tokens), case.chunks)
+    plan = plan_read(pair(local, remote).groups[case.local.tokens], case.chunks)
     assert len(plan) <= len(slow_plan(local, remote, case.local_ids, case.remote_ids))
     assert plan.size_bytes == len(case.local_ids) * local.infer().block_size_bytes
     targets = [mine for mine, _ in bytes_of(rows(plan))]
@@ -470,7 +470,7 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
         device=CPU,
     )
     there = replace(here, bases=here.bases + np.uint64(1 << 50), device=Device("cuda", 3))
-    plan = plan_read(pair_whole(here, there).groups(1), whole_blocks([999, 3], [7, 998], 1))
+    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks([999, 3], [7, 998], 1))
     assert (plan.local_device, plan.remote_device) == (here.device, there.device)
     for column in (plan.local, plan.remote, plan.sizes):
         assert column.dtype == np.uint64
@@ -516,7 +516,7 @@ def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, par
     else:
         here = replace(there, bases=np.array([4096], dtype=np.uint64), strides=np.array([8192], dtype=np.uint64))
         expected = [(4096, base + stride, 4096), (4096 + 8192, base, 4096)]
-    plan = plan_read(pair_whole(here, there).groups(1), whole_blocks([0, 1], [1, 0], 1))
+    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks([0, 1], [1, 0], 1))
     assert sorted(rows(plan)) == expected
 
 
@@ -524,7 +524,7 @@ def test_devices_are_written_into_every_row() -> None:
     regions = large_regions(4, layers=2)
     there = replace(regions, device=Device("cuda", 3))
     here = replace(regions, device=Device("cuda", 1))
-    plan = plan_read(pair_whole(here, there).groups(1), whole_blocks([0, 2], [2, 0], 1), Piece(5, 7, 16))
+    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks([0, 2], [2, 0], 1), Piece(5, 7, 16))
     assert plan.table[:, :, 2].tolist() == [[1] * len(plan), [3] * len(plan)]
 
 
@@ -541,7 +541,7 @@ def large_regions(blocks: int, layers: int = 80, size: int = 1 << 14) -> Regions
 
 
 def test_a_large_load_is_planned_in_full() -> None:
-    groups = pair_whole(large_regions(20_000), large_regions(20_000)).groups(1)
+    groups = pair_whole(large_regions(20_000), large_regions(20_000)).groups[1]
     order = np.random.default_rng(1).permutation(20_000)[:8192].astype(np.int64)
     scattered = plan_read(groups, whole_blocks(order, order[::-1].copy(), 1))
     assert len(scattered) > 160 * 8000
@@ -596,7 +596,7 @@ def test_a_load_that_fits_is_one_slice() -> None:
     block_map = pair(Cache(RECIPE), Cache(RECIPE))
     chunks = whole_blocks([7, 2, 9], [7, 2, 9], 4)
     (only,) = plan_slices(block_map, [chunks], bytes_max=3 * 6 * BLOCK_BYTES, descriptors_max=3 * 6)
-    assert sorted(rows(only)) == sorted(rows(plan_read(block_map.groups(4), chunks)))
+    assert sorted(rows(only)) == sorted(rows(plan_read(block_map.groups[4], chunks)))
 
 
 def test_chunks_are_read_in_the_order_of_the_peers_memory() -> None:
@@ -692,7 +692,7 @@ def test_a_descriptor_above_the_limit_is_cut(size: int, bytes_max: int, expected
 
 
 def test_an_empty_plan_has_no_slices() -> None:
-    empty = plan_read(pair(Cache(RECIPE), Cache(RECIPE)).groups(4), whole_blocks([], [], 4))
+    empty = plan_read(pair(Cache(RECIPE), Cache(RECIPE)).groups[4], whole_blocks([], [], 4))
     assert (len(empty), empty.size_bytes) == (0, 0)
     assert list(cut_slices(empty, bytes_max=1, descriptors_max=1)) == []
 

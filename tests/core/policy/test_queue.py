@@ -1,4 +1,4 @@
-"""Turns of a budget, and the order at one server: the rules of `core.policy.queue` as properties."""
+"""Permits of a bounded thing, and the order at one server: the rules of `core.policy.queue` as properties."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvflow.core.policy.queue import Amount, Permit, PermitState, ShortestFirst, Turns
+from kvflow.core.policy.queue import Amount, FairQueue, Permit, PermitState, ShortestFirst
 
 LIMITS, PEER_LIMITS = (20, 6), (10, 3)
 PEERS = ("a", "b", "c")
@@ -16,20 +16,22 @@ PEERS = ("a", "b", "c")
 def is_free(room: list[Permit], amount: Amount, limits: Amount) -> bool:
     """The rule of the docs, by counting: it fits, or it is alone."""
     return not room or all(
-        sum(turn.amount[index] for turn in room) + amount[index] <= limit for index, limit in enumerate(limits)
+        sum(permit.amount[index] for permit in room) + amount[index] <= limit for index, limit in enumerate(limits)
     )
 
 
-class TurnsMachine(RuleBasedStateMachine):
+class QueueMachine(RuleBasedStateMachine):
     """Any sequence of asking and ending; after each step the books balance, and who waits has a reason to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.turns = Turns(LIMITS, PEER_LIMITS)
+        self.queue = FairQueue(LIMITS, PEER_LIMITS)
         self.asked: list[Permit] = []
+        self.waited: list[Permit] = []
+        self.told: list[Permit] = []
 
     def of(self, state: PermitState, peer: str | None = None) -> list[Permit]:
-        return [turn for turn in self.asked if turn.state is state and peer in (None, turn.peer)]
+        return [permit for permit in self.asked if permit.state is state and peer in (None, permit.peer)]
 
     @rule(
         peer=st.sampled_from(PEERS),
@@ -37,31 +39,39 @@ class TurnsMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def ask(self, peer: str, amount: Amount, priority: int) -> None:
-        before = self.of(PermitState.UNDER_WAY)
-        turn = self.turns.ask(peer, amount, priority)
-        self.asked.append(turn)
-        assert self.of(PermitState.UNDER_WAY) in (before, [*before, turn]), "asking lets nobody else go"
+        permit = self.queue.ask(amount, peer, priority)
+        self.asked.append(permit)
+        if permit.state is PermitState.WAITING:
+            self.waited.append(permit)
+            permit.on_grant = lambda: self.told.append(permit)
 
     @precondition(lambda self: self.of(PermitState.WAITING) or self.of(PermitState.UNDER_WAY))
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        open_turns = self.of(PermitState.WAITING) + self.of(PermitState.UNDER_WAY)
-        turn = data.draw(st.sampled_from(open_turns))
+        open_permits = self.of(PermitState.WAITING) + self.of(PermitState.UNDER_WAY)
+        permit = data.draw(st.sampled_from(open_permits))
         before = {id(other) for other in self.of(PermitState.UNDER_WAY)}
-        granted = self.turns.end(turn)
+        granted = self.queue.end(permit)
         assert [id(other) for other in self.of(PermitState.UNDER_WAY) if id(other) not in before] == sorted(
             (id(other) for other in granted), key=[id(other) for other in self.asked].index
         ), "exactly those that it names have begun"
 
     @invariant()
+    def whoever_has_waited_and_may_go_was_told_once(self) -> None:
+        """Also when it was somebody else's asking that let it go."""
+        gone = [permit for permit in self.waited if permit.state is PermitState.UNDER_WAY]
+        assert set(map(id, gone)) <= set(map(id, self.told))
+        assert len(set(map(id, self.told))) == len(self.told)
+
+    @invariant()
     def what_is_under_way_is_what_was_granted_and_not_given_back(self) -> None:
         under_way = self.of(PermitState.UNDER_WAY)
-        assert self.turns.used == tuple(sum(turn.amount[index] for turn in under_way) for index in range(2))
-        assert self.turns.waiting == len(self.of(PermitState.WAITING))
-        known = {peer: (used, waiting) for peer, used, waiting in self.turns.peers()}
+        assert self.queue.used == tuple(sum(permit.amount[index] for permit in under_way) for index in range(2))
+        assert self.queue.waiting == len(self.of(PermitState.WAITING))
+        known = {peer: (used, waiting) for peer, used, waiting in self.queue.peers()}
         for peer in PEERS:
             ours, waiting = self.of(PermitState.UNDER_WAY, peer), len(self.of(PermitState.WAITING, peer))
-            used = tuple(sum(turn.amount[index] for turn in ours) for index in range(2))
+            used = tuple(sum(permit.amount[index] for permit in ours) for index in range(2))
             assert known.get(peer) == ((used, waiting) if ours or waiting else None), "an idle peer is forgotten"
 
     @invariant()
@@ -78,84 +88,96 @@ class TurnsMachine(RuleBasedStateMachine):
         able = []
         for peer in PEERS:
             waiting = sorted(
-                self.of(PermitState.WAITING, peer), key=lambda turn: (turn.priority, self.asked.index(turn))
+                self.of(PermitState.WAITING, peer), key=lambda permit: (permit.priority, self.asked.index(permit))
             )
             if waiting and is_free(self.of(PermitState.UNDER_WAY, peer), waiting[0].amount, PEER_LIMITS):
                 able.append(waiting[0])
         if able:
-            first = min(able, key=lambda turn: (turn.priority, self.asked.index(turn)))
+            first = min(able, key=lambda permit: (permit.priority, self.asked.index(permit)))
             assert not is_free(under_way, first.amount, LIMITS)
 
     def teardown(self) -> None:
-        """Whatever has happened, when all that is under way ends everybody gets a turn."""
+        """Whatever has happened, when all that is under way ends everybody gets a permit."""
         while under_way := self.of(PermitState.UNDER_WAY):
-            self.turns.end(under_way[0])
+            self.queue.end(under_way[0])
         assert not self.of(PermitState.WAITING), "somebody was left waiting"
-        assert (self.turns.used, self.turns.waiting, list(self.turns.peers())) == ((0, 0), 0, [])
+        assert (self.queue.used, self.queue.waiting, list(self.queue.peers())) == ((0, 0), 0, [])
 
 
-TestTurns = TurnsMachine.TestCase
+TestQueue = QueueMachine.TestCase
 
 
-def full(limit: int = 1) -> tuple[Turns, Permit]:
+def full(limit: int = 1) -> tuple[FairQueue, Permit]:
     """A budget of one thing that is used up, and who has it."""
-    turns = Turns((limit,), (limit,))
-    return turns, turns.ask("a", (limit,), 0)
+    queue = FairQueue((limit,), (limit,))
+    return queue, queue.ask((limit,), "a", 0)
 
 
 def test_equal_priorities_go_in_the_order_in_which_they_asked() -> None:
-    turns, holder = full()
-    waiting = [turns.ask("a", (1,), 0) for _ in range(4)]
-    for turn in waiting:
-        assert turns.end(holder) == [turn]
-        holder = turn
+    queue, holder = full()
+    waiting = [queue.ask((1,), "a", 0) for _ in range(4)]
+    for permit in waiting:
+        assert queue.end(holder) == [permit]
+        holder = permit
 
 
 def test_a_smaller_priority_goes_first_whenever_it_asked() -> None:
-    turns, holder = full()
-    late, usual, urgent = turns.ask("a", (1,), 7), turns.ask("a", (1,), 0), turns.ask("a", (1,), -1)
-    for turn in (urgent, usual, late):
-        assert turns.end(holder) == [turn]
-        holder = turn
+    queue, holder = full()
+    late, usual, urgent = queue.ask((1,), "a", 7), queue.ask((1,), "a", 0), queue.ask((1,), "a", -1)
+    for permit in (urgent, usual, late):
+        assert queue.end(holder) == [permit]
+        holder = permit
 
 
 def test_a_peer_without_room_does_not_hold_up_others() -> None:
-    turns = Turns((3,), (1,))
-    turns.ask("a", (1,), 0)
-    assert turns.ask("a", (1,), 0).state is PermitState.WAITING
-    assert turns.ask("b", (1,), 0).state is PermitState.UNDER_WAY
+    queue = FairQueue((3,), (1,))
+    queue.ask((1,), "a", 0)
+    assert queue.ask((1,), "a", 0).state is PermitState.WAITING
+    assert queue.ask((1,), "b", 0).state is PermitState.UNDER_WAY
 
 
 def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
-    turns = Turns((10,), (10,))
-    holder = turns.ask("a", (6,), 0)
-    large = turns.ask("b", (8,), 0)
-    small = turns.ask("c", (1,), 0)
+    queue = FairQueue((10,), (10,))
+    holder = queue.ask((6,), "a", 0)
+    large = queue.ask((8,), "b", 0)
+    small = queue.ask((1,), "c", 0)
     assert (large.state, small.state) == (PermitState.WAITING, PermitState.WAITING)
-    assert turns.end(holder) == [large, small]
+    assert queue.end(holder) == [large, small]
 
 
 def test_a_turn_larger_than_the_budget_goes_alone() -> None:
-    turns, holder = full()
-    huge, next_one = turns.ask("a", (5,), 0), turns.ask("a", (1,), 0)
-    assert turns.end(holder) == [huge]
-    assert turns.end(huge) == [next_one]
+    queue, holder = full()
+    huge, next_one = queue.ask((5,), "a", 0), queue.ask((1,), "a", 0)
+    assert queue.end(holder) == [huge]
+    assert queue.end(huge) == [next_one]
+
+
+def test_asking_may_let_somebody_else_go_who_is_told() -> None:
+    """The newcomer takes what its peer may have, so the peer's next one no longer keeps the third waiting."""
+    queue = FairQueue((4,), (3,))
+    holder = queue.ask((2,), "a")
+    large, behind = queue.ask((3,), "c", 1), queue.ask((1,), "b", 1)
+    told: list[Permit] = []
+    behind.on_grant = lambda: told.append(behind)
+    newcomer = queue.ask((1,), "c", 0)
+    assert (holder.state, newcomer.state, behind.state) == (PermitState.UNDER_WAY,) * 3
+    assert (large.state, told) == (PermitState.WAITING, [behind])
 
 
 def test_a_withdrawn_turn_gives_its_place_up() -> None:
-    turns, holder = full(2)
-    large, small = turns.ask("a", (2,), 0), turns.ask("a", (1,), 0)
-    assert turns.end(large) == []
-    assert turns.end(holder) == [small]
+    queue, holder = full(2)
+    large, small = queue.ask((2,), "a", 0), queue.ask((1,), "a", 0)
+    assert queue.end(large) == []
+    assert queue.end(holder) == [small]
     with pytest.raises(AssertionError, match="given back once"):
-        turns.end(large)
+        queue.end(large)
 
 
 def test_withdrawing_the_one_in_front_lets_those_behind_it_go() -> None:
-    turns = Turns((10,), (10,))
-    turns.ask("a", (6,), 0)
-    large, small = turns.ask("a", (8,), 0), turns.ask("a", (1,), 0)
-    assert turns.end(large) == [small]
+    queue = FairQueue((10,), (10,))
+    queue.ask((6,), "a", 0)
+    large, small = queue.ask((8,), "a", 0), queue.ask((1,), "a", 0)
+    assert queue.end(large) == [small]
 
 
 # --- one server

@@ -91,9 +91,9 @@ class SealsAgainstModel(RuleBasedStateMachine):
                 assert self.table.holds(index, lease_id) == open_and_whole
                 assert (word_at(self.table, index) == bytes.fromhex(lease_id)) == open_and_whole
                 if lease_id[:SECRET_CHARS] != (current or "")[:SECRET_CHARS]:
-                    assert self.table.missing(index, lease_id) is None
+                    assert self.table.blocks_not_staged(index, lease_id) is None
                 elif lease_id == current:
-                    assert self.table.missing(index, lease_id) == missing
+                    assert self.table.blocks_not_staged(index, lease_id) == missing
 
 
 SealsAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=20)
@@ -213,7 +213,7 @@ def test_a_part_of_an_id_is_held_by_no_word(lease_id: str, end: int) -> None:
     table.seal(0, part + "00" * (SEAL_SIZE_BYTES - end))
     for other in (part, lease_id + "00"):
         assert not table.holds(0, other)
-        assert table.missing(0, other) is None
+        assert table.blocks_not_staged(0, other) is None
 
 
 # --- blocks that are missing yet
@@ -226,7 +226,7 @@ def test_a_fetched_seal_says_how_many_blocks_are_missing(lease_id: str, missing:
     for count in (missing, missing // 2, 0):
         producer.seal(2, lease_id, count)
         ctypes.memmove(int(fetch.local[0]), int(fetch.remote[0]), int(fetch.sizes[0]))
-        assert reader.missing(1, lease_id) == count
+        assert reader.blocks_not_staged(1, lease_id) == count
         assert reader.holds(1, lease_id) == (count == 0)
 
 
@@ -249,7 +249,7 @@ def test_an_unfinished_lease_is_not_another_one(first: str, second: str, missing
         return
     table = SealTable(1)
     table.seal(0, first, missing)
-    assert table.missing(0, second) is None
+    assert table.blocks_not_staged(0, second) is None
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2**32 - 1])
@@ -260,7 +260,7 @@ def test_a_wiped_seal_misses_no_blocks_it_is_gone(missing: int) -> None:
     table.seal(index, "ab" * 16, missing)
     table.give_back(index)
     for lease_id in ("ab" * 16, ZERO_ID):
-        assert table.missing(index, lease_id) is None
+        assert table.blocks_not_staged(index, lease_id) is None
 
 
 def test_a_word_that_counts_down_to_zeros_is_nobodys() -> None:
@@ -269,4 +269,4 @@ def test_a_word_that_counts_down_to_zeros_is_nobodys() -> None:
     lease_id = "00" * 12 + "05000000"
     table.seal(0, lease_id, 5)
     assert word_at(table, 0) == bytes(SEAL_SIZE_BYTES)
-    assert table.missing(0, lease_id) is None
+    assert table.blocks_not_staged(0, lease_id) is None

@@ -1,0 +1,84 @@
+"""Freshness: whatever a lease does, no read of one that has ended is called fresh, and one that lasts always is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.core.protocol.seals import Freshness, Step, quick_read_max_s
+
+HOLD_S = 0.05
+
+
+def freshness(*, staged: bool = False, not_expired_before_s: float = 100.0) -> Freshness:
+    quick_s = quick_read_max_s(HOLD_S)
+    return Freshness(staged=staged, not_expired_before_s=not_expired_before_s, quick_read_max_s=quick_s)
+
+
+def see(one: Freshness, blocks_not_staged: int | None) -> None:
+    one.fetching()
+    one.fetched(blocks_not_staged)
+
+
+def test_a_lease_that_stands_is_read_at_once_and_its_seal_fetched_meanwhile() -> None:
+    one = freshness()
+    assert one.next_step(0.0, 0) is Step.POST
+    one.fetching()
+    assert one.next_step(0.1, 0) is Step.POST, "nobody waits for a seal that is under way"
+    one.fetched(0)
+    assert (one.next_step(0.2, 0), one.judge(0.001)) == (Step.POST, Step.FRESH)
+
+
+@pytest.mark.parametrize("one", [freshness(staged=True), freshness(not_expired_before_s=0.0)], ids=["staged", "late"])
+def test_where_the_seal_has_to_be_seen_first_it_is(one: Freshness) -> None:
+    assert one.next_step(0.0, 0) is Step.FETCH
+    one.fetching()
+    assert one.next_step(0.0, 0) is Step.WAIT
+    one.fetched(0)
+    assert one.next_step(0.0, 0) is Step.POST
+
+
+def test_blocks_that_are_not_staged_yet_are_waited_for() -> None:
+    one = freshness(staged=True)
+    assert one.next_step(0.0, 0) is Step.FETCH
+    see(one, 3)
+    assert [one.next_step(0.0, most) for most in (4, 3, 2)] == [Step.POST, Step.POST, Step.FETCH_LATER]
+    see(one, 2)
+    assert one.next_step(0.0, 2) is Step.POST
+
+
+@given(
+    staged=st.booleans(),
+    ends_s=st.floats(0, 1),
+    fetched_s=st.floats(0, 1),
+    read_s=st.floats(0, 1),
+    refetched_s=st.floats(0, 1),
+)
+def test_what_is_called_fresh_was_covered(
+    staged: bool, ends_s: float, fetched_s: float, read_s: float, refetched_s: float
+) -> None:
+    """The read begins at 0 and ends at `read_s`; the blocks are held until HOLD_S after the lease's end."""
+    fetched_s = min(fetched_s, read_s)
+    one = freshness(staged=staged)
+    see(one, 0 if fetched_s < ends_s else None)
+    verdict = one.judge(read_s)
+    if verdict is Step.FETCH:
+        see(one, 0 if read_s + refetched_s < ends_s else None)
+        verdict = one.judge(None)
+        assert verdict in (Step.FRESH, Step.STALE), "it is asked once more, not for ever"
+    if verdict is Step.FRESH:
+        assert read_s < ends_s + HOLD_S, "the blocks were reused before the last byte was read"
+    if ends_s > read_s + refetched_s:
+        assert verdict is Step.FRESH, "the lease covered everything"
+
+
+@given(steps=st.lists(st.sampled_from([None, 0, 1, 5]), min_size=1, max_size=5), staged=st.booleans())
+def test_a_seal_that_is_broken_stops_the_read(steps: list[int | None], staged: bool) -> None:
+    one = freshness(staged=staged)
+    assert one.judge(0.0) is Step.STALE, "nothing vouches before a seal was seen"
+    for seen in steps:
+        one.next_step(0.0, 0)
+        see(one, seen)
+        assert (one.next_step(0.0, 5) is Step.STALE) == (seen is None)
+        assert (one.judge(0.0) is Step.STALE) == (seen is None)
