@@ -30,7 +30,8 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 

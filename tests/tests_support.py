@@ -14,7 +14,7 @@ import torch
 from kvflow import CacheLayout, Config, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState, lease_open
 from kvflow.core.protocol.ticket import RankLease
-from kvflow.runtime.world import Clock
+from kvflow.runtime.clock import Clock
 from kvflow.testing import InprocCluster, InprocPair, LoopClock, assert_quiet, inproc_pair, run_virtual
 
 Parameters = ParamSpec("Parameters")

@@ -13,7 +13,7 @@ from kvflow.doctor.findings import Finding, ok
 from kvflow.doctor.findings import fail as failed
 from kvflow.errors import ConfigError, KVFlowError
 from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.world import SystemClock
+from kvflow.runtime.clock import SystemClock
 
 _NO_FINGERPRINT = bytes(16)
 

@@ -19,24 +19,21 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.seals import HOST, SealTable
 from kvflow.errors import ConfigError, LayoutError, UsageError
-from kvflow.runtime.consumer.keeping import Keeping
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.consumer.loader import Loader
-from kvflow.runtime.consumer.releases import Releases
-from kvflow.runtime.consumer.renewals import Renewals
+from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
-from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.link import Connections, LocalRank
-from kvflow.runtime.peers.reach import Sources
+from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import TransportError, choose_buffer_device
 
 logger = logging.getLogger(__name__)
@@ -58,9 +55,8 @@ class RegisteredCache:
     ledger: BlockLedger
     serving: Serving
     loader: Loader
-    releases: Releases
-    keeping: Keeping
-    sources: Sources
+    remote_leases: RemoteLeases
+    reach: Reach
     peers: Peers
     readers: Farewells
     staging: HostBuffers | None
@@ -138,20 +134,9 @@ async def _register(
         transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
     )
     landing = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
-    connections = Connections(transport, context.spawn)
-    clocks = PeerClocks(config, context.clock)
-    peers = Peers(
-        config,
-        reader=context.identity.agent_name,
-        handshakes=Handshakes(context.side_channel, local, landing, connections, clocks, context.clock),
-        connections=connections,
-        clocks=clocks,
-        clock=context.clock,
-        spawn=context.spawn,
-    )
-    sources = Sources(config, local, peers)
-    releases = Releases(config, local=local, sources=sources, peers=peers, transport=transport)
-    renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=context.clock)
+    peers = Peers(context, Handshakes(context, local))
+    reach = Reach(context, local, peers)
+    remote_leases = RemoteLeases(context, local, peers, reach)
     return RegisteredCache(
         clock=context.clock,
         local=local,
@@ -178,19 +163,17 @@ async def _register(
             ledger=ledger,
             seals=fetched,
             landing=landing,
-            sources=sources,
-            releases=releases,
-            renewals=renewals,
+            reach=reach,
+            remote_leases=remote_leases,
             poller=movers.poller,
             copier=movers.copy_thread,
             clock=context.clock,
             observers=context.observers,
         ),
-        releases=releases,
-        keeping=Keeping(config, sources=sources, renewals=renewals, spawn=context.spawn),
-        sources=sources,
+        remote_leases=remote_leases,
+        reach=reach,
         peers=peers,
-        readers=Farewells(config, context.side_channel, local, context.identity.incarnation),
+        readers=Farewells(context, local),
         staging=staging,
         scratch=scratch,
         metadata=_metadata(context, local, agent_metadata, seals, staged=staging is not None),

@@ -10,8 +10,8 @@ from typing import Protocol
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.runtime.channel.protocol import SideChannel
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.records import Observers
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import Transport
 
 

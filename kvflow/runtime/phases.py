@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvflow.runtime.world import Clock
+from kvflow.runtime.clock import Clock
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
 

@@ -352,7 +352,7 @@ class Supervisor:
             await self._drain(self.config.drain_timeout_s)
         else:
             await end(cache.serving, cache.loader, self.config)
-        await cache.readers.tell(closing=True)
+        await cache.readers.tell()
         return ""
 
     async def _end_services(self) -> str:
@@ -379,9 +379,7 @@ class Supervisor:
         cache = self.cache
         if cache is None:
             return DrainReport(finished=True)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cache.readers.tell(closing=False), name="kvflow-goodbye")
-            return await drain(cache.serving, cache.loader, self.config, deadline_s)
+        return await drain(cache.serving, cache.loader, self.config, deadline_s)
 
     def _answer(self, header: messages.Header, request: messages.Request) -> messages.Reply:
         """Answer a peer on the side channel; never waits."""

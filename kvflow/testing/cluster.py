@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.runtime.world import Clock, World
+from kvflow.runtime.clock import Clock
+from kvflow.runtime.world import World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine

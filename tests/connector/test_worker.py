@@ -22,7 +22,8 @@ from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.errors import LeaseExpired, RuntimeClosed
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 

@@ -29,7 +29,7 @@ from kvflow.doctor.report import as_json, print_findings
 from kvflow.doctor.transfer import judge_plugins, last_line
 from kvflow.doctor.ucx import ReadPath, check_path, read_path
 from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.world import SystemClock
+from kvflow.runtime.clock import SystemClock
 
 GOOD = Host(
     python=(3, 12, 1),

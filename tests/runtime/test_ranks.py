@@ -14,7 +14,8 @@ from tests_support import PATIENT, WAIT_S, altered, leases_ended
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
-from kvflow.runtime.world import Clock, SystemClock, World
+from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.hand_overs import free_ports

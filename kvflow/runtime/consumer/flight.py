@@ -25,11 +25,11 @@ from kvflow.core.policy.queue import Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
 from kvflow.core.protocol.seals import fetch_seal
 from kvflow.errors import RuntimeBroken
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.consumer.read_queue import Budget, InFlight
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.phases import Stopwatch
 from kvflow.runtime.poller import Poller
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import AgentName, PostedRead, ReadEnded, TransportError
 
 _STAGED_LOOK_FIRST_S, _STAGED_LOOK_MOST_S = 0.0005, 0.01

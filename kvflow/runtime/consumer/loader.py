@@ -31,6 +31,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.consumer.flight import CopyFailed, Seal, Stream, Transfer
 from kvflow.runtime.consumer.load import (
     Load,
@@ -43,16 +44,14 @@ from kvflow.runtime.consumer.load import (
     request_name,
 )
 from kvflow.runtime.consumer.read_queue import Budget, InFlight
-from kvflow.runtime.consumer.releases import Releases
-from kvflow.runtime.consumer.renewals import Renewals
+from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.route import Route, SourceRead
-from kvflow.runtime.peers.link import LocalRank
-from kvflow.runtime.peers.reach import Source, Sources
+from kvflow.runtime.peers.peer import LocalRank, Source
+from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.phases import PHASES, Stopwatch
 from kvflow.runtime.poller import Poller
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord, Observers
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
@@ -107,9 +106,8 @@ class Loader:
         ledger: BlockLedger,
         seals: SealTable,
         landing: Route,
-        sources: Sources,
-        releases: Releases,
-        renewals: Renewals,
+        reach: Reach,
+        remote_leases: RemoteLeases,
         poller: Poller,
         copier: CopyThread,
         clock: Clock,
@@ -121,9 +119,8 @@ class Loader:
         self._ledger = ledger
         self._seals = seals
         self._landing = landing
-        self._sources = sources
-        self._releases = releases
-        self._renewals = renewals
+        self._reach = reach
+        self._remote_leases = remote_leases
         self._poller = poller
         self._copier = copier
         self._clock = clock
@@ -158,7 +155,7 @@ class Loader:
             cancelled=self._cancelled,
             refused=self._refused,
             bytes=self._bytes,
-            renewals=self._renewals.sent,
+            renewals=self._remote_leases.sent,
         )
 
     @property
@@ -245,13 +242,13 @@ class Loader:
 
     def _forget(self, load: _Load) -> None:
         self._loads.pop(load, None)
-        self._renewals.forget(load)
+        self._remote_leases.forget(load)
         self._note_quiet()
 
     def close(self) -> None:
         """Make every load under way end soon, with RuntimeClosed."""
         self._closed = True
-        self._renewals.close()
+        self._remote_leases.close()
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
             if load.started and not load.timeout.expired():  # else it is ending already, or has yet to find out
@@ -269,7 +266,7 @@ class Loader:
     def _check(self, request: LoadRequest) -> tuple[Ticket, BlockIds]:
         """Everything that can be judged without the peer."""
         what = f"request {request.request_id!r}"
-        ticket = self._sources.read(request.ticket)
+        ticket = self._reach.parse_ticket(request.ticket)
         if request.prompt is not None:
             check_prompt(ticket, request.prompt, what)
         local_ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
@@ -286,10 +283,8 @@ class Loader:
                 if len(load.local_ids) == 0:
                     return await self._release_only(load)
                 load.watch.enter("handshake")
-                await self._sources.check(ticket)
-                chunks = self._match(load)
-                sources = await self._sources.find(ticket, partial(self._renewals.keep, load, ticket.ttl_s))
-                return await self._read(load, sources, chunks)
+                keep = partial(self._remote_leases.keep, load, ticket.ttl_s)
+                return await self._read(load, await self._reach.reach(ticket, keep), self._match(load))
         except TimeoutError:
             if self._closed:
                 raise self._closed_error(load) from None
@@ -324,7 +319,7 @@ class Loader:
     async def _release_only(self, load: _Load) -> LoadReport:
         """A full hit: tell the producer. If it cannot be told its lease runs out, which costs the load nothing."""
         load.watch.enter("notify")
-        return load.report(notified=await self._releases.release(load.ticket))
+        return load.report(notified=await self._remote_leases.release(load.ticket))
 
     async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
         load.watch.enter("plan")
@@ -335,7 +330,12 @@ class Loader:
         try:
             streams += map(self._stream, read_from, places)
             parts = [
-                SourceRead(stream, block_map, source.connection.permutation, tuple(some.locate(ids) for some in chunks))
+                SourceRead(
+                    stream,
+                    block_map,
+                    self._landing.permutation(block_map, source.connection.regions),
+                    tuple(some.locate(ids) for some in chunks),
+                )
                 for stream, source, ids in zip(streams, read_from, remote_ids, strict=True)
                 if (block_map := source.connection.block_map) is not None
             ]
@@ -345,18 +345,18 @@ class Loader:
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):
                 if stream is transfer.failed:
-                    self._sources.failed(source, str(error))
+                    self._reach.failed(source, str(error))
             await transfer.stop(self._config.cancel_grace_s)
             raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
         except BaseException:
             await transfer.stop(self._config.cancel_grace_s)
             raise
         transfer.finish()
-        self._sources.succeeded(read_from)
+        self._reach.succeeded(read_from)
         if not fresh:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
-        self._releases.tell(sources)
+        self._remote_leases.tell(sources)
         return load.report(
             sources=tuple(str(source) for source in read_from),
             tokens=sum(len(some) * some.tokens for some in chunks),

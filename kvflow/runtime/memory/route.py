@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -56,10 +57,16 @@ class Route:
         self._scratch = scratch
         self._staging = staging
         self._copier = copier
+        self._permutations: WeakKeyDictionary[BlockMap, Permutation | None] = WeakKeyDictionary()
 
-    def permutation(self, block_map: BlockMap | None, remote: Regions) -> Permutation | None:
-        """How blocks of a peer are permuted, if they ever may be; to be made once per peer."""
-        if block_map is None or block_map.opaque or self._config.scratch == "never":
+    def permutation(self, block_map: BlockMap, remote: Regions) -> Permutation | None:
+        """How blocks of a peer are permuted, if they ever may be; made once per peer."""
+        if block_map not in self._permutations:
+            self._permutations[block_map] = self._make_permutation(block_map, remote)
+        return self._permutations[block_map]
+
+    def _make_permutation(self, block_map: BlockMap, remote: Regions) -> Permutation | None:
+        if block_map.opaque or self._config.scratch == "never":
             return None
         if len(block_map.groups(block_map.chunk_tokens)[0].local_offsets) == 1 and self._config.scratch == "auto":
             return None  # every block is one piece already

@@ -7,7 +7,7 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.peers.link import LocalRank
+from kvflow.runtime.peers.peer import LocalRank
 
 _NAME_CHARS_SHOWN = 80
 

@@ -1,0 +1,36 @@
+"""The clock that a runtime lives by: one machine's time, and callbacks that are due later."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+
+class Timer(Protocol):
+    """A callback that is due later."""
+
+    def cancel(self) -> None: ...
+
+
+class Clock(Protocol):
+    """One machine's time. It never goes back and means nothing to another machine."""
+
+    def now_s(self) -> float:
+        """Seconds since some moment of the past."""
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        """Call `callback` on the loop after `delay_s` of this clock's seconds."""
+
+
+class SystemClock:
+    """This machine's clock; it goes on while the machine is suspended, where there is one that does."""
+
+    def now_s(self) -> float:
+        return time.clock_gettime(_CLOCK)
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, callback)
