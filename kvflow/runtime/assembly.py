@@ -19,7 +19,6 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.seals import HOST, SealTable
 from kvflow.errors import ConfigError, LayoutError, UsageError
-from kvflow.runtime.clock import Clock
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
@@ -32,6 +31,7 @@ from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.producer.answers import Answers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import TransportError, choose_buffer_device
@@ -50,19 +50,17 @@ class Movers(NamedTuple):
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
-    clock: Clock
     local: LocalRank
+    answers: Answers
     ledger: BlockLedger
     serving: Serving
     loader: Loader
     remote_leases: RemoteLeases
     reach: Reach
     peers: Peers
-    readers: Farewells
+    farewells: Farewells
     staging: HostBuffers | None
     scratch: Scratch
-    metadata: messages.Metadata
-    """What readers are told of this rank, but for what its clock shows then."""
 
     @property
     def buffers_used(self) -> int:
@@ -137,25 +135,28 @@ async def _register(
     peers = Peers(context, Handshakes(context, local))
     reach = Reach(context, local, peers)
     remote_leases = RemoteLeases(context, local, peers, reach)
-    return RegisteredCache(
+    serving = Serving(
+        config,
+        cache_share,
+        ledger,
+        seals,
+        num_blocks=layout.num_blocks,
+        block_size_bytes=layout.block_size_bytes,
+        staging=staging,
+        copier=movers.copy_thread,
         clock=context.clock,
+        token_hex=context.token_hex,
+        observers=context.observers,
+        incarnation=context.identity.incarnation,
+        port=context.identity.port,
+    )
+    farewells = Farewells(context, local)
+    metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
+    return RegisteredCache(
         local=local,
+        answers=Answers(context, local, serving, peers, farewells, metadata),
         ledger=ledger,
-        serving=Serving(
-            config,
-            cache_share,
-            ledger,
-            seals,
-            num_blocks=layout.num_blocks,
-            block_size_bytes=layout.block_size_bytes,
-            staging=staging,
-            copier=movers.copy_thread,
-            clock=context.clock,
-            token_hex=context.token_hex,
-            observers=context.observers,
-            incarnation=context.identity.incarnation,
-            port=context.identity.port,
-        ),
+        serving=serving,
         loader=Loader(
             config,
             local=local,
@@ -173,10 +174,9 @@ async def _register(
         remote_leases=remote_leases,
         reach=reach,
         peers=peers,
-        readers=Farewells(context, local),
+        farewells=farewells,
         staging=staging,
         scratch=scratch,
-        metadata=_metadata(context, local, agent_metadata, seals, staged=staging is not None),
     )
 
 
