@@ -19,22 +19,19 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.seals import HOST, SealTable
 from kvflow.errors import ConfigError, LayoutError, UsageError
-from kvflow.runtime.clock import Clock
 from kvflow.runtime.consumer.flight import Gear, Poller
-from kvflow.runtime.consumer.keeping import Keeping
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
-from kvflow.runtime.consumer.releases import Releases
-from kvflow.runtime.consumer.renewals import Renewals
+from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
-from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.link import Connections, LocalRank
-from kvflow.runtime.peers.reach import Sources
+from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.producer.answers import Answers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import TransportError, choose_buffer_device
@@ -53,20 +50,17 @@ class Movers(NamedTuple):
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
-    clock: Clock
     local: LocalRank
+    answers: Answers
     ledger: BlockLedger
     serving: Serving
     loader: Loader
-    releases: Releases
-    keeping: Keeping
-    sources: Sources
+    remote_leases: RemoteLeases
+    reach: Reach
     peers: Peers
-    readers: Farewells
+    farewells: Farewells
     staging: HostBuffers | None
     scratch: Scratch
-    metadata: messages.Metadata
-    """What readers are told of this rank, but for what its clock shows then."""
 
     @property
     def buffers_used(self) -> int:
@@ -147,48 +141,38 @@ async def _register(
         clock=context.clock,
         reads_max=config.slices_in_flight_max,
     )
-    connections = Connections(transport, context.spawn)
-    clocks = PeerClocks(config, context.clock)
-    peers = Peers(
+    peers = Peers(context, Handshakes(context, local))
+    reach = Reach(context, local, peers)
+    remote_leases = RemoteLeases(context, local, peers, reach)
+    serving = Serving(
         config,
-        reader=context.identity.agent_name,
-        handshakes=Handshakes(context.side_channel, local, route, connections, clocks, context.clock),
-        connections=connections,
-        clocks=clocks,
+        cache_share,
+        ledger,
+        seals,
+        num_blocks=layout.num_blocks,
+        block_size_bytes=layout.block_size_bytes,
+        staging=staging,
+        copier=movers.copy_thread,
         clock=context.clock,
-        spawn=context.spawn,
+        token_hex=context.token_hex,
+        observers=context.observers,
+        incarnation=context.identity.incarnation,
+        port=context.identity.port,
     )
-    sources = Sources(config, local, peers)
-    releases = Releases(config, local=local, sources=sources, peers=peers, transport=transport)
-    renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=context.clock)
+    farewells = Farewells(context, local)
+    metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
     return RegisteredCache(
-        clock=context.clock,
         local=local,
+        answers=Answers(context, local, serving, peers, farewells, metadata),
         ledger=ledger,
-        serving=Serving(
-            config,
-            cache_share,
-            ledger,
-            seals,
-            num_blocks=layout.num_blocks,
-            block_size_bytes=layout.block_size_bytes,
-            staging=staging,
-            copier=movers.copy_thread,
-            clock=context.clock,
-            token_hex=context.token_hex,
-            observers=context.observers,
-            incarnation=context.identity.incarnation,
-            port=context.identity.port,
-        ),
-        loader=Loader(context, local, sources, releases, renewals, route, gear),
-        releases=releases,
-        keeping=Keeping(config, sources=sources, renewals=renewals, spawn=context.spawn),
-        sources=sources,
+        serving=serving,
+        loader=Loader(context, local, reach, remote_leases, route, gear),
+        remote_leases=remote_leases,
+        reach=reach,
         peers=peers,
-        readers=Farewells(config, context.side_channel, local, context.identity.incarnation),
+        farewells=farewells,
         staging=staging,
         scratch=scratch,
-        metadata=_metadata(context, local, agent_metadata, seals, staged=staging is not None),
     )
 
 

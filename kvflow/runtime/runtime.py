@@ -179,7 +179,7 @@ class Runtime:
         cannot be right. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
         """
         self._require_here("release_blocks")
-        return await self._registered().releases.release(ticket)
+        return await self._registered().remote_leases.release(ticket)
 
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Keep what a ticket offers while a request waits for its load, as in `with runtime.keep_leases(ticket): ...`.
@@ -188,7 +188,7 @@ class Runtime:
         Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
         nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
         """
-        return self._require_cache("keep_leases").keeping.keep(ticket)
+        return self._require_cache("keep_leases").remote_leases.keep_while(ticket)
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
@@ -198,7 +198,7 @@ class Runtime:
         Config.handshake_timeout_s for each rank. Cancelling stops the waiting; handshakes under way go on.
         """
         cache = self._require_cache("prewarm")
-        return await prewarm(cache.sources, cache.peers, engines)
+        return await prewarm(cache.reach, cache.peers, engines)
 
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget all ranks of an engine, or the one at an address: connections, failures, waits.
@@ -215,7 +215,7 @@ class Runtime:
         return cache is None or await cache.peers.forget(engine_id, address)
 
     async def drain(self, deadline_s: float | None = None) -> DrainReport:
-        """Take no new work, tell readers, and wait until all leases and loads have ended, or until `deadline_s`.
+        """Take no new work, and wait until all leases and loads have ended, or until `deadline_s`.
 
         From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
         with PeerNotReady unless they have a ticket of an open lease. At the deadline (Config.drain_timeout_s if None)

@@ -32,7 +32,7 @@ from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.peers.table import PeerStatistics
-from kvflow.runtime.producer.answers import answer, refusal
+from kvflow.runtime.producer.answers import refusal
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.records import Observers
 from kvflow.runtime.world import World
@@ -184,7 +184,7 @@ class Supervisor:
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
             peers=cache.peers.statistics if cache else (),
-            readers=cache.readers.count if cache else 0,
+            readers=cache.farewells.count if cache else 0,
             listener=self._listener.statistics if self._supervision is not None else None,
             transport=self._transport.statistics,
             early_notifications=self._early_notifications,
@@ -348,7 +348,7 @@ class Supervisor:
             await self._drain(self.config.drain_timeout_s)
         else:
             await end(cache.serving, cache.loader, self.config)
-        await cache.readers.tell(closing=True)
+        await cache.farewells.tell()
         return ""
 
     async def _end_services(self) -> str:
@@ -375,9 +375,7 @@ class Supervisor:
         cache = self.cache
         if cache is None:
             return DrainReport(finished=True)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(cache.readers.tell(closing=False), name="kvflow-goodbye")
-            return await drain(cache.serving, cache.loader, self.config, deadline_s)
+        return await drain(cache.serving, cache.loader, self.config, deadline_s)
 
     def _answer(self, header: messages.Header, request: messages.Request) -> messages.Reply:
         """Answer a peer on the side channel; never waits."""
@@ -386,7 +384,7 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
-        return answer(cache, header, request, draining=self.state is not RuntimeState.OPEN)
+        return cache.answers.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _on_notification(self, payload: bytes) -> None:
         if self.cache is None:

@@ -124,7 +124,7 @@ def requests(rng: Random, cache_share: CacheShare) -> list[messages.Request]:
             cache_share=cache_share,
         ),
         messages.ClockRequest(reader=READER, target=TARGET),
-        messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0", closing=True),
+        messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0"),
     ]
 
 
@@ -134,7 +134,7 @@ def strangers() -> list[msgspec.Struct]:
         messages.NoLease(ended=True),
         messages.Refusal(reason="no", version=messages.PROTOCOL_VERSION),
         messages.Ack(),
-        messages.ReadDone(lease_id="0" * 32, reader=READER, share=1, whole=1),
+        messages.ReadDone(lease_id="0" * 32, reader=READER, numerator=1, denominator=1),
     ]
 
 

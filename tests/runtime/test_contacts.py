@@ -12,8 +12,8 @@ from kvflow import Config
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.contacts import Contact
 from kvflow.errors import Overloaded, PeerUnreachable
+from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.peers.contacts import FirstContacts
-from kvflow.runtime.peers.link import Address
 from kvflow.testing import run_virtual
 
 CONFIG = Config(engine_id="any", first_contacts_max=2, handshake_timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""Draining: no new work, what has begun goes on, readers are told; then closing has nothing left to wait for."""
+"""Draining: no new work, what has begun goes on; then closing has nothing left to wait for, and tells readers."""
 
 from __future__ import annotations
 
@@ -43,9 +43,8 @@ class Sides:
     """What the producer has asked others."""
 
     @property
-    def goodbyes(self) -> list[bool]:
-        """Whether each goodbye so far said that the producer closes."""
-        return [one.closing for one in self.told if isinstance(one, messages.Goodbye)]
+    def goodbyes(self) -> int:
+        return sum(isinstance(one, messages.Goodbye) for one in self.told)
 
     @property
     def peer_state(self) -> PeerState:
@@ -229,22 +228,21 @@ async def test_closing_in_the_middle_of_a_drain() -> None:
 # --- goodbye
 
 
-async def test_a_reader_is_told_and_may_finish(sides: Sides) -> None:
+async def test_a_reader_goes_on_with_a_peer_that_drains_and_is_told_when_it_closes(sides: Sides) -> None:
     first, second = sides.pair.offer([3]), sides.pair.offer([4], "second")
     await sides.consumer.load_blocks(sides.pair.wanted(first, [0]))
     assert sides.producer.statistics().readers == 1
     draining = await begin_to_drain(sides.producer)
-    while sides.peer_state is not PeerState.DRAINING:
-        await asyncio.sleep(0)
     await sides.consumer.load_blocks(sides.pair.wanted(second, [1]))
     assert (await draining).finished
+    assert (sides.peer_state, sides.goodbyes) == (PeerState.READY, 0)
     assert sides.consumer.statistics().transport.open_peers == 1
     await sides.producer.aclose()
     (peer,) = sides.consumer.statistics().peers
     assert (peer.state, peer.failures) == (PeerState.BROKEN, 0)
     while sides.consumer.statistics().transport.open_peers:
         await asyncio.sleep(0)
-    assert sides.goodbyes == [False, True]
+    assert sides.goodbyes == 1
 
 
 async def test_a_reader_is_told_once_however_often_it_asked(sides: Sides) -> None:
@@ -255,7 +253,7 @@ async def test_a_reader_is_told_once_however_often_it_asked(sides: Sides) -> Non
         await sides.consumer.forget_peer("producer")
     assert sides.producer.statistics().readers == 1
     await sides.producer.aclose()
-    assert sides.goodbyes == [True]
+    assert sides.goodbyes == 1
 
 
 async def test_a_reader_that_is_gone_does_not_delay_closing(sides: Sides) -> None:
@@ -263,7 +261,7 @@ async def test_a_reader_that_is_gone_does_not_delay_closing(sides: Sides) -> Non
     await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
     await lease
     await sides.consumer.aclose()
-    assert (await sides.producer.drain()).finished
+    await sides.producer.aclose()
     assert sides.producer.statistics().readers == 0, "who cannot be reached is forgotten"
 
 
@@ -274,10 +272,9 @@ async def test_a_mute_reader_costs_the_bound() -> None:
         assert cache is not None
         with socket.create_server(("127.0.0.1", 0)) as mute:
             address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-            cache.readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
-            assert (await sides.producer.drain()).finished
+            cache.farewells.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
             await sides.producer.aclose()
-        assert sides.goodbyes == [False, True]
+        assert sides.goodbyes == 1
 
 
 @pytest.mark.parametrize(
@@ -321,7 +318,7 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
     async with open_sides(replace(CONFIG, readers_max=2)) as sides:
         cache = sides.producer._supervisor.cache
         assert cache is not None
-        readers: Farewells = cache.readers
+        readers: Farewells = cache.farewells
         for address in (
             "junk",
             "tcp://0.0.0.0:5",
@@ -337,9 +334,9 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
         for port in (1, 2, 3, 3):
             readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=f"tcp://127.0.0.1:{port}"))
         assert readers.count == 2
-        await readers.tell(closing=False)
+        await readers.tell()
         assert readers.count == 0
-        assert len(sides.goodbyes) == 2
+        assert sides.goodbyes == 2
 
 
 def goodbye(sides: Sides) -> messages.Goodbye:
@@ -348,7 +345,6 @@ def goodbye(sides: Sides) -> messages.Goodbye:
         target=messages.Target("consumer", *Rank(0, 0, 0)),
         sender=messages.Target("producer", *Rank(0, 0, 0)),
         incarnation=sides.producer._supervisor._incarnation,
-        closing=True,
     )
 
 
@@ -366,7 +362,7 @@ async def test_a_load_that_was_not_told_finds_out(sides: Sides) -> None:
     await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
     cache = sides.producer._supervisor.cache
     assert cache is not None
-    cache.readers._callers.clear()
+    cache.farewells._callers.clear()
     await sides.producer.aclose()
     with pytest.raises(TransferFailed, match="is gone"):
         await sides.consumer.load_blocks(sides.pair.wanted(unread, [1]))

@@ -33,7 +33,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.peers.reach import DIALS_AT_ONCE_MAX
+from kvflow.runtime.peers.reach import VISITS_AT_ONCE_MAX
 from kvflow.testing import InprocCluster, Pair, assert_quiet, inproc_pair, run_virtual
 from kvflow.testing.pair import CacheSize, TestEngine
 from kvflow.testing.side_channel import Frames, InprocSideChannel, settle
@@ -278,8 +278,8 @@ def test_even_an_engine_that_is_cut_like_that_leads_to_a_few_addresses_only(verb
             ending = await ended(verb(pair.consumer.runtime, ticket))
             assert ending is False or isinstance(ending, DeadlineExceeded | PeerUnreachable)
             assert now_s() - began_s <= 2.05
-            assert 0 < len(field.strangers) <= DIALS_AT_ONCE_MAX
-            assert field.most_open <= DIALS_AT_ONCE_MAX
+            assert 0 < len(field.strangers) <= VISITS_AT_ONCE_MAX
+            assert field.most_open <= VISITS_AT_ONCE_MAX
             lease.revoke()
 
     in_the_field(body)

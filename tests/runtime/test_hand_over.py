@@ -173,4 +173,4 @@ async def test_one_request_is_served_once_at_a_time(pair: InprocPair) -> None:
 def _read_done(lease_id: str, reader: str) -> bytes:
     from kvflow.core.protocol import messages
 
-    return messages.encode(messages.ReadDone(lease_id=lease_id, reader=reader, share=2, whole=2))
+    return messages.encode(messages.ReadDone(lease_id=lease_id, reader=reader, numerator=2, denominator=2))

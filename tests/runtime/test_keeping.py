@@ -4,67 +4,86 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
+from tests_support import PATIENT, in_virtual_time, virtual_pair
+
 from kvflow import Config, Ticket
-from kvflow.runtime.consumer.keeping import Keeping
-from kvflow.runtime.consumer.renewals import Renewals
-from kvflow.runtime.peers.reach import Source, Sources
+from kvflow.core.policy.states import PeerState
+from kvflow.runtime.clock import SystemClock
+from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import LocalRank, Source
+from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.table import Peers
+
+SOURCE = cast(Source, SimpleNamespace(not_expired_before_s=1e9, peer=SimpleNamespace(clock_due_s=1e9, leases_kept=0)))
 
 
-class LateSources:
+class LateReach:
     """One of several ranks is found while the search for them is being cancelled."""
 
     def __init__(self) -> None:
         self.searching = asyncio.Event()
+        self.found = 0
 
-    def read(self, ticket: Ticket) -> Ticket:
+    def parse_ticket(self, ticket: Ticket) -> Ticket:
         return ticket
 
-    async def check(self, ticket: Ticket) -> None:
-        pass
-
-    async def find(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
+    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         self.searching.set()
         try:
             return await asyncio.get_running_loop().create_future()
         finally:
-            found(cast(Source, None))
-
-
-class Kept:
-    """Renewals that only remember for whom."""
-
-    def __init__(self) -> None:
-        self.owners: list[object] = []
-
-    def keep(self, owner: object, ttl_s: float, source: Source) -> None:
-        self.owners.append(owner)
-
-    def forget(self, owner: object) -> None:
-        self.owners = [one for one in self.owners if one is not owner]
+            found(SOURCE)
+            self.found += 1
 
 
 class AnyTicket:
     request_id = "req"
+    engine_id = "producer"
     block_ids = (1,)
     ttl_s = 30.0
 
 
 async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
     """Nobody would ever forget it."""
-    sources, kept = LateSources(), Kept()
+    reach = LateReach()
     tasks: list[asyncio.Task[None]] = []
 
     def spawn(body: Any, *, name: str) -> asyncio.Task[None]:
         tasks.append(asyncio.create_task(body, name=name))
         return tasks[-1]
 
-    keeping = Keeping(
-        Config(engine_id="any"), sources=cast(Sources, sources), renewals=cast(Renewals, kept), spawn=spawn
+    context = SimpleNamespace(config=Config(engine_id="any"), clock=SystemClock(), spawn=spawn, transport=None)
+    leases = RemoteLeases(
+        cast(RankContext, context),
+        cast(LocalRank, SimpleNamespace(reader="any")),
+        cast(Peers, None),
+        cast(Reach, reach),
     )
-    with keeping.keep(cast(Ticket, AnyTicket())):
-        await sources.searching.wait()
+    with leases.keep_while(cast(Ticket, AnyTicket())):
+        await reach.searching.wait()
     await asyncio.wait(tasks)
     assert tasks[0].cancelled()
-    assert kept.owners == []
+    assert (reach.found, leases._kept) == (1, {})
+    leases.close()
+
+
+@in_virtual_time
+async def test_a_peer_whose_lease_is_kept_is_not_idle() -> None:
+    """Its connection stays, however seldom a long lease has to be renewed."""
+    config = replace(PATIENT, lease_ttl_s=1000.0, lease_lifetime_s=10_000.0, peer_idle_s=100.0)
+    async with virtual_pair(config) as pair:
+        lease = pair.offer([3, 4], "long")
+        consumer = pair.consumer.runtime
+        with consumer.keep_leases(lease.ticket):
+            await asyncio.sleep(900)
+            (peer,) = consumer.statistics().peers
+            assert peer.state is PeerState.READY
+        await asyncio.sleep(1000)
+        assert consumer.statistics().peers == (), "nobody needs it any more"
+        lease.revoke()
+        await lease

@@ -15,12 +15,13 @@ from tests_support import PATIENT, altered
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.clock import RemoteClock
+from kvflow.core.protocol.ticket import RankLease
 from kvflow.errors import LeaseExpired, RequestError
-from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.channel.protocol import Address, ListenerStatistics
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.consumer.load import LoadingStatistics
-from kvflow.runtime.peers.clocks import PeerClocks
-from kvflow.runtime.peers.link import Address
+from kvflow.runtime.peers.peer import Peer
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
@@ -175,7 +176,7 @@ async def test_renewals_that_are_late_unknown_or_duplicate_change_nothing() -> N
         transport = timed.pair.producer.transport
         ended, lease = timed.pair.offer([4], "ended"), timed.pair.offer([3], reader_count=2)
         ended.revoke()
-        done = messages.ReadDone(lease_id=lease.ticket.lease_id, reader="faster", share=1, whole=1)
+        done = messages.ReadDone(lease_id=lease.ticket.lease_id, reader="faster", numerator=1, denominator=1)
         unknown = messages.encode(messages.Renew(lease_ids=("ab" * 16,), reader="reader"))
         for payload in (renew(ended), unknown, messages.encode(done), renew(lease, "faster")):
             transport.deliver(payload)  # the last one was overtaken by its reader's own end
@@ -499,15 +500,16 @@ async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None
         assert timed.listener.answered == 2
 
 
-def test_what_is_sure_about_a_clock_says_nothing_about_another_life_of_its_peer() -> None:
-    clocks = PeerClocks(BASE, ManualClock(1.5))
-    peer = Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1")
-    assert clocks.not_expired_before_s(peer, "new", 50.0) == -math.inf
-    clocks.note(peer, "new", 10.0, sent_s=1.0)
-    assert clocks.not_expired_before_s(peer, "new", 50.0) == pytest.approx(41.0, abs=0.01)
-    assert clocks.not_expired_before_s(peer, "old", 50.0) == -math.inf
-    clocks.forget(peer)
-    assert clocks.not_expired_before_s(peer, "new", 50.0) == -math.inf
+def test_what_is_sure_about_a_clock_says_nothing_about_another_incarnation_of_its_peer() -> None:
+    peer = Peer(Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"), 0.0)
+
+    def lease(incarnation: str) -> RankLease:
+        return RankLease(pp_rank=0, tp_rank=0, lease_id="", seal_index=0, incarnation=incarnation, expires_s=50.0)
+
+    assert peer.not_expired_before_s(lease("new")) == -math.inf
+    peer.note_clock(RemoteClock(incarnation="new", theirs_s=10.0, sent_s=1.0, received_s=1.5))
+    assert peer.not_expired_before_s(lease("new")) == pytest.approx(41.0, abs=0.01)
+    assert peer.not_expired_before_s(lease("old")) == -math.inf
 
 
 # --- revoking

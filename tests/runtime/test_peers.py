@@ -28,6 +28,7 @@ from kvflow.errors import (
     ProtocolError,
     TransferFailed,
 )
+from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, InprocPair, InprocTransport, ManualClock, inproc_pair
@@ -256,7 +257,7 @@ async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all
     await reader.load(lease.ticket)
     cache = reader.runtime._supervisor.cache
     assert cache is not None
-    peer = cache.peers.get("producer", Rank(0, 0, 0), lease.ticket.address)
+    peer = cache.peers.get(Address("producer", Rank(0, 0, 0), lease.ticket.address))
     silence: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asked = 0
 
@@ -285,7 +286,7 @@ async def test_a_rank_that_does_not_say_its_lease_has_failed_too(reader: Reader)
     await reader.load(lease.ticket)
     cache = reader.runtime._supervisor.cache
     assert cache is not None
-    peer = cache.peers.get("producer", Rank(0, 0, 0), lease.ticket.address)
+    peer = cache.peers.get(Address("producer", Rank(0, 0, 0), lease.ticket.address))
     reader.answer(PeerUnreachable("nobody", peer="p"))
     with pytest.raises(PeerUnreachable):
         await cache.peers.find_lease(peer, about_lease(lease.ticket))
@@ -509,7 +510,7 @@ async def test_peers_that_were_lost_make_room_before_those_that_are_connected() 
         cache = reader.runtime._supervisor.cache
         assert cache is not None
         await reader.load(there)
-        gone = cache.peers.get("producer", Rank(0, 0, 0), there.address)
+        gone = cache.peers.get(Address("producer", Rank(0, 0, 0), there.address))
         cache.peers._disconnect(gone, PeerEvent.BREAK, "scripted")
         with pytest.raises(PeerUnreachable):
             await reader.load(altered(lease.ticket, port=1))

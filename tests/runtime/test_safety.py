@@ -256,7 +256,7 @@ async def test_forged_notifications_release_nothing(pair: InprocPair) -> None:
     for payload in (
         b"",
         b"\xff" * 10,
-        messages.encode(messages.ReadDone(lease_id="abc", reader="x", share=1, whole=1)),
+        messages.encode(messages.ReadDone(lease_id="abc", reader="x", numerator=1, denominator=1)),
         b"x" * 100_000,
     ):
         transport.deliver(payload)

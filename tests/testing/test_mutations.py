@@ -11,9 +11,9 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.seals import SealTable
 from kvflow.runtime.consumer.flight import Flight, Poller
-from kvflow.runtime.consumer.releases import Releases
-from kvflow.runtime.peers import link
-from kvflow.runtime.peers.table import Peer
+from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.peers import peer
+from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.testing.simulator import simulate
 
 SEEDS_MAX = 1000
@@ -42,12 +42,12 @@ def believe_every_seal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seal that was fetched at the start vouches for slow reads, too."""
-    monkeypatch.setattr(link, "quick_read_max_s", lambda hold_s: 1e9)
+    monkeypatch.setattr(peer, "quick_read_max_s", lambda hold_s: 1e9)
 
 
 def forget_notifications(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader does not say that it has read."""
-    monkeypatch.setattr(Releases, "_tell", do_nothing)
+    monkeypatch.setattr(RemoteLeases, "_report", do_nothing)
 
 
 def release_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +106,10 @@ def keep_broken_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outdated connection is given back to the transport while reads use it."""
 
-    async def idle(self: link.Connection) -> None:
+    async def idle(self: Connection) -> None:
         pass
 
-    monkeypatch.setattr(link.Connection, "idle", idle)
+    monkeypatch.setattr(Connection, "idle", idle)
 
 
 MUTATIONS: dict[str, tuple[Mutation, str]] = {

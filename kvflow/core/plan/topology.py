@@ -5,10 +5,10 @@ Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H. With more ranks tha
 neighbours; the latent cache of MLA counts as one head, which all ranks hold. So one rule covers them all: a reader
 takes each of its heads once, from one of the ranks that hold it, and the readers of a head spread over its holders.
 
-A producer has to know when its last reader is done, and also if nobody reads from it because other ranks hold the same
-heads. So for every rank of the producer there are readers that *tell* it, at least one. Each tells which share of the
-rank's layers it answers for; when the shares add up to everything the lease is over, however the readers' engine is
-cut (`share_of`). The producer needs to know nothing about its readers.
+A lease is released by reports: each reader reports a *share* of the lease as read (`ReportShare`), and when the shares
+add up to 1 the lease ends, whatever the parallelism of the readers' engine. The producer needs to know nothing about
+its readers. A replica that nobody reads from still has to be released: the first reader of the nearest lower replica
+that is read does it. So every rank of the producer has at least one reader that reports to it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rank(NamedTuple):
 
 
 class Parallelism(NamedTuple):
-    """How an engine is cut, as far as its tickets say; the fields are those of a `Holding`."""
+    """How an engine is cut, as far as its tickets say; the fields are those of a `CacheShare`."""
 
     tp_size: int
     pp_size: int
@@ -102,9 +102,19 @@ class HeadSource(NamedTuple):
     remote_start: int
     """Which of its KV heads that is."""
     heads: int
-    """How many heads to read; 0 if it only has to be told."""
-    tellers: int
-    """How many ranks of our stage tell it that they are done, this one included."""
+    """How many heads to read; 0 if we only report to it."""
+    reporters: int
+    """How many ranks of our stage report to it, this one included."""
+
+
+class ReportShare(NamedTuple):
+    """Which share of a rank's lease we report as read, as a fraction. 0/1: this rank needs no release from us."""
+
+    numerator: int
+    denominator: int
+
+
+NO_REPORT = ReportShare(0, 1)
 
 
 def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
@@ -154,7 +164,7 @@ def _head_differences(ours: CacheShare, theirs: CacheShare) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[HeadSource, ...]:
-    """The producer's ranks that rank `tp_rank` of `tp_size` reads from or has to tell, in order.
+    """The producer's ranks that rank `tp_rank` of `tp_size` reads from or reports to, in order.
 
     Sizes are such that `differences` found nothing wrong with them.
     """
@@ -162,34 +172,35 @@ def head_sources(tp_rank: int, tp_size: int, their_tp_size: int, kv_heads: int) 
     holders = range(mine.start * their_tp_size // kv_heads, -(-mine.stop * their_tp_size // kv_heads))
     found = []
     for theirs in holders:
-        tellers, reading = _tellers(theirs, tp_size, their_tp_size, kv_heads)
-        if tp_rank in tellers:
+        reporters, reading = _reporters(theirs, tp_size, their_tp_size, kv_heads)
+        if tp_rank in reporters:
             held = _heads(theirs, their_tp_size, kv_heads)
             start = max(mine.start, held.start)
             count = min(mine.stop, held.stop) - start if reading else 0
             starts = (start - mine.start, start - held.start) if reading else (0, 0)
-            found.append(HeadSource(theirs, *starts, count, len(tellers)))
+            found.append(HeadSource(theirs, *starts, count, len(reporters)))
     return tuple(found)
 
 
 def sources_of(ours: CacheShare, theirs: CacheShare) -> tuple[HeadSource, ...]:
-    """The tensor-parallel ranks of each of their stages that we read from or have to tell."""
+    """The tensor-parallel ranks of each of their stages that we read from or report to."""
     return head_sources(ours.tp_rank, ours.tp_size, theirs.tp_size, kv_heads_of_model(ours, theirs))
 
 
-def share_of(ours: CacheShare, theirs: CacheShare, tellers: int) -> tuple[int, int]:
-    """(share, whole) that we report to a rank when we are done: counted in layers times tellers.
+def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
+    """What we read from, or report to, the very rank that holds `theirs`; None if we have nothing to do with it."""
+    return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
-    Stages of one engine split its layers, so the shares of all who tell a rank add up to the whole. (0, whole) if we
-    have no layer in common: then others tell it.
+
+def report_share(ours: CacheShare, theirs: CacheShare) -> ReportShare:
+    """Which share we report to a rank when we are done with its lease.
+
+    Counted in layers times reporters: the stages of one engine split its layers, so the shares of all who report to a
+    rank add up to 1. A rank that has no layer of ours is released by others.
     """
-    return len(set(ours.layers) & set(theirs.layers)), tellers * len(theirs.layers)
-
-
-def report_of(ours: CacheShare, theirs: CacheShare) -> tuple[int, int] | None:
-    """(share, whole) that we report to a rank when we are done; None if that rank is none that concerns us."""
-    source = next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
-    return None if source is None else share_of(ours, theirs, source.tellers)
+    source = source_at(ours, theirs)
+    common = len(set(ours.layers) & set(theirs.layers))
+    return ReportShare(common, source.reporters * len(theirs.layers)) if source and common else NO_REPORT
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:
@@ -220,12 +231,12 @@ def _heads(tp_rank: int, tp_size: int, kv_heads: int) -> range:
     return range(head, head + 1)
 
 
-def _tellers(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
-    """The ranks that tell rank `theirs` when they are done, and whether they read from it, too.
+def _reporters(theirs: int, tp_size: int, their_tp_size: int, kv_heads: int) -> tuple[range, bool]:
+    """The ranks that report to rank `theirs`, and whether they read from it, too.
 
-    The readers of a head are spread evenly over its holders: reader j of n takes holder j*m/n of m, so that rank i
-    reads from rank i if the sizes are equal. A holder that is one too many is told by the first reader of the last
-    holder before it that has readers.
+    The readers of a head are spread evenly over its holders, which are replicas of each other: reader j of n takes
+    holder j*m/n of m, so that rank i reads from rank i if the sizes are equal. A replica that nobody reads from is
+    released by the first reader of the nearest lower one that is read.
     """
     held = _heads(theirs, their_tp_size, kv_heads)
     readers, holders = max(tp_size // kv_heads, 1), max(their_tp_size // kv_heads, 1)

@@ -1,17 +1,16 @@
 """When a peer that fails may be asked again: a circuit breaker per peer, as a value and the functions that change it.
 
-Failures in a row are counted. Each one that counts keeps the peer from being asked for a while: twice as long as the
-one before, up to a limit, less a jitter that is the same for the same names, so that readers of one dead producer do
-not come back together and a run can be repeated. After the wait one attempt is made (`PeerState.CONNECTING` holds
-everybody else); it fails and the wait grows, or it works. Only bytes that were read end the row, so a peer that
-shakes hands and then fails every read is not asked for ever.
+Exponential back-off with jitter: each failure in a row that counts keeps the peer from being asked for twice as long as
+the one before, up to a limit, less up to half of that by chance, so that readers of one dead producer do not come back
+together. After the wait one attempt is made (`PeerState.CONNECTING` holds everybody else); it fails and the wait grows,
+or it works. Only bytes that were read end the row, so a peer that shakes hands and then fails every read is not asked
+for ever.
 
 A first failed read costs no wait: it says that the connection is dead, not that the peer is.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -38,21 +37,23 @@ class Circuit:
         return max(self.retry_at_s - now_s, 0.0)
 
 
-def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, name: str) -> Circuit:
-    """The peer was asked and did not answer as it should."""
+NEVER_FAILED = Circuit()
+
+
+def after_failed_handshake(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
+    """The peer was asked and did not answer as it should. `chance` is random, from 0 to less than 1."""
     failures = circuit.failures + 1
-    return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, name))
+    return Circuit(failures=failures, retry_at_s=now_s + delay_s(failures, back_off, chance))
 
 
-def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, name: str) -> Circuit:
+def after_failed_read(circuit: Circuit, back_off: BackOff, *, now_s: float, chance: float) -> Circuit:
     """A connection broke; the peer may be asked at once unless that is all that happens with it."""
     if circuit.failures == 0:
         return replace(circuit, failures=1)
-    return after_failed_handshake(circuit, back_off, now_s=now_s, name=name)
+    return after_failed_handshake(circuit, back_off, now_s=now_s, chance=chance)
 
 
-def delay_s(failures: int, back_off: BackOff, name: str) -> float:
-    """How long to wait after so many failures in a row: half of it to all of it, by `name`."""
+def delay_s(failures: int, back_off: BackOff, chance: float) -> float:
+    """The wait after so many failures in a row: half of the full one to all of it, by `chance`."""
     whole_s = min(back_off.first_s * 2.0 ** min(failures - 1, _DOUBLINGS_MAX), back_off.most_s)
-    digest = hashlib.sha256(f"{name} {failures}".encode(errors="replace")).digest()
-    return whole_s * (0.5 + int.from_bytes(digest[:4]) / (1 << 33))
+    return whole_s * (1 + chance) / 2

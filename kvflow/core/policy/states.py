@@ -39,18 +39,16 @@ class PeerState(enum.StrEnum):
     UNKNOWN = "unknown"  # no connection was made, or the peer asked to be asked later
     CONNECTING = "connecting"  # one handshake is under way, everybody waits on it
     READY = "ready"
-    DRAINING = "draining"  # connected; it has said that it takes no new work
     BROKEN = "broken"  # the connection is dead or outdated; the next load makes a new one
     BACKING_OFF = "backing_off"  # it failed; nobody asks it until its wait is over (`core.policy.circuit`)
     CLOSED = "closed"
 
 
 class PeerEvent(enum.StrEnum):
-    CONNECT = "connect"  # also while connected, if a ticket is of another life of the peer
+    CONNECT = "connect"  # also while connected, if a ticket is of another incarnation of the peer
     CONNECTED = "connected"
     POSTPONE = "postpone"
     BACK_OFF = "back_off"
-    DRAIN = "drain"
     BREAK = "break"
     CLOSE = "close"
 
@@ -62,14 +60,9 @@ PEER_TABLE: Table[PeerState, PeerEvent] = {
     (PeerState.CONNECTING, PeerEvent.POSTPONE): PeerState.UNKNOWN,
     (PeerState.CONNECTING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
     (PeerState.READY, PeerEvent.CONNECT): PeerState.CONNECTING,
-    (PeerState.READY, PeerEvent.DRAIN): PeerState.DRAINING,
     (PeerState.READY, PeerEvent.BREAK): PeerState.BROKEN,
     (PeerState.READY, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
     (PeerState.READY, PeerEvent.CLOSE): PeerState.CLOSED,
-    (PeerState.DRAINING, PeerEvent.CONNECT): PeerState.CONNECTING,
-    (PeerState.DRAINING, PeerEvent.BREAK): PeerState.BROKEN,
-    (PeerState.DRAINING, PeerEvent.BACK_OFF): PeerState.BACKING_OFF,
-    (PeerState.DRAINING, PeerEvent.CLOSE): PeerState.CLOSED,
     (PeerState.BROKEN, PeerEvent.CONNECT): PeerState.CONNECTING,
     (PeerState.BROKEN, PeerEvent.CLOSE): PeerState.CLOSED,
     (PeerState.BACKING_OFF, PeerEvent.CONNECT): PeerState.CONNECTING,

@@ -20,7 +20,7 @@ DRIFT_MAX = 200e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteClock:
-    """What we know of the clock of one life of a peer (`incarnation`); times are each clock's own."""
+    """What we know of the clock of one incarnation of a peer; times are each clock's own."""
 
     incarnation: str
     theirs_s: float

@@ -108,7 +108,7 @@ class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metada
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
-    """A rank tells a reader (`target`) that it takes no new work, or that it closes now.
+    """A rank tells a reader (`target`) that it closes now.
 
     It is believed if `incarnation` is that of the reader's connection. A forged one costs a handshake at most.
     """
@@ -116,7 +116,6 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
     target: Target
     sender: Target
     incarnation: str
-    closing: bool
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
@@ -133,7 +132,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
 class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """We need these blocks of a request no more: a `ReadDone` of a reader that is not connected.
 
-    What share of the lease it answers for follows from what it holds (`topology.report_of`). A reader whose ticket does
+    What share of the lease it reports follows from what it holds (`topology.report_share`). A reader whose ticket does
     not name the rank has no lease id.
     """
 
@@ -208,7 +207,7 @@ class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
 
 
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
-    """Noted, if it changes anything: a lease may have ended, or may be none of this life of the rank."""
+    """Noted, if it changes anything: a lease may have ended, or may be none of this incarnation of the rank."""
 
     incarnation: str
 
@@ -232,7 +231,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
-    """The answer to what is no question."""
+    """Acknowledges a `Goodbye`."""
 
 
 Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | Goodbye
@@ -242,13 +241,13 @@ Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Ack
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
     """Notification from a reader: it needs the lease's blocks no more. A lease id is a secret of its ticket.
 
-    Readers of one engine share a lease: when their shares add up to `whole` the engine is done (`topology.share_of`).
+    Readers of one engine share a lease, which ends when their shares add up to 1 (`topology.ReportShare`).
     """
 
     lease_id: str
     reader: str
-    share: int
-    whole: int
+    numerator: int
+    denominator: int
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
@@ -407,7 +406,7 @@ def check_seals(location: SealLocation) -> None:
 
 
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
-    """The transport agent's name: unique per life of a rank, so a restarted producer is somebody else."""
+    """The transport agent's name: unique per incarnation of a rank, so a restarted producer is somebody else."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
 
 

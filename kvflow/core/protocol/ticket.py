@@ -46,8 +46,8 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=INT64_MIN, le=INT64_MAX)]
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's lease, and where that rank's side channel listens.
 
-    `expires_s` is when the lease ends on the clock of that life of the rank (`incarnation`), and means nothing to
-    anybody who does not know that clock (`core.protocol.clock`). `block_ids` are set if the rank's differ from the
+    `expires_s` is when the lease ends on the clock of that incarnation of the rank, and means nothing to anybody
+    who does not know that clock (`core.protocol.clock`). `block_ids` are set if the rank's differ from the
     engine's: it offers host buffers. In a ticket's dict the first rank has no host and port: they are where routers
     look for them. With an empty `lease_id` the rank has to be asked.
     """
@@ -190,14 +190,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return digest_of(self.block_ids)
 
     @cached_property
-    def _leases(self) -> dict[tuple[int, int], RankLease]:
+    def leases(self) -> dict[tuple[int, int], RankLease]:
         """By (pp_rank, tp_rank)."""
         return dict(zip(map(_PLACE_OF, self.ranks), self.ranks, strict=True))
 
     def find(self, rank: Rank) -> RankLease | None:
         """The lease of that rank, if the ticket names it."""
         checks.instance(rank, Rank, "rank")
-        return self._leases.get((rank.pp, rank.tp))
+        return self.leases.get((rank.pp, rank.tp))
 
     def address_of(self, rank: Rank) -> str:
         """Where that rank listens. RequestError if it is not named and cannot be worked out."""
@@ -366,8 +366,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
                 raise RequestError(
                     f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
                 )
-        if len(self._leases) < len(self.ranks):
-            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self._leases)} different ones")
+        if len(self.leases) < len(self.ranks):
+            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self.leases)} different ones")
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:

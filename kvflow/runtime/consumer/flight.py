@@ -24,6 +24,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, Piece
 from kvflow.core.policy.ledger import BlockLedger
@@ -45,6 +46,8 @@ class SourceRead:
 
     agent: AgentName
     block_map: BlockMap
+    regions: Regions
+    """Its memory."""
     chunks: tuple[Chunks, ...]
     """With that rank's block ids."""
     staged: bool

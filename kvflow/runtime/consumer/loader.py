@@ -43,13 +43,12 @@ from kvflow.runtime.consumer.load import (
     refused_load,
     request_name,
 )
-from kvflow.runtime.consumer.releases import Releases
-from kvflow.runtime.consumer.renewals import Renewals
+from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.memory.route import Route
-from kvflow.runtime.peers.link import LocalRank
-from kvflow.runtime.peers.reach import Source, Sources
+from kvflow.runtime.peers.peer import LocalRank, Source
+from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 from kvflow.transport.base import TransportError
 
@@ -99,18 +98,16 @@ class Loader:
         self,
         context: RankContext,
         local: LocalRank,
-        sources: Sources,
-        releases: Releases,
-        renewals: Renewals,
+        reach: Reach,
+        remote_leases: RemoteLeases,
         route: Route,
         gear: Gear,
     ) -> None:
         self._config = context.config
         self._context = context
         self._local = local
-        self._sources = sources
-        self._releases = releases
-        self._renewals = renewals
+        self._reach = reach
+        self._remote_leases = remote_leases
         self._route = route
         self._gear = gear
         self._admissions = FairQueue((context.config.loads_max,))
@@ -134,7 +131,7 @@ class Loader:
                 for peer, used, waiting in queue.peers()
             },
             quarantines=len(self.quarantines),
-            renewals=self._renewals.sent,
+            renewals=self._remote_leases.sent,
             **self._counts,
         )
 
@@ -171,7 +168,7 @@ class Loader:
     def close(self) -> None:
         """Make every load under way end soon, with RuntimeClosed."""
         self._closed = True
-        self._renewals.close()
+        self._remote_leases.close()
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
             if load.started and not load.timeout.expired():  # else it is ending already, or has yet to find out
@@ -192,7 +189,7 @@ class Loader:
         try:
             plain = checked_load_request(request, self._config)
             what = f"request {plain.request_id!r}"
-            ticket = self._sources.read(plain.ticket)
+            ticket = self._reach.parse_ticket(plain.ticket)
             if plain.prompt is not None:
                 check_prompt(ticket, plain.prompt, what)
             num_blocks = self._gear.ledger.num_blocks
@@ -240,7 +237,7 @@ class Loader:
 
     def _forget(self, load: _Load) -> None:
         self._loads.pop(load, None)
-        self._renewals.forget(load)
+        self._remote_leases.forget(load)
         if not self._loads and not self._unsafe:
             self._quiet.set()
 
@@ -255,9 +252,8 @@ class Loader:
                 if len(load.local_ids) == 0:
                     # A full hit: tell the producer. If it cannot be told its lease runs out, which costs us nothing.
                     load.watch.enter("notify")
-                    return load.report(notified=await self._releases.release(ticket))
+                    return load.report(notified=await self._remote_leases.release(ticket))
                 load.watch.enter("handshake")
-                await self._sources.check(ticket)
                 chunks = match_chunks(
                     load.local_ids,
                     len(ticket.block_ids),
@@ -266,7 +262,7 @@ class Loader:
                     num_tokens=ticket.num_tokens,
                     what=f"request {request.request_id!r}",
                 )
-                sources = await self._sources.find(ticket, partial(self._renewals.keep, load, ticket.ttl_s))
+                sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:
@@ -295,24 +291,23 @@ class Loader:
             reads += map(self._source_read, load.read_from, load.seal_indices)
             for read, ids in zip(reads, remote_ids, strict=True):
                 read.chunks = tuple([some.locate(ids) for some in chunks])
-            permutations = [source.connection.permutation for source in load.read_from]
-            groups = self._route.groups(reads, permutations, load.local_ids)
+            groups = self._route.groups(reads, load.local_ids)
             load.watch.enter("wire")
             fresh = await flight.read(reads, groups)
         except (TransportError, CopyFailed) as error:
             for source, read in zip(load.read_from, reads, strict=True):
                 if read is flight.failed:
-                    self._sources.failed(source, str(error))
+                    self._reach.failed(source, str(error))
             await flight.stop(self._config.cancel_grace_s)
             raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
         except BaseException:
             await flight.stop(self._config.cancel_grace_s)
             raise
-        self._sources.succeeded(load.read_from)
+        self._reach.succeeded(load.read_from)
         if not fresh:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
-        self._releases.tell(sources)
+        self._remote_leases.tell(sources)
         return load.report(tokens=sum([len(some) * some.tokens for some in chunks]), notified=True)
 
     def _source_read(self, source: Source, seal_index: int) -> SourceRead:
@@ -323,6 +318,7 @@ class Loader:
         return SourceRead(
             agent=connection.agent,
             block_map=connection.block_map,
+            regions=connection.regions,
             chunks=(),
             staged=connection.staged,
             lease_id=lease.lease_id,

@@ -8,10 +8,12 @@ when all reads have landed. While one group is copied others are read.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -53,29 +55,38 @@ class Route:
         self._scratch = scratch
         self._staging = staging
         self._copier = copier
+        self._permutations: WeakKeyDictionary[BlockMap, Permutation | None] = WeakKeyDictionary()
 
-    def permutation(self, block_map: BlockMap | None, remote: Regions) -> Permutation | None:
-        """How blocks of a peer are permuted, if they ever may be; to be made once per peer."""
-        if block_map is None or block_map.opaque or self._config.scratch == "never":
+    def _permutation(self, source: SourceRead) -> Permutation | None:
+        """How blocks of a peer are permuted, if they ever may be; made once per peer."""
+        block_map = source.block_map
+        if block_map not in self._permutations:
+            self._permutations[block_map] = self._make_permutation(block_map, source.regions)
+        return self._permutations[block_map]
+
+    def _make_permutation(self, block_map: BlockMap, remote: Regions) -> Permutation | None:
+        if block_map.opaque or self._config.scratch == "never":
             return None
         if len(block_map.groups[block_map.chunk_tokens][0].local_offsets) == 1 and self._config.scratch == "auto":
             return None  # every block is one piece already
         caches, layout = self._kv_caches, self._layout
         if self._staging is not None:
             caches, layout = self._staging.caches, self._staging.layout
-        whole_blocks = WholeBlocks(remote, block_map.heads, [theirs for _, theirs in block_map.places])
-        return Permutation(caches, layout, block_map, whole_blocks, remote.parts)
+        whole = WholeBlocks(remote, block_map.heads, [theirs for _, theirs in block_map.places])
+        return Permutation(caches, layout, block_map, whole, remote.parts)
 
-    def groups(
-        self, sources: Sequence[SourceRead], permutations: Sequence[Permutation | None], local_ids: BlockIds
-    ) -> AsyncGenerator[CopyGroup, None]:
+    def groups(self, sources: Sequence[SourceRead], local_ids: BlockIds) -> AsyncGenerator[CopyGroup, None]:
         """Everything to read for a load into `local_ids`, in groups that take buffers when they are asked for."""
-        parts = list(map(_Part, sources, permutations))
-        if any(permutations):
-            parts = [part if self._scratch_pays(part) else _Part(part.source, None) for part in parts]
-        through_scratch = any(part.permutation for part in parts)
-        if self._staging is None and not through_scratch and not any(source.staged for source in sources):
-            return _straight([self._slices(source, source.chunks, 0) for source in sources])
+        parts = []
+        straight = self._staging is None
+        for source in sources:
+            part = _Part(source, self._permutation(source))
+            if part.permutation is not None and not self._scratch_pays(part):
+                part = _Part(source, None)
+            parts.append(part)
+            straight = straight and part.permutation is None and not source.staged
+        if straight:
+            return self._straight(sources)
         grouping = Grouping(parts, self._staging)
         if not grouping.fits(self._scratch.slot_bytes):
             parts = [_Part(source, None) for source in sources]
@@ -107,6 +118,16 @@ class Route:
         ):
             yield Read(source, descriptors, not_staged_max, head is not None)
             head = None
+
+    async def _straight(self, sources: Sequence[SourceRead]) -> AsyncGenerator[CopyGroup, None]:
+        """One read of each rank after the other, so that all of them are busy."""
+        waiting = deque([self._slices(source, source.chunks, 0) for source in sources])
+        while waiting:
+            reads = waiting.popleft()
+            read = next(reads, None)
+            if read is not None:
+                waiting.append(reads)
+                yield CopyGroup((read,))
 
     async def _grouped(
         self, parts: Sequence[_Part], grouping: Grouping, local_ids: BlockIds
@@ -270,15 +291,3 @@ def _give_back_after(copying: asyncio.Future[None], give_back: Callable[[], None
 def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
     for job in jobs:
         job()
-
-
-async def _straight(reads: Sequence[Iterator[Read]]) -> AsyncGenerator[CopyGroup, None]:
-    """One read of each rank after the other, so that all of them are busy."""
-    waiting = list(reads)
-    while waiting:
-        for some in list(waiting):
-            read = next(some, None)
-            if read is None:
-                waiting.remove(some)
-            else:
-                yield CopyGroup((read,))

@@ -14,7 +14,7 @@ from typing import TypeVar
 from kvflow.config import Config
 from kvflow.core.policy.contacts import Contact, Contacts, ContactState
 from kvflow.errors import Overloaded, PeerUnreachable
-from kvflow.runtime.peers.link import Address
+from kvflow.runtime.channel.protocol import Address
 
 T = TypeVar("T")
 

@@ -6,6 +6,7 @@ Nothing of an answer is used before it was judged, and no text of a peer gets in
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from kvflow.checks import is_name
 from kvflow.core.cache.layout import PLAIN
@@ -13,6 +14,7 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.clock import RemoteClock
 from kvflow.errors import (
     PeerError,
     PeerIncompatible,
@@ -21,11 +23,10 @@ from kvflow.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from kvflow.runtime.channel.protocol import SideChannel
-from kvflow.runtime.clock import Clock
-from kvflow.runtime.memory.route import Route
-from kvflow.runtime.peers.clocks import PeerClocks
-from kvflow.runtime.peers.link import Address, Connection, Connections, LocalRank
+from kvflow.runtime.channel.protocol import Address
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.agents import Agents
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
 from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, TransportError
 
 logger = logging.getLogger(__name__)
@@ -37,66 +38,79 @@ _DIFFERENCES_MAX = 2000
 class Handshakes:
     """Asks peers on behalf of one rank."""
 
-    def __init__(
-        self,
-        side_channel: SideChannel,
-        local: LocalRank,
-        landing: Route,
-        connections: Connections,
-        clocks: PeerClocks,
-        clock: Clock,
-    ) -> None:
-        self._side_channel = side_channel
+    def __init__(self, context: RankContext, local: LocalRank) -> None:
+        self._config = context.config
+        self._side_channel = context.side_channel
+        self._clock = context.clock
         self._local = local
-        self._landing = landing
-        self._connections = connections
-        self._clocks = clocks
-        self._clock = clock
+        self._agents = Agents(context)
 
-    async def connect(self, peer: Address, request_id: str | None) -> Connection:
+    async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Shake hands with a peer; the connection that there is already if the peer is who it was.
 
         Raises a PeerError. Cancelling leaves no trace in the transport.
         """
+        at = peer.at
         question = messages.MetadataRequest(
-            reader=self._local.reader, target=peer.target, request_id=request_id, caller=self._local.caller
+            reader=self._local.reader, target=at.target, request_id=request_id, caller=self._local.caller
         )
         reply = await self.ask(peer, question)
         if not isinstance(reply, messages.Metadata):
-            raise peer.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
-        regions = _judge(peer, reply, self._local)
-        agent = AgentName(messages.agent_name(peer.engine_id, peer.rank, reply.incarnation))
-        known = await self._connections.find(agent)
+            raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
+        regions = _judge(at, reply, self._local)
+        agent = AgentName(messages.agent_name(at.engine_id, at.rank, reply.incarnation))
+        known = await self._agents.find(agent)
         if known is not None:
             return known
-        block_map, told = _relation(peer, reply, self._local, regions)
-        permutation = self._landing.permutation(block_map, regions)
-        connection = Connection(agent, reply, regions.num_blocks, block_map, permutation, told)
-        await self._add(peer, connection, reply.agent_metadata)
+        share = topology.report_share(self._local.cache_share, reply.cache_share)
+        block_map = _block_map(reply, self._local, regions)
+        connection = Connection(agent, reply, regions, block_map, share)
+        await self._add(at, connection, reply.agent_metadata)
         return connection
 
-    async def ask(self, peer: Address, request: messages.Request) -> messages.Reply:
+    async def ask(self, peer: Peer, request: messages.Request) -> messages.Reply:
         """Put a question to a peer; its refusal is raised. Answers that show its clock are noted."""
         fingerprint = self._local.compatibility.fingerprint()
         sent_s = self._clock.now_s()
         reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint)
         match reply:
             case messages.Refusal():
-                raise _refused(peer, reply, self._local)
+                raise _refused(peer.at, reply, self._local)
             case messages.Metadata() | messages.LeaseFound() | messages.ClockShown():
-                self._clocks.note(peer, reply.incarnation, reply.clock_s, sent_s=sent_s)
+                self._note_clock(peer, reply, sent_s)
         return reply
 
-    async def ask_clock(self, peer: Address) -> None:
+    async def ask_clock(self, peer: Peer) -> None:
         """The body of a task: ask for a peer's clock. One that cannot be asked is as unknown as before."""
         try:
-            await self.ask(peer, messages.ClockRequest(reader=self._local.reader, target=peer.target))
+            await self.ask(peer, messages.ClockRequest(reader=self._local.reader, target=peer.at.target))
         except PeerError as error:
-            logger.info("no clock from %s: %s", peer.address, error)
+            logger.info("no reading of a peer's clock: %s", error)
+
+    def leave(self, connection: Connection) -> None:
+        """Give a connection that no peer uses back to the transport, once no load holds it."""
+        self._agents.leave(connection)
+
+    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
+        """See `Agents.gone`."""
+        return await self._agents.gone(agents, timeout_s)
+
+    def _note_clock(
+        self, peer: Peer, reply: messages.Metadata | messages.LeaseFound | messages.ClockShown, sent_s: float
+    ) -> None:
+        try:
+            messages.check_clock(reply.clock_s)
+        except messages.WireError as error:
+            raise peer.at.failure(ProtocolError, str(error)) from error
+        now_s = self._clock.now_s()
+        peer.clock_due_s = now_s + self._config.clock_age_s
+        peer.note_clock(
+            RemoteClock(incarnation=reply.incarnation, theirs_s=reply.clock_s, sent_s=sent_s, received_s=now_s)
+        )
 
     async def _add(self, peer: Address, connection: Connection, metadata: bytes) -> None:
         try:
-            name = await self._connections.add(connection, metadata)
+            name = await self._agents.add(connection, metadata)
         except PeerGone as error:
             raise peer.failure(PeerUnreachable, str(error)) from error
         except TransportError as error:
@@ -184,18 +198,13 @@ def _opaque_shapes(ours: LocalRank, regions: Regions) -> tuple[object, object]:
     return (ours.regions.block, ours.regions.parts), (regions.block, regions.parts)
 
 
-def _relation(
-    peer: Address, metadata: messages.Metadata, ours: LocalRank, regions: Regions
-) -> tuple[BlockMap | None, tuple[int, int]]:
-    """What we read from a rank, and what share of it we answer for: none if it is of no concern to us."""
+def _block_map(metadata: messages.Metadata, ours: LocalRank, regions: Regions) -> BlockMap | None:
+    """What we read from a rank; None if nothing."""
     theirs = metadata.cache_share
-    source = next((one for one in topology.sources_of(ours.cache_share, theirs) if one.tp_rank == theirs.tp_rank), None)
-    if source is None:
-        return None, (0, 1)
-    told = topology.share_of(ours.cache_share, theirs, source.tellers)
-    if source.heads == 0 or told[0] == 0:
-        return None, told
-    block_map = BlockMap(
+    source = topology.source_at(ours.cache_share, theirs)
+    if source is None or source.heads == 0 or set(ours.cache_share.layers).isdisjoint(theirs.layers):
+        return None
+    return BlockMap(
         ours.regions,
         regions,
         heads=HeadSlice(source.local_start, source.remote_start, source.heads),
@@ -203,4 +212,3 @@ def _relation(
         remote_layers=theirs.layers,
         opaque=_opaque(ours),
     )
-    return block_map, told

@@ -1,23 +1,102 @@
-"""One rank of a remote engine, as a reader knows it, and the handshake with it that is under way."""
+"""One rank of a remote engine as a reader knows it: its connection, its clock, its failures, its handshake."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from kvflow.core.policy.circuit import Circuit
+from kvflow.core.cache.regions import Regions
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import BlockIds, check_block_ids
+from kvflow.core.plan.topology import CacheShare, ReportShare
+from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
-from kvflow.runtime.peers.link import Address, Connection
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.clock import RemoteClock
+from kvflow.core.protocol.seals import HOST, SEAL_SIZE_BYTES, quick_read_max_s
+from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.runtime.channel.protocol import Address
+from kvflow.transport.base import AgentName
 
 logger = logging.getLogger(__name__)
 
-LIVES_MAX = 64
+INCARNATIONS_MAX = 64
 _ERROR_CHARS_MAX = 500
 _QUESTIONS_AT_ONCE_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRank:
+    """What this rank tells peers and compares with theirs; complete once a cache is registered."""
+
+    reader: str
+    caller: messages.Caller
+    compatibility: messages.Compatibility
+    cache_share: CacheShare
+    regions: Regions
+
+
+class Connection:
+    """A peer after its handshake, shared by all loads: what we read from it, and what we report to it."""
+
+    def __init__(
+        self,
+        agent: AgentName,
+        metadata: messages.Metadata,
+        regions: Regions,
+        block_map: BlockMap | None,
+        report_share: ReportShare,
+    ) -> None:
+        self.agent = agent
+        self.incarnation = metadata.incarnation
+        self.layers = metadata.cache_share.layers
+        self.parallelism = metadata.cache_share.parallelism
+        self.regions = regions
+        self.block_map = block_map
+        """What we read from it; None if we only report to it."""
+        self.report_share = report_share
+        self.staged = metadata.staged
+        self.quick_read_max_s = quick_read_max_s(metadata.seals.hold_s)
+        # Seals lie in host memory on both sides; a read is of one kind of memory on each. A staged rank's seal has to
+        # be seen before anything is read.
+        self.carries_seals = (
+            block_map is not None and not self.staged and block_map.local.device == block_map.remote.device == HOST
+        )
+        self._seals = metadata.seals
+        self._users = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.agent}, {self._users} loads>"
+
+    @property
+    def used(self) -> bool:
+        """Whether a load holds it."""
+        return self._users > 0
+
+    def seal_address(self, index: int) -> int | None:
+        """Where the peer keeps seal `index`, or None if it has no such seal."""
+        return self._seals.address + index * SEAL_SIZE_BYTES if 0 <= index < self._seals.count else None
+
+    def hold(self) -> None:
+        """Keep the transport's side of the connection alive until `release`."""
+        self._users += 1
+        self._idle.clear()
+
+    def release(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no load holds it."""
+        await self._idle.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +148,18 @@ class Peer:
         """Whether it was ever connected."""
         self.current: Connection | None = None
         self.handshake: Handshake | None = None
-        self.circuit = Circuit()
+        self.circuit = NEVER_FAILED
         self.last_error = ""
         self.used_s = now_s
-        self.tried: set[str] = set()
+        self.leases_kept = 0
+        """How many of its leases we keep: until they are read or given back it is not idle."""
+        self.clock: RemoteClock | None = None
+        """The best reading of its clock, from the answers that show one."""
+        self.clock_due_s = math.inf
+        """When its clock is to be read again, on ours."""
+        self.tried_incarnations: set[str] = set()
         """Incarnations of tickets that have asked for it since it was last connected."""
-        self.over: deque[str] = deque(maxlen=LIVES_MAX)
-        """Incarnations that are known to be over."""
+        self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
         """Bounds what it is asked at once: sockets, should it be silent."""
 
@@ -84,8 +168,8 @@ class Peer:
 
     @property
     def busy(self) -> bool:
-        """Whether a load uses it or waits for it."""
-        return self.handshake is not None or (self.current is not None and self.current.used)
+        """Whether a load uses it or waits for it, or its leases are kept."""
+        return self.handshake is not None or self.leases_kept > 0 or (self.current is not None and self.current.used)
 
     def fire(self, event: PeerEvent, why: str = "") -> None:
         before, self.state = self.state, fire(PEER_TABLE, self.state, event)
@@ -95,15 +179,47 @@ class Peer:
         """Remember what failed, without the peer's name in front."""
         self.last_error = why.removeprefix(f"{self.at}: ")[:_ERROR_CHARS_MAX]
 
+    def note_clock(self, reading: RemoteClock) -> None:
+        """Keep the better one of two readings of its clock."""
+        self.clock = reading if self.clock is None else self.clock.combined(reading)
+        logger.debug("clock of %s: ours %+f s, to %f s", self.address, reading.offset_s, reading.uncertainty_s)
+
+    def not_expired_before_s(self, lease: RankLease) -> float:
+        """While our clock shows less, the peer's has not reached the end of the lease; -inf if its clock is unknown."""
+        clock = self.clock
+        if clock is None or clock.incarnation != lease.incarnation:
+            return -math.inf
+        return clock.not_expired_before_s(lease.expires_s)
+
     def usable(self, incarnation: str | None) -> Connection | None:
         """The connection, unless a ticket of this incarnation shows that it may be outdated."""
-        if self.current is None or incarnation is None or incarnation in self.over:
+        if self.current is None or incarnation is None or incarnation in self.past_incarnations:
             return self.current
         return self.current if self.current.incarnation == incarnation else None
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One rank of the producer, connected, and its lease for a load."""
+
+    peer: Peer
+    connection: Connection
+    lease: RankLease
+    not_expired_before_s: float
+    """On our clock: before this the lease cannot have run out, but it may have been ended."""
+
+    def __str__(self) -> str:
+        return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
+
+    def block_ids(self, ticket: Ticket) -> BlockIds:
+        """The rank's blocks, checked; RequestError names the first that it does not have."""
+        ids = ticket.block_ids if self.lease.block_ids is None else self.lease.block_ids
+        what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+        return check_block_ids(ids, num_blocks=self.connection.regions.num_blocks, what=what)
+
+
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:
-    """Who goes for another one: the oldest of those that nobody has ever met, or else who was not used for longest.
+    """Which peer to evict for another one: the oldest of those never met, else the least recently used of the rest.
 
     One that is being asked for the first time would have answered by now if it was asked before `asked_before_s`, and
     lived. Of those that were met the lost ones go before those that are connected, which a load may have been given

@@ -13,8 +13,8 @@ from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, is_host, rank_offset, s
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
-from kvflow.runtime.peers.link import Address
-from kvflow.runtime.peers.reach import Sources, check_cut, first_to_ask
+from kvflow.runtime.channel.protocol import Address
+from kvflow.runtime.peers.reach import Reach, check_parallelism, first_to_ask
 from kvflow.runtime.peers.table import Peers
 
 _AT_ONCE_MAX = 16
@@ -55,7 +55,7 @@ class Prewarmed:
 
 
 async def prewarm(
-    sources: Sources, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
+    reach: Reach, peers: Peers, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]
 ) -> tuple[Prewarmed, ...]:
     """See `Runtime.prewarm`."""
     listed = None if isinstance(engines, str | bytes | Mapping) else answer(lambda: tuple(engines))
@@ -65,26 +65,26 @@ async def prewarm(
 
     async def one(engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
         async with room:
-            return await _prewarm_one(sources, peers, engine)
+            return await _prewarm_one(reach, peers, engine)
 
     return tuple(await asyncio.gather(*map(one, listed)))
 
 
-async def _prewarm_one(sources: Sources, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
+async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
     engine_id = engine.engine_id if isinstance(engine, PeerAddress) and isinstance(engine.engine_id, str) else ""
     ranks: list[Rank] = []
     try:
         if isinstance(engine, PeerAddress):
             engine = engine.checked()
             engine_id = engine.engine_id
-            wanted = await _ask(sources, peers, engine)
+            wanted = await _ask(reach, peers, engine)
         else:
-            ticket = sources.read(engine)
+            ticket = reach.parse_ticket(engine)
             engine_id = ticket.engine_id
-            await sources.check(ticket)
-            wanted = await _confirm(sources, peers, ticket)
+            await reach.check(ticket)
+            wanted = await _confirm(reach, peers, ticket)
         for address in wanted:  # one after the other, and none after one that failed
-            await peers.connect(peers.get(*address), None)
+            await peers.connect(peers.get(address), None)
             ranks.append(address.rank)
     except RuntimeBroken:
         raise
@@ -93,22 +93,22 @@ async def _prewarm_one(sources: Sources, peers: Peers, engine: PeerAddress | Tic
     return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=None)
 
 
-async def _confirm(sources: Sources, peers: Peers, ticket: Ticket) -> list[Address]:
+async def _confirm(reach: Reach, peers: Peers, ticket: Ticket) -> list[Address]:
     """The ranks that loads with a ticket need, once one of them has said that its engine is cut as the ticket says."""
-    wanted = sources.whereabouts(ticket)
-    peer = peers.get(*first_to_ask(ticket, wanted))
-    check_cut(ticket, peer, await peers.connect(peer, None))
+    wanted = reach.whereabouts(ticket)
+    peer = peers.get(first_to_ask(ticket, wanted))
+    check_parallelism(ticket, peer, await peers.connect(peer, None))
     return wanted
 
 
-async def _ask(sources: Sources, peers: Peers, engine: PeerAddress) -> list[Address]:
+async def _ask(reach: Reach, peers: Peers, engine: PeerAddress) -> list[Address]:
     """The ranks that loads from an engine need, and where they listen, by how one of its ranks says that it is cut."""
     host, port = split_address(engine.address, what="address")
     here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
-    parallelism = (await peers.connect(peers.get(engine.engine_id, here, engine.address), None)).parallelism
+    parallelism = (await peers.connect(peers.get(Address(engine.engine_id, here, engine.address)), None)).parallelism
     base = port - rank_offset(*here, tp_size=parallelism.tp_size, pp_size=parallelism.pp_size)
     wanted = []
-    for rank in sources.ranks_of(
+    for rank in reach.ranks_of(
         parallelism, engine.dp_rank, f"prewarm: engine {engine.engine_id!r} at {engine.address}"
     ):
         there = base + rank_offset(*rank, tp_size=parallelism.tp_size, pp_size=parallelism.pp_size)

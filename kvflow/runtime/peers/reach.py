@@ -1,7 +1,7 @@
-"""From a ticket to the ranks that a load reads from or has to tell: who they are, their connections, their leases.
+"""From a ticket to the ranks that a load reads from or reports to: who they are, their connections, their leases.
 
-A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from how both engines
-are cut (`core.plan.topology`); those whose lease the ticket does not name are asked for it.
+A ticket names one or more ranks of an engine. Which of the engine's ranks concern us follows from the parallelism of
+both engines (`core.plan.topology`); those whose lease the ticket does not name are asked for it.
 
 Tickets are not signed, so what one says of its engine is believed step by step. What cannot be right is refused before
 anybody is asked. Then one rank is asked, and only if it says itself that its engine is cut like that the others are, a
@@ -12,108 +12,164 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from kvflow.config import Config
 from kvflow.core.plan import topology
-from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.plan.topology import Parallelism, Rank
+from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.peers.link import Address, Connection, LocalRank
-from kvflow.runtime.peers.peer import Peer
+from kvflow.runtime.channel.protocol import Address
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source
 from kvflow.runtime.peers.table import Peers
 
-DIALS_AT_ONCE_MAX = 8
-"""How many ranks of one engine are connected at once, for one load."""
+VISITS_AT_ONCE_MAX = 8
+"""How many ranks of one engine are connected, or told, at once, for one ticket."""
 
 _QUESTIONS_AT_ONCE_MAX = 16
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 _PLANS_MAX = 256
 
 ResultT = TypeVar("ResultT")
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """One rank of the producer, connected, and its lease for this load."""
-
-    peer: Peer
-    connection: Connection
-    lease: RankLease
-    not_expired_before_s: float
-    """Until when, on our clock, the lease cannot have run out; it may have been ended."""
-
-    def __str__(self) -> str:
-        return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
-
-    def block_ids(self, ticket: Ticket) -> BlockIds:
-        """The rank's blocks, checked; RequestError names the first that it does not have."""
-        ids = ticket.block_ids if self.lease.block_ids is None else self.lease.block_ids
-        what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-        return check_block_ids(ids, num_blocks=self.connection.num_blocks, what=what)
+Found = Callable[[Source], None]
 
 
 class _Plan(NamedTuple):
-    """What follows from how the producer's engine is cut."""
+    """What follows from the parallelism of the producer's engine, for one of its replicas."""
 
     impossible: str
     """Why no engine that we could read from is cut like this; "" if one may be."""
     problems: tuple[str, ...]
-    places: tuple[tuple[int, int], ...]
-    """(pp_rank, tp_rank) of each rank that we read from or tell."""
+    ranks: tuple[Rank, ...]
+    """The ranks that we read from or report to."""
 
 
-class _Room:
-    """How much one search for a ticket's ranks does at once. One that finds all connected needs none of it."""
+class _Reached(NamedTuple):
+    """A rank that is connected; its lease if we know it, and need it."""
 
-    @cached_property
-    def dials(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(DIALS_AT_ONCE_MAX)
-
-    @cached_property
-    def questions(self) -> asyncio.Semaphore:
-        return asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
+    peer: Peer
+    connection: Connection
+    source: Source | None
 
 
-class Sources:
+class Reach:
     """Finds the sources of loads."""
 
-    def __init__(self, config: Config, local: LocalRank, peers: Peers) -> None:
-        self._config = config
+    def __init__(self, context: RankContext, local: LocalRank, peers: Peers) -> None:
+        self._config = context.config
+        self._clock = context.clock
         self._local = local
         self._peers = peers
-        self._plans: dict[Parallelism, _Plan] = {}
+        self._plans: dict[tuple[Parallelism, int], _Plan] = {}
 
-    def read(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
+    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
         return read_ticket(ticket, self._config.block_ids_max)
 
-    async def find(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
-        """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.
+    async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
+        """Every rank that a load with a checked ticket reads from or reports to, its own stages' layers complete.
 
         `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
         LeaseExpired if a rank has restarted or its lease is over, Overloaded if there is no room for more peers, or
         RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops the waiting;
         handshakes that have begun go on.
         """
-        ranks = self.whereabouts(ticket)
-        if len(ranks) > 1:
-            peer, connection = await self._connect(ticket, first_to_ask(ticket, ranks))
-            self._check(ticket, peer, connection)
-        room = _Room()
-        all_found = await wait_for_all([self._find_one(ticket, rank, found, room) for rank in ranks])
-        stages = {peer.rank.pp: connection.cache_share.layers for peer, connection, _ in all_found}
+        parallelism = ticket.parallelism
+        plan = self._plan(parallelism, ticket.dp_rank)
+        reached = self._reach_at_once(ticket, parallelism, plan, found)
+        if reached is None:
+            await self.check(ticket)
+            reached = await self._reach_in_steps(ticket, found)
         ours = self._local.cache_share
+        stages: dict[int, tuple[int, ...]] = {}
+        sources: list[Source] = []
+        for peer, connection, source in reached:
+            stages[peer.rank.pp] = connection.layers
+            if source is not None:
+                sources.append(source)
         problem = topology.missing_layers(ours.layers, list(stages.values()), whole=ours.pp_size == 1)
         if problem:
             raise self._incompatible(ticket, [problem])
-        return [source for _, _, source in all_found if source is not None]
+        return sources
+
+    def _reach_at_once(
+        self, ticket: Ticket, parallelism: Parallelism, plan: _Plan, found: Found
+    ) -> list[_Reached] | None:
+        """The short way: the ticket names the lease of every rank, and all are connected. None if it is not so."""
+        leases, engine_id, known = ticket.leases, ticket.engine_id, self._peers.known
+        ready: list[tuple[Peer, Connection, RankLease]] = []
+        for rank in plan.ranks:
+            lease = leases.get((rank.pp, rank.tp))
+            if lease is None or not lease.lease_id:
+                return None
+            peer = known.get((engine_id, rank, lease.address))
+            connection = peer.current if peer is not None else None
+            if peer is None or connection is None or connection.incarnation != lease.incarnation:
+                return None
+            if connection.parallelism != parallelism:
+                return None
+            ready.append((peer, connection, lease))
+        if not ready:
+            return None
+        now_s = self._clock.now_s()
+        reached = []
+        for peer, connection, lease in ready:
+            peer.used_s = now_s
+            wanted = connection.report_share.numerator > 0
+            reached.append(_Reached(peer, connection, _found(peer, connection, lease, found) if wanted else None))
+        return reached
+
+    async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
+        """Connect all ranks, then ask those for their leases that the ticket does not name."""
+
+        async def visit(at: Address) -> _Reached:
+            lease = ticket.find(at.rank)
+            peer, connection = await self._connect(ticket, at)
+            check_parallelism(ticket, peer, connection)
+            if connection.report_share.numerator == 0:
+                return _Reached(peer, connection, None)
+            if lease is not None:
+                self._check_incarnation(ticket, peer, connection, lease.incarnation)
+                if lease.lease_id:
+                    return _Reached(peer, connection, _found(peer, connection, lease, found))
+            return _Reached(peer, connection, None)
+
+        room = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
+
+        async def complete(one: _Reached) -> _Reached:
+            if one.source is not None or one.connection.report_share.numerator == 0:
+                return one
+            lease = await self._ask_for_lease(ticket, one.peer, room)
+            connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
+            self._check_incarnation(ticket, one.peer, connection, lease.incarnation)
+            return _Reached(one.peer, connection, _found(one.peer, connection, lease, found))
+
+        return await _all_of([complete(one) for one in await self.walk(ticket, visit)])
+
+    async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+        """Visit the ranks that a checked ticket concerns: one that it names, and then the others, a few at a time.
+
+        A visit that raises ends the walk: others that have begun are cancelled, and none begins any more. Raises as
+        `whereabouts` does. Cancelling cancels the visits that have begun.
+        """
+        ranks = self.whereabouts(ticket)
+        if not ranks:
+            return []
+        first = first_to_ask(ticket, ranks)
+        results = {first: await visit(first)}
+        room = asyncio.Semaphore(VISITS_AT_ONCE_MAX)
+
+        async def in_turn(at: Address) -> None:
+            await room.acquire()
+            results[at] = await visit(at)
+            room.release()  # only now: after a visit that raised no other rank gets its place
+
+        await _all_of([in_turn(at) for at in ranks if at != first])
+        return [results[at] for at in ranks]
 
     def whereabouts(self, ticket: Ticket) -> list[Address]:
         """The ranks that a checked ticket may concern, and where they listen.
@@ -121,101 +177,49 @@ class Sources:
         Nobody is asked, so some may hold nothing of what we hold. There is none if the ticket's engine does not go
         with ours. RequestError if the ticket cannot be right, or an address cannot be known.
         """
-        plan = self._plan(ticket.parallelism)
-        if plan.impossible:
-            raise RequestError(f"ticket of request {ticket.request_id!r}: {plan.impossible}")
-        ranks = [Rank(ticket.dp_rank, pp, tp) for pp, tp in plan.places]
+        ranks = self.ranks_of(ticket.parallelism, ticket.dp_rank, f"ticket of request {ticket.request_id!r}")
         return [Address(ticket.engine_id, rank, ticket.address_of(rank)) for rank in ranks]
 
-    def ranks_of(self, parallelism: Parallelism, dp_rank: int, what: str) -> list[Rank]:
-        """The ranks of an engine cut like this that we read from or have to tell. RequestError if none can be."""
-        plan = self._plan(parallelism)
+    def ranks_of(self, parallelism: Parallelism, dp_rank: int, what: str) -> Sequence[Rank]:
+        """The ranks of an engine cut like this that we read from or report to. RequestError if none can be."""
+        plan = self._plan(parallelism, dp_rank)
         if plan.impossible:
             raise RequestError(f"{what}: {plan.impossible}")
-        return [Rank(dp_rank, pp, tp) for pp, tp in plan.places]
+        return plan.ranks
 
     def succeeded(self, sources: Sequence[Source]) -> None:
-        """Bytes were read from all of them."""
+        """Bytes were read from all of them: whatever failed before is over."""
+        now_s = self._clock.now_s()
         for source in sources:
-            self._peers.succeeded(source.peer)
+            source.peer.circuit, source.peer.used_s = NEVER_FAILED, now_s
 
     def failed(self, source: Source, why: str) -> None:
         """A read from it failed."""
         self._peers.failed(source.connection, why)
 
     async def check(self, ticket: Ticket) -> None:
-        """PeerIncompatible if the ticket itself shows that its engine's cut does not go with ours. Before `find`."""
-        plan = self._plan(ticket.parallelism)
-        if plan.problems and not plan.impossible:  # which `find` refuses
+        """PeerIncompatible if the ticket's parallelism does not go with ours, and its first rank is who it says."""
+        plan = self._plan(ticket.parallelism, ticket.dp_rank)
+        if plan.problems and not plan.impossible:  # which `whereabouts` refuses
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
             await self._connect(ticket, Address(ticket.engine_id, first, ticket.address))  # names them all
             raise self._incompatible(ticket, plan.problems)
 
-    def _plan(self, parallelism: Parallelism) -> _Plan:
+    def _plan(self, parallelism: Parallelism, dp_rank: int) -> _Plan:
         """Whom a load from an engine cut like this concerns. Remembered: engines are cut in a few ways only."""
-        found = self._plans.get(parallelism)
+        found = self._plans.get((parallelism, dp_rank))
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = self._plans[parallelism] = self._make_plan(parallelism)
+            found = _make_plan(self._local.cache_share, parallelism, dp_rank, self._config.load_ranks_max)
+            self._plans[parallelism, dp_rank] = found
         return found
-
-    def _make_plan(self, parallelism: Parallelism) -> _Plan:
-        """The ranks are counted before there is a list of them: a ticket can say a million."""
-        ours = self._local.cache_share
-        theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **parallelism._asdict())
-        stages = topology.stages_max(ours)
-        if parallelism.pp_size > stages:
-            return _Plan(
-                f"pp_size {parallelism.pp_size}, but the model has {stages} layers, and each stage has one", (), ()
-            )
-        problems = tuple(topology.differences(ours, theirs))
-        sources = () if problems else topology.sources_of(ours, theirs)
-        count, most = parallelism.pp_size * len(sources), self._config.load_ranks_max
-        if count > most:
-            engine = f"tp_size {parallelism.tp_size}, pp_size {parallelism.pp_size}"
-            return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {most} (load_ranks_max)", (), ())
-        return _Plan(
-            "", problems, tuple((pp, source.tp_rank) for pp in range(parallelism.pp_size) for source in sources)
-        )
 
     async def _connect(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
         named = ticket.find(at.rank)
-        peer = self._peers.get(*at)
+        peer = self._peers.get(at)
         incarnation = named.incarnation if named else None
         return peer, await self._peers.connect(peer, incarnation, ticket.request_id)
-
-    async def _find_one(
-        self, ticket: Ticket, at: Address, found: Callable[[Source], None], room: _Room
-    ) -> tuple[Peer, Connection, Source | None]:
-        """A rank's connection, and it as a source unless we have no layer in common."""
-        named = ticket.find(at.rank)
-        known = self._peers.is_connected(at, named.incarnation if named else None)
-        if not known:
-            await room.dials.acquire()
-        peer, connection = await self._connect(ticket, at)
-        self._check(ticket, peer, connection)
-        if not known:
-            room.dials.release()  # after one that failed no other rank gets its place
-        if connection.share == 0:
-            return peer, connection, None
-        if named is None or not named.lease_id:
-            named = await self._ask_for_lease(ticket, peer, room)
-            connection = await self._peers.connect(peer, named.incarnation, ticket.request_id)
-            self._check_incarnation(ticket, peer, connection, named.incarnation)
-        if connection.seal_address(named.seal_index) is None:
-            raise RequestError(f"ticket: seal_index {named.seal_index} is not one of the peer's")
-        not_expired_before_s = self._peers.not_expired_before_s(peer, named.incarnation, named.expires_s)
-        source = Source(peer, connection, named, not_expired_before_s)
-        found(source)
-        return peer, connection, source
-
-    def _check(self, ticket: Ticket, peer: Peer, connection: Connection) -> None:
-        """PeerIncompatible or LeaseExpired if a rank is not what the ticket says of it."""
-        check_cut(ticket, peer, connection)
-        named = ticket.find(peer.rank)
-        if named is not None and connection.share > 0:
-            self._check_incarnation(ticket, peer, connection, named.incarnation)
 
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
@@ -241,7 +245,7 @@ class Sources:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
 
-    async def _ask_for_lease(self, ticket: Ticket, peer: Peer, room: _Room) -> RankLease:
+    async def _ask_for_lease(self, ticket: Ticket, peer: Peer, room: asyncio.Semaphore) -> RankLease:
         """Ask a rank that the ticket does not name for its lease. Raises a PeerError, or LeaseExpired."""
         question = messages.LeaseRequest(
             reader=self._local.reader,
@@ -252,7 +256,7 @@ class Sources:
         )
 
         async def ask() -> messages.LeaseFound | messages.NoLease:
-            async with room.questions:
+            async with room:
                 return await self._peers.find_lease(peer, question)
 
         reply = await self.when_served(ask)
@@ -290,7 +294,7 @@ def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
 
 
-def check_cut(ticket: Ticket, peer: Peer, connection: Connection) -> None:
+def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
     """PeerIncompatible unless a rank's engine is cut as the ticket says."""
     said, true = ticket.parallelism, connection.parallelism
     if said != true:
@@ -300,7 +304,34 @@ def check_cut(ticket: Ticket, peer: Peer, connection: Connection) -> None:
         raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 
 
-async def wait_for_all(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
+def _found(peer: Peer, connection: Connection, lease: RankLease, found: Found) -> Source:
+    """A rank whose lease is known. RequestError if it has no such lease."""
+    if connection.seal_address(lease.seal_index) is None:
+        raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
+    source = Source(peer, connection, lease, peer.not_expired_before_s(lease))
+    found(source)
+    return source
+
+
+def _make_plan(ours: topology.CacheShare, parallelism: Parallelism, dp_rank: int, ranks_max: int) -> _Plan:
+    """The ranks are counted before there is a list of them: a ticket can say a million."""
+    theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **parallelism._asdict())
+    stages = topology.stages_max(ours)
+    if parallelism.pp_size > stages:
+        return _Plan(
+            f"pp_size {parallelism.pp_size}, but the model has {stages} layers, and each stage has one", (), ()
+        )
+    problems = tuple(topology.differences(ours, theirs))
+    sources = () if problems else topology.sources_of(ours, theirs)
+    count = parallelism.pp_size * len(sources)
+    if count > ranks_max:
+        engine = f"tp_size {parallelism.tp_size}, pp_size {parallelism.pp_size}"
+        return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {ranks_max} (load_ranks_max)", (), ())
+    ranks = (Rank(dp_rank, pp, source.tp_rank) for pp in range(parallelism.pp_size) for source in sources)
+    return _Plan("", problems, tuple(ranks))
+
+
+async def _all_of(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """Wait for all at once; the first failure ends the others and is raised."""
     if len(waits) == 1:
         return [await waits[0]]

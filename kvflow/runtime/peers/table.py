@@ -1,8 +1,8 @@
 """Peers: one object per remote rank, one handshake at a time for each, connections shared by all loads.
 
 A handshake runs in a task of its own, so a load that gives up does not take it away from the others that wait. A peer
-that fails is left alone for a while (`core.policy.circuit`): loads that need it fail at once, without a packet. A
-ticket of a life of the peer that was not tried yet may try at once: it shows that the peer lived after it had failed.
+that fails is backed off from (`core.policy.circuit`): loads that need it fail at once, without a packet. A ticket of an
+incarnation that was not tried yet may try at once: it shows that the peer lived after it had failed.
 
 An address in a ticket proves nothing, so peers that have never answered are asked a few at a time
 (`runtime.peers.contacts`), and they are the first to go when there are `Config.peers_max`. Peers that no load has used
@@ -12,16 +12,15 @@ for `Config.peer_idle_s` are forgotten; a timer looks, as long as there are any.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.core.policy.circuit import BackOff, Circuit, after_failed_handshake, after_failed_read
+from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, after_failed_handshake, after_failed_read
 from kvflow.core.policy.contacts import Contact
-from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, knows
+from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
 from kvflow.errors import (
     KVFlowError,
@@ -32,13 +31,12 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
 )
-from kvflow.runtime.clock import Clock, Timer
-from kvflow.runtime.context import Spawn
-from kvflow.runtime.peers.clocks import PeerClocks
+from kvflow.runtime.channel.protocol import Address
+from kvflow.runtime.clock import Timer
+from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.contacts import FirstContacts, overloaded, patience_s
-from kvflow.runtime.peers.handshake import Handshakes
-from kvflow.runtime.peers.link import Address, Connection, Connections
-from kvflow.runtime.peers.peer import LIVES_MAX, Handshake, Peer, expendable
+from kvflow.runtime.peers.peer import INCARNATIONS_MAX, Connection, Handshake, Peer, expendable
+from kvflow.transport.base import AgentName
 
 T = TypeVar("T")
 
@@ -61,30 +59,34 @@ class PeerStatistics:
     """Whether it was ever connected. Where it was not nobody may live: any ticket can name an address."""
 
 
+class Handshaking(Protocol):
+    """How peers are asked, and what a handshake with one gives; see `handshake.Handshakes`."""
+
+    async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
+
+    async def ask(self, peer: Peer, request: messages.Request) -> messages.Reply: ...
+
+    async def ask_clock(self, peer: Peer) -> None: ...
+
+    def leave(self, connection: Connection) -> None: ...
+
+    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool: ...
+
+
 class Peers:
     """All peers of a runtime."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        reader: str,
-        handshakes: Handshakes,
-        connections: Connections,
-        clocks: PeerClocks,
-        clock: Clock,
-        spawn: Spawn,
-    ) -> None:
+    def __init__(self, context: RankContext, handshakes: Handshaking) -> None:
+        config = context.config
         self._config = config
         self._back_off = BackOff(config.peer_backoff_first_s, config.peer_backoff_max_s)
-        self._reader = reader
         self._handshakes = handshakes
-        self._connections = connections
-        self._clocks = clocks
-        self._clock = clock
-        self._spawn = spawn
+        self._clock = context.clock
+        self._spawn = context.spawn
+        self._token_hex = context.token_hex
         self._contacts = FirstContacts(config)
-        self._peers: dict[Address, Peer] = {}
+        self.known: dict[tuple[str, Rank, str], Peer] = {}
+        """By `Address`; only looked at from outside."""
         self._sweep_timer: Timer | None = None
         self._closed = False
 
@@ -102,24 +104,18 @@ class Peers:
                 last_error=peer.last_error,
                 met=peer.met,
             )
-            for peer in self._peers.values()
+            for peer in self.known.values()
         )
 
-    def get(self, engine_id: str, rank: Rank, address: str) -> Peer:
+    def get(self, at: Address) -> Peer:
         """The one object for this peer. Overloaded if there are `Config.peers_max` others and all in use."""
-        key = Address(engine_id, rank, address)
-        peer = self._peers.get(key)
+        peer = self.known.get(at)
         if peer is None:
-            self._make_room(key)
-            peer = self._peers[key] = Peer(key, self._clock.now_s())
+            self._make_room(at)
+            peer = self.known[at] = Peer(at, self._clock.now_s())
             if self._sweep_timer is None and not self._closed:
                 self._sweep_later()
         return peer
-
-    def is_connected(self, at: Address, incarnation: str | None) -> bool:
-        """Whether `connect` would have nothing to wait for."""
-        peer = self._peers.get(at)
-        return peer is not None and peer.usable(incarnation) is not None
 
     async def connect(self, peer: Peer, incarnation: str | None, request_id: str | None = None) -> Connection:
         """The peer's connection, made if need be; all who ask meanwhile share one handshake.
@@ -131,7 +127,7 @@ class Peers:
         """
         while True:
             if peer.state is PeerState.CLOSED:  # forgotten since: a rank may take long to say its lease
-                peer = self.get(*peer.at)
+                peer = self.get(peer.at)
             peer.used_s = self._clock.now_s()
             connection = peer.usable(incarnation)
             if connection is not None:
@@ -160,7 +156,7 @@ class Peers:
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
             connection = peer.current
             try:
-                reply = await self._handshakes.ask(peer.at, question)
+                reply = await self._handshakes.ask(peer, question)
             except PeerUnreachable as error:
                 if connection is not None:
                     self.failed(connection, str(error))
@@ -173,55 +169,43 @@ class Peers:
         """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
         self._check_wait(peer, None)
         async with peer.questions:
-            reply = await self._in_turn(peer, partial(self._handshakes.ask, peer.at, question))
+            reply = await self._in_turn(peer, partial(self._handshakes.ask, peer, question))
         if isinstance(reply, messages.Released | messages.NoLease):
             return reply
         raise peer.at.failure(ProtocolError, f"released a lease, got {type(reply).__name__}")
 
-    def keep_clock(self, peer: Peer, now_s: float) -> None:
-        """Have a peer's clock asked for if what we know of it has aged; nobody waits for that."""
-        if self._clocks.is_due(peer.at, now_s):
-            self._spawn(self._handshakes.ask_clock(peer.at), name=f"kvflow-clock {peer.address}")
-
-    def not_expired_before_s(self, peer: Peer, incarnation: str, theirs_s: float) -> float:
-        """See `PeerClocks.sure_until_s`."""
-        return self._clocks.not_expired_before_s(peer.at, incarnation, theirs_s)
-
-    def succeeded(self, peer: Peer) -> None:
-        """Bytes were read from it: whatever failed before is over."""
-        peer.circuit = Circuit()
-        peer.used_s = self._clock.now_s()
+    def read_clock(self, peer: Peer, now_s: float) -> None:
+        """Have a peer's clock read again, once for all who find it due; nobody waits for that."""
+        peer.clock_due_s = now_s + self._config.clock_age_s
+        self._spawn(self._handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     def failed(self, connection: Connection, why: str) -> None:
         """Use the connection for no new load. Several reads may find out; the first one counts."""
         for peer in self._users_of(connection):
             peer.circuit = after_failed_read(
-                peer.circuit, self._back_off, now_s=self._clock.now_s(), name=self._name_for(peer)
+                peer.circuit, self._back_off, now_s=self._clock.now_s(), chance=self._chance()
             )
             peer.note_error(why)
             waits = peer.circuit.wait_s(self._clock.now_s()) > 0
             self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
 
     def said_goodbye(self, goodbye: messages.Goodbye) -> None:
-        """A peer drains, or closes: then its connection goes. Nothing happens unless we have one to that very life."""
+        """A peer closes: its connection goes, if it is to that very incarnation."""
         sender = goodbye.sender
         rank = Rank(sender.dp_rank, sender.pp_rank, sender.tp_rank)
-        for peer in self._peers.values():
+        for peer in self.known.values():
             connection = peer.current
             if (peer.engine_id, peer.rank) != (sender.engine_id, rank) or connection is None:
                 continue
             if connection.incarnation != goodbye.incarnation:
                 continue
-            if goodbye.closing:
-                self._disconnect(peer, PeerEvent.BREAK, "it closes")
-            elif knows(PEER_TABLE, peer.state, PeerEvent.DRAIN):
-                peer.fire(PeerEvent.DRAIN)
+            self._disconnect(peer, PeerEvent.BREAK, "it closes")
 
     async def forget(self, engine_id: str, address: str | None) -> bool:
         """See `Runtime.forget_peer`."""
 
         def chosen() -> list[Peer]:
-            found = [peer for peer in self._peers.values() if peer.engine_id == engine_id]
+            found = [peer for peer in self.known.values() if peer.engine_id == engine_id]
             return [peer for peer in found if address in (None, peer.address)]
 
         handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
@@ -231,14 +215,14 @@ class Peers:
         for peer in chosen():
             if peer.handshake is None:  # else it was begun just now, from scratch
                 self._drop(peer, "forgotten")
-        return await self._connections.gone(agents, self._config.handshake_timeout_s)
+        return await self._handshakes.gone(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
         self._closed = True
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
-        for peer in list(self._peers.values()):
+        for peer in list(self.known.values()):
             self._drop(peer, "closing")
 
     def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
@@ -255,14 +239,15 @@ class Peers:
         peer.handshake = handshake
         peer.fire(PeerEvent.CONNECT)
         if incarnation is not None:
-            peer.tried.add(incarnation)
+            peer.tried_incarnations.add(incarnation)
         return handshake
 
     def _check_wait(self, peer: Peer, incarnation: str | None) -> None:
         """PeerUnreachable if the peer must not be asked yet."""
         wait_s = peer.circuit.wait_s(self._clock.now_s())
-        another_life = incarnation is not None and incarnation not in peer.tried and len(peer.tried) < LIVES_MAX
-        if wait_s > 0 and not another_life:
+        tried = peer.tried_incarnations
+        may_try = incarnation is not None and incarnation not in tried and len(tried) < INCARNATIONS_MAX
+        if wait_s > 0 and not may_try:
             failures = f"failures in a row: {peer.circuit.failures}, the last: {peer.last_error}"
             why = f"it is not asked for another {wait_s:.3g} s ({failures})"
             raise peer.at.failure(PeerUnreachable, why, retry_after_s=wait_s)
@@ -277,7 +262,7 @@ class Peers:
 
     async def _shake_hands(self, peer: Peer, request_id: str | None) -> Connection:
         async with asyncio.timeout(self._config.handshake_timeout_s):
-            return await self._handshakes.connect(peer.at, request_id)
+            return await self._handshakes.connect(peer, request_id)
 
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
@@ -326,17 +311,18 @@ class Peers:
             handshake.task.cancel()
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
-        """A handshake worked. What other life the ticket or the last connection was of is over."""
+        """A handshake worked. Other incarnations, that the ticket or the last connection was of, are over."""
         before = peer.current
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
-        peer.over.extend(other for other in others if other is not None and other not in peer.over)
+        past = peer.past_incarnations
+        past.extend(other for other in others if other is not None and other not in past)
         peer.fire(PeerEvent.CONNECTED)
         peer.current = connection
         peer.met = True
-        peer.tried = {connection.incarnation}
+        peer.tried_incarnations = {connection.incarnation}
         peer.last_error = ""
         if connection.block_map is None:  # nothing will be read from it, which would end a row of failures
-            peer.circuit = Circuit()
+            peer.circuit = NEVER_FAILED
         if before is not None and before is not connection:
             self._leave(before)
 
@@ -346,18 +332,18 @@ class Peers:
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = PeerEvent.BACK_OFF
             now_s = self._clock.now_s()
-            peer.circuit = after_failed_handshake(peer.circuit, self._back_off, now_s=now_s, name=self._name_for(peer))
+            peer.circuit = after_failed_handshake(peer.circuit, self._back_off, now_s=now_s, chance=self._chance())
             error.retry_after_s = peer.circuit.wait_s(now_s)
         peer.note_error(str(error))
         self._disconnect(peer, event, str(error))
 
-    def _name_for(self, peer: Peer) -> str:
-        """What a wait's jitter depends on: another one for every reader of a peer."""
-        return f"{self._reader} {peer.address}"
+    def _chance(self) -> float:
+        """At random from 0 to 1: the jitter of a wait."""
+        return int(self._token_hex(4), 16) / (1 << 32)
 
     def _users_of(self, connection: Connection) -> list[Peer]:
         """Peers that connect by it: two, if two addresses lead to one rank."""
-        return [peer for peer in self._peers.values() if peer.current is connection]
+        return [peer for peer in self.known.values() if peer.current is connection]
 
     def _disconnect(self, peer: Peer, event: PeerEvent, why: str) -> None:
         """Take the peer's connection away. If a handshake is under way, that decides about the state."""
@@ -369,24 +355,23 @@ class Peers:
 
     def _leave(self, connection: Connection) -> None:
         if not self._users_of(connection):
-            self._connections.leave(connection)
+            self._handshakes.leave(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
         """Forget a peer that has no handshake."""
-        del self._peers[peer.at]
-        self._clocks.forget(peer.at)
+        del self.known[peer.at]
         self._disconnect(peer, PeerEvent.CLOSE, why)
 
     def _make_room(self, newcomer: Address) -> None:
         """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
-        if len(self._peers) < self._config.peers_max:
+        if len(self.known) < self._config.peers_max:
             return
         now_s = self._clock.now_s()
         asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
-        peer = expendable(self._peers.values(), asked_before_s=asked_before_s, used_before_s=used_before_s)
+        peer = expendable(self.known.values(), asked_before_s=asked_before_s, used_before_s=used_before_s)
         if peer is None:
-            raise overloaded(newcomer, f"no room for it: all {len(self._peers)} peers are in use (peers_max)")
-        why = f"it made room for another of {len(self._peers)} peers (peers_max)"
+            raise overloaded(newcomer, f"no room for it: all {len(self.known)} peers are in use (peers_max)")
+        why = f"it made room for another of {len(self.known)} peers (peers_max)"
         if peer.handshake is not None:
             self._give_up(peer, peer.handshake, why)
         self._drop(peer, why)
@@ -397,9 +382,9 @@ class Peers:
     def _sweep(self) -> None:
         """The timer: forget who was not used for long enough."""
         idle_before_s = self._clock.now_s() - self._config.peer_idle_s
-        for peer in list(self._peers.values()):
+        for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= idle_before_s:
                 self._drop(peer, f"not used for {self._config.peer_idle_s} s")
         self._sweep_timer = None
-        if self._peers:
+        if self.known:
             self._sweep_later()

@@ -1,8 +1,8 @@
-"""The ranks that have connected to us, so that they can be told when we go.
+"""Goodbyes: the readers that have connected to us are told when we close, so that they drop their connections at once.
 
-They are told on the side channel, best effort: whoever is not told finds out when its next read or handshake fails.
-An address is a reader's own word for it, so only as many as `Config.readers_max` are remembered, each is told once,
-and nothing but a `Goodbye` is ever sent there.
+Best effort, on the side channel: a reader that is not told finds out when its next read or handshake fails. An address
+is a reader's own word for it, so at most `Config.readers_max` are remembered, and nothing but one `Goodbye` is ever
+sent there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import logging
 from collections import OrderedDict
 
 from kvflow.checks import is_name
-from kvflow.config import ENGINE_ID_CHARS_MAX, Config, is_host, split_address
+from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
-from kvflow.runtime.channel.protocol import SideChannel
-from kvflow.runtime.peers.link import LocalRank
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import LocalRank
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,11 @@ _AT_ONCE_MAX = 16
 class Farewells:
     """Whom to say goodbye to."""
 
-    def __init__(self, config: Config, side_channel: SideChannel, local: LocalRank, incarnation: str) -> None:
-        self._config = config
-        self._side_channel = side_channel
+    def __init__(self, context: RankContext, local: LocalRank) -> None:
+        self._config = context.config
+        self._side_channel = context.side_channel
+        self._incarnation = context.identity.incarnation
         self._local = local
-        self._incarnation = incarnation
         self._callers: OrderedDict[messages.Caller, None] = OrderedDict()
 
     @property
@@ -40,27 +40,29 @@ class Farewells:
     def remember(self, caller: messages.Caller) -> None:
         """Tell this reader when we go; the one that has not asked for longest makes room. Nonsense is dropped."""
         if not _could_be(caller):
-            logger.info("a reader's address is none: %.100r", caller)
+            logger.info("ignoring reader with unusable address %.100r", caller)
             return
         self._callers[caller] = None
         self._callers.move_to_end(caller)
         if len(self._callers) > self._config.readers_max:
             self._callers.popitem(last=False)
 
-    async def tell(self, *, closing: bool) -> None:
+    async def tell(self) -> None:
         """Say goodbye to all, within `Config.goodbye_timeout_s`. Who cannot be reached is forgotten."""
         room = asyncio.Semaphore(_AT_ONCE_MAX)
         try:
             async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as group:
                 for caller in self._callers:
                     name = f"kvflow-goodbye {caller.address}"
-                    group.create_task(self._tell(caller, closing, room), name=name)
+                    group.create_task(self._tell(caller, room), name=name)
         except TimeoutError:
-            logger.info("not all readers were told within %s s", self._config.goodbye_timeout_s)
+            logger.info(
+                "not all readers could be told within %s s that this rank closes", self._config.goodbye_timeout_s
+            )
 
-    async def _tell(self, caller: messages.Caller, closing: bool, room: asyncio.Semaphore) -> None:
+    async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:
         goodbye = messages.Goodbye(
-            target=caller.target, sender=self._local.caller.target, incarnation=self._incarnation, closing=closing
+            target=caller.target, sender=self._local.caller.target, incarnation=self._incarnation
         )
         async with room:
             try:
@@ -68,7 +70,7 @@ class Farewells:
                     caller.address, goodbye, fingerprint=self._local.compatibility.fingerprint()
                 )
             except PeerError as error:
-                logger.info("a reader could not be told: %s", error)
+                logger.info("a reader could not be told that this rank closes: %s", error)
                 self._callers.pop(caller, None)
 
 

@@ -205,15 +205,15 @@ class Serving:
         problems = topology.differences(self._cache_share, question.cache_share)
         if problems:
             raise messages.WireError("; ".join(problems))
-        share, whole = topology.report_of(question.cache_share, self._cache_share) or (0, 1)
-        if share > 0:  # else other readers answer for all of it
+        share = topology.report_share(question.cache_share, self._cache_share)
+        if share.numerator > 0:  # else other readers release it
             lease_id = question.lease_id
             if lease_id is None:
                 found = self.find(question)
                 if isinstance(found, messages.NoLease):
                     return found
                 lease_id = found.lease_id
-            self._note_read(messages.ReadDone(lease_id, question.reader, share, whole))
+            self._note_read(messages.ReadDone(lease_id, question.reader, *share))
         return messages.Released(incarnation=self._incarnation)
 
     async def drained(self) -> None:
@@ -228,7 +228,7 @@ class Serving:
 
     def _note_read(self, message: messages.ReadDone) -> None:
         entry = self._book.find(message.lease_id)
-        share = (message.share, message.whole)
+        share = (message.numerator, message.denominator)
         counted = self._book.read(message.lease_id, message.reader, share, self._clock.now_s())
         self._counted[counted] += 1
         if counted is Counted.NOTED and entry is not None and not entry.is_open:

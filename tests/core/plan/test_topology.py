@@ -57,7 +57,7 @@ def slow_reads(cut: Parallelism) -> dict[tuple[int, int], list[int]]:
     return found
 
 
-def slow_tellers(cut: Parallelism) -> dict[int, list[int]]:
+def slow_reporters(cut: Parallelism) -> dict[int, list[int]]:
     """Their rank -> our ranks that tell it: its readers, else the first reader of the last rank before it with any."""
     ours, theirs, _ = cut
     reads = slow_reads(cut)
@@ -70,14 +70,14 @@ def slow_tellers(cut: Parallelism) -> dict[int, list[int]]:
 
 def slow_sources(rank: int, cut: Parallelism) -> tuple[HeadSource, ...]:
     ours, theirs, heads = cut
-    reads, tellers = slow_reads(cut), slow_tellers(cut)
+    reads, reporters = slow_reads(cut), slow_reporters(cut)
     found = []
     for holder in range(theirs):
-        if rank in tellers[holder]:
+        if rank in reporters[holder]:
             read = reads.get((rank, holder), [])
             local_start = heads_of(rank, ours, heads).index(read[0]) if read else 0
             remote_start = heads_of(holder, theirs, heads).index(read[0]) if read else 0
-            found.append(HeadSource(holder, local_start, remote_start, len(read), len(tellers[holder])))
+            found.append(HeadSource(holder, local_start, remote_start, len(read), len(reporters[holder])))
     return tuple(found)
 
 
@@ -120,14 +120,14 @@ def test_each_head_of_a_rank_is_read_exactly_once_from_a_rank_that_holds_it() ->
             assert sorted(found) == list(range(len(heads_of(rank, ours, heads)))), (rank, cut)
 
 
-def test_every_rank_of_the_producer_is_told_and_tellers_is_how_many_do() -> None:
+def test_every_rank_of_the_producer_is_released_and_reporters_is_how_many_do() -> None:
     for cut in CUTS:
         told: dict[int, list[HeadSource]] = {rank: [] for rank in range(cut[1])}
         for _, source in all_sources(cut):
             told[source.tp_rank].append(source)
         for rank, found in told.items():
             assert found, (rank, cut)
-            assert {source.tellers for source in found} == {len(found)}, (rank, cut)
+            assert {source.reporters for source in found} == {len(found)}, (rank, cut)
             # Nobody reads from a rank that is only told, by one rank; all who tell another one also read from it.
             assert [source.heads > 0 for source in found] in ([True] * len(found), [False]), (rank, cut)
 
@@ -173,13 +173,13 @@ def test_decode_4_of_prefill_2() -> None:
     assert short(1, 4, 2, 8) == [(0, 0, 2, 2)]
     assert short(2, 4, 2, 8) == [(1, 0, 0, 2)]
     assert short(3, 4, 2, 8) == [(1, 0, 2, 2)]
-    assert {source.tellers for _, source in all_sources((4, 2, 8))} == {2}
+    assert {source.reporters for _, source in all_sources((4, 2, 8))} == {2}
 
 
 def test_decode_2_of_prefill_4() -> None:
     assert short(0, 2, 4, 8) == [(0, 0, 0, 2), (1, 2, 0, 2)]
     assert short(1, 2, 4, 8) == [(2, 0, 0, 2), (3, 2, 0, 2)]
-    assert {source.tellers for _, source in all_sources((2, 4, 8))} == {1}
+    assert {source.reporters for _, source in all_sources((2, 4, 8))} == {1}
 
 
 def test_more_ranks_than_heads() -> None:
@@ -311,7 +311,7 @@ def cut_layers(layers: int, cuts: set[int]) -> list[tuple[int, ...]]:
     said=st.booleans(),
     latent=st.booleans(),
 )
-def test_the_shares_of_all_readers_add_up_to_the_whole(
+def test_the_shares_of_all_readers_add_up_to_1(
     cut: Parallelism, layers: int, ours_at: set[int], theirs_at: set[int], said: bool, latent: bool
 ) -> None:
     """For every rank of the producer, however both engines are cut: exactly when the last one is done."""
@@ -321,7 +321,6 @@ def test_the_shares_of_all_readers_add_up_to_the_whole(
     our_stages, their_stages = (cut_layers(layers, where) for where in (ours_at, theirs_at))
     for pp, their_layers in enumerate(their_stages):
         sums = dict.fromkeys(range(theirs_tp), Fraction(0))
-        wholes: dict[int, set[int]] = {rank: set() for rank in range(theirs_tp)}
         for our_pp, our_layers in enumerate(our_stages):
             for rank in range(ours_tp):
                 mine = hold(
@@ -330,19 +329,18 @@ def test_the_shares_of_all_readers_add_up_to_the_whole(
                 for source in topology.sources_of(mine, hold(0, theirs_tp, heads, said=said, latent=latent)):
                     place = (pp, len(their_stages))
                     other = hold(source.tp_rank, theirs_tp, heads, latent=latent, pp=place, layers=their_layers)
-                    share, whole = topology.share_of(mine, other, source.tellers)
-                    assert 0 <= share <= whole
+                    share = Fraction(*topology.report_share(mine, other))
                     assert (share == 0) == (not set(our_layers) & set(their_layers))
                     sums[source.tp_rank] += share
-                    wholes[source.tp_rank].add(whole)
-        for rank in range(theirs_tp):
-            assert wholes[rank] == {int(sums[rank])}, (rank, cut)  # one whole that all agree on, and its sum
+        assert set(sums.values()) == {1}, cut
 
 
 def test_a_reader_with_nothing_in_common_has_no_share() -> None:
-    assert topology.share_of(hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(2, 3, 4)), 2) == (0, 6)
-    assert topology.share_of(hold(0, 1, 8, layers=(0, 2)), hold(0, 1, 8, layers=(4, 3, 2)), 2) == (1, 6)
-    assert topology.share_of(hold(0, 1, 8), hold(0, 1, 8), 1) == (2, 2)
+    one, other = hold(0, 2, 8, layers=(0, 2)), hold(0, 1, 8, layers=(4, 3, 2))
+    assert topology.report_share(hold(0, 1, 8, layers=(0, 1)), other) == topology.NO_REPORT == (0, 1)
+    assert topology.report_share(one, other) == (1, 6)
+    assert topology.report_share(hold(0, 1, 8), hold(0, 1, 8)) == (2, 2)
+    assert topology.report_share(hold(0, 2, 8), hold(1, 2, 8)) == topology.NO_REPORT, "it holds other heads"
 
 
 # --- why not
@@ -497,13 +495,13 @@ def test_the_largest_engines_are_planned_in_no_time(ours: int, theirs: int, head
 
 def test_ranks_that_hold_other_heads_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     looked_at: list[int] = []
-    tellers = topology._tellers
+    reporters = topology._reporters
 
     def watched(theirs: int, *sizes: int) -> tuple[range, bool]:
         looked_at.append(theirs)
-        return tellers(theirs, *sizes)
+        return reporters(theirs, *sizes)
 
-    monkeypatch.setattr(topology, "_tellers", watched)
+    monkeypatch.setattr(topology, "_reporters", watched)
     head_sources.cache_clear()
     head_sources(5, 8, RANKS_MAX, 8)
     assert looked_at == list(range(5 * RANKS_MAX // 8, 6 * RANKS_MAX // 8))

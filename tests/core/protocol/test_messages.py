@@ -102,7 +102,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     "notification": (
         messages.decode_notification,
         [
-            messages.ReadDone(lease_id=LEASE_ID, reader="decode-0/0.0.0#1", share=2, whole=64),
+            messages.ReadDone(lease_id=LEASE_ID, reader="decode-0/0.0.0#1", numerator=2, denominator=64),
             messages.Renew(lease_ids=(), reader="decode-0/0.0.0#1"),
             messages.Renew(lease_ids=(LEASE_ID, LEASE_ID[::-1]), reader="decode-0/0.0.0#1"),
         ],

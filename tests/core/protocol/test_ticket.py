@@ -518,7 +518,7 @@ def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_tick
         )
     )
     for lease in ticket.ranks:
-        messages.encode(messages.ReadDone(lease_id=lease.lease_id, reader="r", share=1, whole=1))
+        messages.encode(messages.ReadDone(lease_id=lease.lease_id, reader="r", numerator=1, denominator=1))
         assert 0 < lease.port < 65536
         assert len(bytes.fromhex(lease.lease_id)) == (16 if lease.lease_id else 0)
         assert ticket.find(Rank(ticket.dp_rank, lease.pp_rank, lease.tp_rank)) is not None

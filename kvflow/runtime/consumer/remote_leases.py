@@ -1,0 +1,226 @@
+"""The leases that other engines hold open for us: kept while they are needed, given back after.
+
+*Keeping* is renewal: one notification per peer names the leases that are still needed, first when half of the time that
+is surely left has passed, then every third of their ttl, so two notifications in a row may be lost. Loads keep the
+leases that they read under, and so do requests that wait for their load. Most loads take a millisecond and renew
+nothing, so all that they pay for is an entry in a dict: there is one timer, which is set earlier when an earlier lease
+comes, and otherwise looks, when it fires, whether anything is left to do.
+
+*Giving back* is a notification where there is a connection, after a read or instead of one: a request may find all its
+blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never
+hears of the peer; the rank works out itself which share of the lease such a reader reports.
+
+All of it is best effort: whether a lease was open during a read is for its seal to say (`core.protocol.seals`), and a
+lease that nobody gives back runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.errors import KVFlowError, Overloaded, PeerError
+from kvflow.runtime.channel.protocol import Address
+from kvflow.runtime.clock import Timer
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import Connection, LocalRank, Source
+from kvflow.runtime.peers.reach import Reach, check_parallelism
+from kvflow.runtime.peers.table import Peers
+from kvflow.transport.base import AgentName
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_LEAST_S = 0.01  # whatever a ticket says
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A lease that is needed, and when it is renewed next."""
+
+    source: Source
+    ttl_s: float
+    due_s: float
+
+
+class RemoteLeases:
+    """Keeps leases of other engines, and gives them back."""
+
+    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, reach: Reach) -> None:
+        self._config = context.config
+        self._clock = context.clock
+        self._spawn = context.spawn
+        self._transport = context.transport
+        self._local = local
+        self._peers = peers
+        self._reach = reach
+        self._batch_max = messages.renewals_max(local.reader, context.config.notification_bytes_max)
+        self._kept: dict[object, list[_Kept]] = {}
+        self._timer: Timer | None = None
+        self._timer_due_s = math.inf
+        self.sent = 0
+        """How many leases were renewed, counting each time."""
+
+    def keep(self, owner: object, ttl_s: float, source: Source) -> None:
+        """Renew a lease of `ttl_s` from now on until its owner needs it no more (`forget`)."""
+        now_s = self._clock.now_s()
+        due_s = (now_s + source.not_expired_before_s) / 2
+        self._kept.setdefault(owner, []).append(_Kept(source, ttl_s, due_s))
+        source.peer.leases_kept += 1
+        if due_s < self._timer_due_s:
+            self._set_timer(now_s, due_s)
+        if now_s >= source.peer.clock_due_s:
+            self._peers.read_clock(source.peer, now_s)
+
+    def forget(self, owner: object) -> None:
+        """Renew nothing for this owner any more. Nothing happens if it keeps nothing."""
+        for kept in self._kept.pop(owner, ()):
+            kept.source.peer.leases_kept -= 1
+
+    def keep_while(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
+        """Keep a ticket's leases until the block ends, for a request that waits for its load.
+
+        They are found beside the block, as a load would find them, so their peers are connected before the load comes.
+        What could not be kept is for the load to say. Raises RequestError, or RuntimeClosed.
+        """
+        return self._keep_while(self._reach.parse_ticket(ticket))
+
+    def tell(self, sources: Sequence[Source]) -> None:
+        """Report to every rank that holds a lease for us that we have read, also to those that we only report to."""
+        for source in sources:
+            self._report(source.connection, source.lease)
+
+    async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
+        """Give a ticket's leases back unread; whether every rank that holds one was told.
+
+        One rank is told first, and the others only if that one holds a lease for the ticket's request, or held one.
+        Takes Config.handshake_timeout_s at most. RequestError if the ticket cannot be right, or a rank's address cannot
+        be known. Cancelling stops it; some ranks may have been told then.
+        """
+        ticket = self._reach.parse_ticket(given)
+        if not ticket.block_ids:
+            return True  # its leases ended when they were made
+        told = True
+
+        async def visit(at: Address) -> bool:
+            nonlocal told
+            told = told and await self._try_one(ticket, at) and told  # another one may have failed meanwhile
+            return told
+
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout_s):
+                return len(await self._reach.walk(ticket, visit)) > 0 and told
+        except TimeoutError:
+            what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
+            bound_s = self._config.handshake_timeout_s
+            logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
+            return False
+
+    def close(self) -> None:
+        """Renew nothing any more, whoever comes."""
+        self._stop_timer()
+        self._timer_due_s = -math.inf
+
+    @contextmanager
+    def _keep_while(self, ticket: Ticket) -> Iterator[None]:
+        if not ticket.block_ids:
+            yield  # its leases ended when they were made
+            return
+        owner = object()
+        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            self.forget(owner)
+
+    async def _keep_for(self, owner: object, ticket: Ticket) -> None:
+        """The body of a task: until it is cancelled."""
+        try:
+            async with asyncio.timeout(self._config.load_deadline_s):
+                await self._reach.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
+            await asyncio.get_running_loop().create_future()
+        except (KVFlowError, TimeoutError) as error:
+            what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
+            logger.info("%s: %s", what, error or f"not found within {self._config.load_deadline_s} s")
+        finally:
+            self.forget(owner)  # once more: a lease may be found while the task ends
+
+    def _set_timer(self, now_s: float, due_s: float) -> None:
+        self._stop_timer()
+        self._timer_due_s = due_s
+        self._timer = self._clock.call_later(max(due_s - now_s, 0.0), self._renew)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _renew(self) -> None:
+        """The timer: renew what is due, and what would be soon, so that a peer gets few messages for many leases."""
+        now_s = self._clock.now_s()
+        due: dict[AgentName, dict[str, None]] = {}
+        for kept in (kept for leases in self._kept.values() for kept in leases):
+            pause_s = max(kept.ttl_s / 3, _PAUSE_LEAST_S)
+            if kept.due_s - pause_s / 2 <= now_s:
+                due.setdefault(kept.source.connection.agent, {})[kept.source.lease.lease_id] = None
+                kept.source.peer.used_s = now_s  # it is not idle: its connection stays
+                kept.due_s = now_s + pause_s
+        for agent, lease_ids in due.items():
+            self._send(agent, tuple(lease_ids))
+        self._timer, self._timer_due_s = None, math.inf
+        if self._kept:
+            self._set_timer(now_s, min(kept.due_s for leases in self._kept.values() for kept in leases))
+
+    def _send(self, agent: AgentName, lease_ids: tuple[str, ...]) -> None:
+        self.sent += len(lease_ids)
+        for start in range(0, len(lease_ids), self._batch_max):
+            message = messages.Renew(lease_ids=lease_ids[start : start + self._batch_max], reader=self._local.reader)
+            self._transport.notify(agent, messages.encode(message))
+
+    async def _try_one(self, ticket: Ticket, at: Address) -> bool:
+        """Whether a rank was told. One that could not be is logged."""
+        try:
+            return await self._release_one(ticket, at)
+        except (PeerError, Overloaded) as error:
+            problem = error.of_request(ticket.request_id, ticket.engine_id)
+            logger.warning("a lease could not be given back: %s", problem)
+            return False
+
+    async def _release_one(self, ticket: Ticket, at: Address) -> bool:
+        named = ticket.find(at.rank)
+        lease = named if named is not None and named.lease_id else None
+        peer = self._peers.get(at)
+        if peer.current is not None:
+            check_parallelism(ticket, peer, peer.current)
+            if lease is not None and peer.current.incarnation == lease.incarnation:
+                self._report(peer.current, lease)
+                return True
+        question = messages.ReleaseRequest(
+            reader=self._local.reader,
+            target=at.target,
+            request_id=ticket.request_id,
+            num_tokens=ticket.num_tokens,
+            blocks_digest=ticket.blocks_digest,
+            lease_id=lease.lease_id if lease else None,
+            cache_share=self._local.cache_share,
+        )
+        reply = await self._reach.when_served(partial(self._peers.release, peer, question))
+        if isinstance(reply, messages.NoLease):
+            return reply.ended  # then there is nothing to give back
+        return lease is None or reply.incarnation == lease.incarnation
+
+    def _report(self, connection: Connection, lease: RankLease) -> None:
+        numerator, denominator = connection.report_share
+        if numerator > 0:  # else others release it
+            message = messages.ReadDone(
+                lease_id=lease.lease_id, reader=self._local.reader, numerator=numerator, denominator=denominator
+            )
+            self._transport.notify(connection.agent, messages.encode(message))
