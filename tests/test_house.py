@@ -42,6 +42,7 @@ LOOKING_AGAIN = {
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
+    "tests/runtime/test_keeping.py": "virtual time: what is tested is what is left when much of it has passed",
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
@@ -151,7 +152,7 @@ def test_core_loads_without_torch_zmq_nixl_and_asyncio() -> None:
         "kvflow.core.cache.layout",
         "kvflow.core.plan.descriptors",
         "kvflow.core.protocol.messages",
-        "kvflow.core.protocol.seals",
+        "kvflow.core.protocol.freshness",
     } <= set(modules)
     code = f"""
 import sys, types

@@ -17,7 +17,7 @@ from kvflow.core.cache.tensors import KVCaches, checked_caches
 from kvflow.core.plan.topology import CacheShare, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.seals import HOST, SealTable
+from kvflow.core.protocol.freshness import HOST, SealTable
 from kvflow.errors import ConfigError, LayoutError, UsageError
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight

@@ -15,7 +15,7 @@ from tests_support import PATIENT, altered
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.clock import RemoteClock
+from kvflow.core.protocol.freshness import RemoteClock
 from kvflow.core.protocol.ticket import RankLease
 from kvflow.errors import LeaseExpired, RequestError
 from kvflow.runtime.channel.protocol import Address, ListenerStatistics

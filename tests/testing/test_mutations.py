@@ -9,7 +9,7 @@ import pytest
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
-from kvflow.core.protocol.seals import SealTable
+from kvflow.core.protocol.freshness import SealTable
 from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.peers import peer

@@ -14,7 +14,7 @@ from kvflow import Config
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.seals import HOST
+from kvflow.core.protocol.freshness import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.testing.side_channel import InprocSideChannel

@@ -221,7 +221,7 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     local = _offsets(chunks.local_ids, chunks.local_parts, pairs.local_stride, pairs.local_step)
     remote = _offsets(chunks.remote_ids, chunks.remote_parts, pairs.remote_stride, pairs.remote_step)
     size, pieces = pairs.piece_size, len(pairs.local_offsets)
-    size_bytes = len(pairs) * len(local) * pieces * size
+    size_bytes = len(pairs.local_bases) * len(local) * pieces * size
     sizes: int | Int64Array = size
     if pieces == 1 and len(local) > 1:
         follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
@@ -230,8 +230,8 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
             sizes = (size * np.diff(starts, append=len(local)))[:, None]
             local, remote = local[starts], remote[starts]
     first = 0 if head is None else 1
-    table = np.empty((2, first + len(pairs) * len(local) * pieces, 3), dtype=np.int64)
-    grid = table[:, first:].reshape(2, len(pairs), len(local), pieces, 3)  # a view: only an axis is split
+    table = np.empty((2, first + len(pairs.local_bases) * len(local) * pieces, 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, len(pairs.local_bases), len(local), pieces, 3)  # a view: only an axis is split
     for side, bases, offsets, inside in (
         (grid[0], pairs.local_bases, local, pairs.local_offsets),
         (grid[1], pairs.remote_bases, remote, pairs.remote_offsets),

@@ -165,7 +165,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.seals`."""
+    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.freshness`."""
 
     address: int
     count: int
@@ -213,7 +213,7 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
 
 
 class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.clock`."""
+    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.freshness`."""
 
     incarnation: str
     clock_s: float
@@ -268,8 +268,7 @@ def renewals_max(reader: str, bytes_max: int) -> int:
     return max((bytes_max - rest_bytes) // id_bytes, 1)
 
 
-def encode(message: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode(message)
+encode = msgspec.msgpack.Encoder().encode
 
 
 def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:

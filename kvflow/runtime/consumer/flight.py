@@ -30,7 +30,7 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, Piece
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
-from kvflow.core.protocol.seals import Freshness, SealTable, Step, fetch_seal
+from kvflow.core.protocol.freshness import Freshness, SealTable, Step, fetch_seal
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.memory.copy_thread import CopyThread
@@ -48,7 +48,7 @@ class SourceRead:
     block_map: BlockMap
     regions: Regions
     """Its memory."""
-    chunks: tuple[Chunks, ...]
+    chunks: list[Chunks]
     """With that rank's block ids."""
     staged: bool
     """Whether the rank fills host buffers before they can be read, so that reads have to wait for it."""
@@ -213,7 +213,8 @@ class Flight:
         await asyncio.shield(self._end)
 
     async def read(self, sources: Sequence[SourceRead], groups: AsyncGenerator[CopyGroup, None]) -> bool:
-        """Read all groups, and the seals; whether those vouch for the data (`core.protocol.seals` has the arguments).
+        """Read all groups, and the seals; whether those vouch for the data (`core.protocol.freshness` has the
+        arguments).
 
         A seal is fetched with the first read from its rank: if it is broken no further group is posted. Raises the
         first TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.

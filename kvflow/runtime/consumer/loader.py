@@ -12,13 +12,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
+from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, Freshness
 from kvflow.core.protocol.prompts import check_prompt
-from kvflow.core.protocol.seals import SEAL_SIZE_BYTES, Freshness
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, read_ticket
 from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
@@ -54,6 +55,8 @@ from kvflow.transport.base import TransportError
 
 logger = logging.getLogger(__name__)
 
+_LABEL_OF = attrgetter("peer.label")
+
 
 @dataclass(slots=True, eq=False)
 class _Load:
@@ -66,11 +69,16 @@ class _Load:
     watch: Stopwatch
     handle: Load
     started: bool = False
-    read_from: Sequence[Source] = ()
+    read_from: list[Source] = field(default_factory=list)
     admission: Permit | None = None
     seal_indices: list[int] = field(default_factory=list)
     """Words of ours that seals are fetched to, one for each rank that is read."""
     flight: Flight | None = None
+
+    @property
+    def admitted(self) -> Permit:
+        assert self.admission is not None, "a flight is admitted before it takes off"
+        return self.admission
 
     def report(self, *, tokens: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
@@ -85,7 +93,7 @@ class _Load:
             blocks=len(self.local_ids) if flight else 0,
             tokens=tokens,
             descriptors=flight.descriptor_count if flight else 0,
-            sources=tuple(map(str, self.read_from)),
+            sources=tuple(map(_LABEL_OF, self.read_from)),
             notified=notified,
             seconds=seconds,
         )
@@ -189,7 +197,7 @@ class Loader:
         try:
             plain = checked_load_request(request, self._config)
             what = f"request {plain.request_id!r}"
-            ticket = self._reach.parse_ticket(plain.ticket)
+            ticket = read_ticket(plain.ticket, self._config.block_ids_max)
             if plain.prompt is not None:
                 check_prompt(ticket, plain.prompt, what)
             num_blocks = self._gear.ledger.num_blocks
@@ -210,36 +218,27 @@ class Loader:
         try:
             report = await self._run(load)
         except asyncio.CancelledError as cancelled:
-            load.handle.end(cancelled)
-            self._ended(load, "cancelled", CANCELLED)
+            self._end(load, cancelled, "cancelled", CANCELLED)
             raise
         except KVFlowError as problem:
             error = _of_request(problem, load)
             error.quarantine = load.handle if load.flight is not None and not load.flight.safe else None
-            load.handle.end(error)
             logger.info("load %s failed in phase %s: %s", load.handle.request_id, load.watch.phase, error)
-            self._ended(load, "failed", type(error).__name__, str(error))
+            self._end(load, error, "failed", type(error).__name__, str(error))
             raise error from error.__cause__
-        finally:
-            self._forget(load)
-        load.handle.end(report)
+        except BaseException as bug:
+            self._end(load, bug, "failed", type(bug).__name__, str(bug))
+            raise
         self._counts["bytes"] += report.bytes
-        self._ended(load, "succeeded", LOADED)
+        self._end(load, report, "succeeded", LOADED)
         return report
 
     def _over(self, load: _Load, task: asyncio.Task[LoadReport]) -> None:
         """A load's own task has ended, perhaps cancelled before its first step."""
         if not load.started:
-            self._ended(load, "cancelled", CANCELLED)
-            self._forget(load)
+            self._end(load, asyncio.CancelledError(), "cancelled", CANCELLED)
         if not task.cancelled():
             task.exception()  # seen: it is logged, and whoever awaits the load gets it
-
-    def _forget(self, load: _Load) -> None:
-        self._loads.pop(load, None)
-        self._remote_leases.forget(load)
-        if not self._loads and not self._unsafe:
-            self._quiet.set()
 
     async def _run(self, load: _Load) -> LoadReport:
         request, ticket = load.request, load.ticket
@@ -283,14 +282,21 @@ class Loader:
 
     async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
         load.watch.enter("plan")
-        load.read_from = [source for source in sources if source.connection.block_map is not None]
-        remote_ids = [source.block_ids(load.ticket) for source in load.read_from]
-        flight = self._take_off(load, await self._admit(load))
-        reads: list[SourceRead] = []
+        ticket = load.ticket
+        remote_ids = []
+        for source in sources:
+            if source.connection.block_map is not None:
+                load.read_from.append(source)
+                offered = ticket.block_ids if source.lease.block_ids is None else source.lease.block_ids
+                what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+                num_blocks = source.connection.regions.num_blocks
+                remote_ids.append(check_block_ids(offered, num_blocks=num_blocks, what=what))
+        await self._admit(load)
+        flight, reads = self._take_off(load)
         try:
-            reads += map(self._source_read, load.read_from, load.seal_indices)
             for read, ids in zip(reads, remote_ids, strict=True):
-                read.chunks = tuple([some.locate(ids) for some in chunks])
+                for some in chunks:
+                    read.chunks.append(some.locate(ids))
             groups = self._route.groups(reads, load.local_ids)
             load.watch.enter("wire")
             fresh = await flight.read(reads, groups)
@@ -308,83 +314,78 @@ class Loader:
             raise self._failure(LeaseExpired, load, "its lease ended before the read did")
         load.watch.enter("notify")
         self._remote_leases.tell(sources)
-        return load.report(tokens=sum([len(some) * some.tokens for some in chunks]), notified=True)
+        tokens = 0
+        for some in chunks:
+            tokens += len(some) * some.tokens
+        return load.report(tokens=tokens, notified=True)
 
-    def _source_read(self, source: Source, seal_index: int) -> SourceRead:
-        connection, lease = source.connection, source.lease
-        seal_address = connection.seal_address(lease.seal_index)
-        assert seal_address is not None, "checked when the lease was found"
-        assert connection.block_map is not None, "something is read from it"
-        return SourceRead(
-            agent=connection.agent,
-            block_map=connection.block_map,
-            regions=connection.regions,
-            chunks=(),
-            staged=connection.staged,
-            lease_id=lease.lease_id,
-            seal=Piece(self._gear.seals.address(seal_index), seal_address, SEAL_SIZE_BYTES),
-            seal_index=seal_index,
-            carries_seal=connection.carries_seals,
-            freshness=Freshness(
-                staged=connection.staged,
-                not_expired_before_s=source.not_expired_before_s,
-                quick_read_max_s=connection.quick_read_max_s,
-            ),
-        )
-
-    async def _admit(self, load: _Load) -> Permit:
+    async def _admit(self, load: _Load) -> None:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
         what, ranks = f"request {load.request.request_id!r}", len(load.read_from)
         if ranks > self._config.loads_max:
             raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.loads_max}")
         permit = self._admissions.ask((ranks,), priority=load.request.priority)
-        if permit.state is not PermitState.WAITING:
-            return permit
-        if self._admissions.waiting > self._config.loads_waiting_max:
-            self._admissions.end(permit)
-            raise Overloaded(
-                f"{what}: {self._config.loads_waiting_max} loads (loads_waiting_max) wait already",
-                request_id=load.request.request_id,
-                peer=load.ticket.address,
-            )
-        for source in load.read_from:  # a connection that breaks meanwhile stays until we have found out
-            source.connection.hold()
-        try:
-            load.watch.enter("queued")
-            await granted(self._admissions, permit)
-            load.watch.enter("plan")
-        finally:
-            for source in load.read_from:
-                source.connection.release()
-        return permit
+        if permit.state is PermitState.WAITING:
+            if self._admissions.waiting > self._config.loads_waiting_max:
+                self._admissions.end(permit)
+                raise Overloaded(
+                    f"{what}: {self._config.loads_waiting_max} loads (loads_waiting_max) wait already",
+                    request_id=load.request.request_id,
+                    peer=load.ticket.address,
+                )
+            self._reach.hold(load.read_from)  # a connection that breaks meanwhile stays until we have found out
+            try:
+                load.watch.enter("queued")
+                await granted(self._admissions, permit)
+                load.watch.enter("plan")
+            finally:
+                self._reach.release(load.read_from)
+        load.admission = permit
 
-    def _take_off(self, load: _Load, admission: Permit) -> Flight:
-        """Claim what a flight needs: its blocks, a word for each rank's seal, the connections."""
-        load.admission = admission
-        request, gear = load.request, self._gear
+    def _take_off(self, load: _Load) -> tuple[Flight, list[SourceRead]]:
+        """Claim what a flight needs, now that it is admitted: its blocks, a word for each rank's seal, connections."""
+        gear, request = self._gear, load.request
         try:
             flight = Flight(request.request_id, load.local_ids, request.priority, gear, load.watch, self._landed)
         except KVFlowError:
-            self._admissions.end(admission)
+            self._admissions.end(load.admitted)
             raise
+        reads = []
         for source in load.read_from:
-            index = gear.seals.take()
+            connection, index = source.connection, gear.seals.take()
             assert index is not None, "there are as many words as ranks may be read from"
+            assert connection.block_map is not None, "something is read from it"
             load.seal_indices.append(index)
-            source.connection.hold()
+            read = SourceRead(
+                agent=connection.agent,
+                block_map=connection.block_map,
+                regions=connection.regions,
+                chunks=[],
+                staged=connection.staged,
+                lease_id=source.lease.lease_id,
+                seal=Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES),
+                seal_index=index,
+                carries_seal=connection.carries_seals,
+                freshness=Freshness(
+                    staged=connection.staged,
+                    not_expired_before_s=source.not_expired_before_s,
+                    quick_read_max_s=connection.quick_read_max_s,
+                ),
+            )
+            reads.append(read)
+        self._reach.hold(load.read_from)
         self._unsafe[flight] = load
         load.flight = flight
         load.handle.carry(flight)
-        return flight
+        return flight, reads
 
     def _landed(self, flight: Flight) -> None:
         """No byte of a flight can land any more: give back what it has claimed."""
         load = self._unsafe.pop(flight)
-        assert load.admission is not None, "it was admitted"
-        self._admissions.end(load.admission)
-        for source, index in zip(load.read_from, load.seal_indices, strict=True):
+        for index in load.seal_indices:
             self._gear.seals.give_back(index)
-            source.connection.release()
+        self._admissions.end(load.admitted)
+        self._reach.release(load.read_from)
         if not self._loads and not self._unsafe:
             self._quiet.set()
 
@@ -396,9 +397,16 @@ class Loader:
             peer=ticket.address,
         )
 
-    def _ended(self, load: _Load, counted: str, outcome: str, error: str = "") -> None:
-        """Count how a load has ended, and tell the observers."""
+    def _end(
+        self, load: _Load, result: LoadReport | BaseException, counted: str, outcome: str, error: str = ""
+    ) -> None:
+        """Forget a load, count how it has ended, and tell its handle and the observers."""
+        load.handle.end(result)
+        self._loads.pop(load, None)
+        self._remote_leases.forget(load)
         self._counts[counted] += 1
+        if not self._loads and not self._unsafe:
+            self._quiet.set()
         if not self._context.observers.any:
             return
         load.watch.enter(load.watch.phase)

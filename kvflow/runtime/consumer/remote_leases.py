@@ -10,8 +10,8 @@ comes, and otherwise looks, when it fires, whether anything is left to do.
 blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never
 hears of the peer; the rank works out itself which share of the lease such a reader reports.
 
-All of it is best effort: whether a lease was open during a read is for its seal to say (`core.protocol.seals`), and a
-lease that nobody gives back runs out.
+All of it is best effort: whether a lease was open during a read is for its seal to say (`core.protocol.freshness`), and
+a lease that nobody gives back runs out.
 """
 
 from __future__ import annotations

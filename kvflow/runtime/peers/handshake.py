@@ -14,7 +14,7 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.clock import RemoteClock
+from kvflow.core.protocol.freshness import RemoteClock
 from kvflow.errors import (
     PeerError,
     PeerIncompatible,

@@ -11,15 +11,13 @@ from dataclasses import dataclass
 
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.plan.topology import CacheShare, ReportShare
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.clock import RemoteClock
-from kvflow.core.protocol.seals import HOST, SEAL_SIZE_BYTES, quick_read_max_s
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.freshness import HOST, RemoteClock, quick_read_max_s
+from kvflow.core.protocol.ticket import RankLease
 from kvflow.runtime.channel.protocol import Address
 from kvflow.transport.base import AgentName
 
@@ -67,36 +65,18 @@ class Connection:
         self.carries_seals = (
             block_map is not None and not self.staged and block_map.local.device == block_map.remote.device == HOST
         )
-        self._seals = metadata.seals
-        self._users = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.seals = metadata.seals
+        self.users = 0
+        """Loads that keep the transport's side of it alive: `Reach.hold`."""
+        self.unused = asyncio.Event()
+        self.unused.set()
 
     def __repr__(self) -> str:
-        return f"<Connection {self.agent}, {self._users} loads>"
-
-    @property
-    def used(self) -> bool:
-        """Whether a load holds it."""
-        return self._users > 0
-
-    def seal_address(self, index: int) -> int | None:
-        """Where the peer keeps seal `index`, or None if it has no such seal."""
-        return self._seals.address + index * SEAL_SIZE_BYTES if 0 <= index < self._seals.count else None
-
-    def hold(self) -> None:
-        """Keep the transport's side of the connection alive until `release`."""
-        self._users += 1
-        self._idle.clear()
-
-    def release(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._idle.set()
+        return f"<Connection {self.agent}, {self.users} loads>"
 
     async def idle(self) -> None:
         """Wait until no load holds it."""
-        await self._idle.wait()
+        await self.unused.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -143,6 +123,7 @@ class Peer:
     def __init__(self, address: Address, now_s: float) -> None:
         self.engine_id, self.rank, self.address = address
         self.at = address
+        self.label = f"{self.engine_id} ({self.rank}) at {self.address}"
         self.state = PeerState.UNKNOWN
         self.met = False
         """Whether it was ever connected."""
@@ -169,7 +150,9 @@ class Peer:
     @property
     def busy(self) -> bool:
         """Whether a load uses it or waits for it, or its leases are kept."""
-        return self.handshake is not None or self.leases_kept > 0 or (self.current is not None and self.current.used)
+        return (
+            self.handshake is not None or self.leases_kept > 0 or (self.current is not None and self.current.users > 0)
+        )
 
     def fire(self, event: PeerEvent, why: str = "") -> None:
         before, self.state = self.state, fire(PEER_TABLE, self.state, event)
@@ -183,13 +166,6 @@ class Peer:
         """Keep the better one of two readings of its clock."""
         self.clock = reading if self.clock is None else self.clock.combined(reading)
         logger.debug("clock of %s: ours %+f s, to %f s", self.address, reading.offset_s, reading.uncertainty_s)
-
-    def not_expired_before_s(self, lease: RankLease) -> float:
-        """While our clock shows less, the peer's has not reached the end of the lease; -inf if its clock is unknown."""
-        clock = self.clock
-        if clock is None or clock.incarnation != lease.incarnation:
-            return -math.inf
-        return clock.not_expired_before_s(lease.expires_s)
 
     def usable(self, incarnation: str | None) -> Connection | None:
         """The connection, unless a ticket of this incarnation shows that it may be outdated."""
@@ -207,15 +183,8 @@ class Source:
     lease: RankLease
     not_expired_before_s: float
     """On our clock: before this the lease cannot have run out, but it may have been ended."""
-
-    def __str__(self) -> str:
-        return f"{self.peer.engine_id} ({self.peer.rank}) at {self.peer.address}"
-
-    def block_ids(self, ticket: Ticket) -> BlockIds:
-        """The rank's blocks, checked; RequestError names the first that it does not have."""
-        ids = ticket.block_ids if self.lease.block_ids is None else self.lease.block_ids
-        what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-        return check_block_ids(ids, num_blocks=self.connection.regions.num_blocks, what=what)
+    seal_address: int
+    """Where the producer keeps the lease's seal."""
 
 
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:

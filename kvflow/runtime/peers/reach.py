@@ -11,7 +11,9 @@ few at a time, and no more of them once one has failed.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -20,6 +22,7 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.channel.protocol import Address
@@ -33,6 +36,8 @@ VISITS_AT_ONCE_MAX = 8
 _QUESTIONS_AT_ONCE_MAX = 16
 _ASK_AGAIN_FIRST_S, _ASK_AGAIN_MOST_S = 0.002, 0.05
 _PLANS_MAX = 256
+
+_missing_layers = lru_cache(maxsize=_PLANS_MAX)(topology.missing_layers)
 
 ResultT = TypeVar("ResultT")
 Found = Callable[[Source], None]
@@ -79,7 +84,7 @@ class Reach:
         handshakes that have begun go on.
         """
         parallelism = ticket.parallelism
-        plan = self._plan(parallelism, ticket.dp_rank)
+        plan = self._plans.get((parallelism, ticket.dp_rank)) or self._plan(parallelism, ticket.dp_rank)
         reached = self._reach_at_once(ticket, parallelism, plan, found)
         if reached is None:
             await self.check(ticket)
@@ -91,7 +96,7 @@ class Reach:
             stages[peer.rank.pp] = connection.layers
             if source is not None:
                 sources.append(source)
-        problem = topology.missing_layers(ours.layers, list(stages.values()), whole=ours.pp_size == 1)
+        problem = _missing_layers(ours.layers, tuple(stages.values()), whole=ours.pp_size == 1)
         if problem:
             raise self._incompatible(ticket, [problem])
         return sources
@@ -186,6 +191,18 @@ class Reach:
         if plan.impossible:
             raise RequestError(f"{what}: {plan.impossible}")
         return plan.ranks
+
+    def hold(self, sources: Sequence[Source]) -> None:
+        """Keep the transport's side of their connections alive until `release`."""
+        for source in sources:
+            source.connection.users += 1
+            source.connection.unused.clear()
+
+    def release(self, sources: Sequence[Source]) -> None:
+        for source in sources:
+            source.connection.users -= 1
+            if not source.connection.users:
+                source.connection.unused.set()
 
     def succeeded(self, sources: Sequence[Source]) -> None:
         """Bytes were read from all of them: whatever failed before is over."""
@@ -306,9 +323,12 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
 
 def _found(peer: Peer, connection: Connection, lease: RankLease, found: Found) -> Source:
     """A rank whose lease is known. RequestError if it has no such lease."""
-    if connection.seal_address(lease.seal_index) is None:
+    seals, clock = connection.seals, peer.clock
+    if not 0 <= lease.seal_index < seals.count:
         raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
-    source = Source(peer, connection, lease, peer.not_expired_before_s(lease))
+    known = clock is not None and clock.incarnation == lease.incarnation
+    surely_s = clock.not_expired_before_s(lease.expires_s) if clock is not None and known else -math.inf
+    source = Source(peer, connection, lease, surely_s, seals.address + lease.seal_index * SEAL_SIZE_BYTES)
     found(source)
     return source
 

@@ -13,9 +13,9 @@ duplicate and malformed notifications are counted and change nothing.
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
 read, and the whole read took less than half of the hold: the wipe came after t, so the blocks came back a hold after t
-at the earliest, when the read had ended (`core.protocol.seals`). That needs a hold that is never shorter than promised,
-so the one timer for all leases, which a loop may round, only has the book look at the clock. Reads that lose this race
-may take as long as they like: their memory stays registered, what they see is thrown away, and their load is
+at the earliest, when the read had ended (`core.protocol.freshness`). That needs a hold that is never shorter than
+promised, so the one timer for all leases, which a loop may round, only has the book look at the clock. Reads that lose
+this race may take as long as they like: their memory stays registered, what they see is thrown away, and their load is
 LeaseExpired.
 """
 
@@ -36,8 +36,8 @@ from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseT
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import LeaseEvent
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.freshness import SealTable
 from kvflow.core.protocol.prompts import offered_digest
-from kvflow.core.protocol.seals import SealTable
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
 from kvflow.runtime.clock import Clock, Timer

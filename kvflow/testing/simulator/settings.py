@@ -27,7 +27,7 @@ class Shape:
     scratch: str
     clock_offset_s: float
     clock_rate: float
-    """Mostly within what `core.protocol.clock` takes for granted; freshness must not depend on that."""
+    """Mostly within what `core.protocol.freshness` takes for granted; freshness must not depend on that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

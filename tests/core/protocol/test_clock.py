@@ -8,7 +8,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.clock import DRIFT_MAX, RemoteClock
+from kvflow.core.protocol.freshness import DRIFT_MAX, RemoteClock
 
 # Rates against true time; two clocks of these drift apart by DRIFT_MAX at most.
 _RATES = st.fractions(1 - Fraction(9, 100_000), 1 + Fraction(9, 100_000))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.seals import Freshness, Step, quick_read_max_s
+from kvflow.core.protocol.freshness import Freshness, Step, quick_read_max_s
 
 HOLD_S = 0.05
 
