@@ -326,7 +326,9 @@ class Runtime:
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
         who may be interrupted uses `start_load`, whose handle tells.
         """
-        deadline_s = checked_load_request(request, self.config).deadline_s
+        deadline_s = checked_load_request(
+            request, self.config.request_id_chars_max, self.config.block_ids_max
+        ).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._call_timeout_s

@@ -190,22 +190,16 @@ def match_chunks(
             f"{what}: {len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered"
         )
     size = min(local_block_size, remote_block_size)
+    ours, theirs = local_block_size // size, remote_block_size // size
     first, full, tail = first_block * local_block_size // size, tokens // size, tokens % size
     found = []
     for start, stop, length in ((first, full, size), (full, full + 1, tail)):
         if stop > start and length:
             chunk = np.arange(start, stop, dtype=np.int64)
-            local_at, local_parts = _locate(chunk, local_block_size // size)
-            remote_at, remote_parts = _locate(chunk, remote_block_size // size)
+            local_at, local_parts = (chunk, None) if ours == 1 else np.divmod(chunk, ours)
+            remote_at, remote_parts = (chunk, None) if theirs == 1 else np.divmod(chunk, theirs)
             found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length, start))
     return tuple(found)
-
-
-def _locate(chunk: Int64Array, chunks_per_block: int) -> tuple[Int64Array, Int64Array | None]:
-    """(block, part of it) of each chunk."""
-    if chunks_per_block == 1:
-        return chunk, None
-    return chunk // chunks_per_block, chunk % chunks_per_block
 
 
 def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = None) -> Descriptors:
@@ -218,8 +212,11 @@ def plan_read(groups: Sequence[RegionMap], chunks: Chunks, head: Piece | None = 
 
 def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     """Every region pair times every run of chunks times every piece, region by region, behind the row of `head`."""
-    local = _offsets(chunks.local_ids, chunks.local_parts, pairs.local_stride, pairs.local_step)
-    remote = _offsets(chunks.remote_ids, chunks.remote_parts, pairs.remote_stride, pairs.remote_step)
+    local, remote = chunks.local_ids * pairs.local_stride, chunks.remote_ids * pairs.remote_stride
+    if chunks.local_parts is not None:
+        local += chunks.local_parts * pairs.local_step
+    if chunks.remote_parts is not None:
+        remote += chunks.remote_parts * pairs.remote_step
     size, pieces = pairs.piece_size, len(pairs.local_offsets)
     size_bytes = len(pairs.local_bases) * len(local) * pieces * size
     sizes: int | Int64Array = size
@@ -252,11 +249,6 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     )
 
 
-def _offsets(ids: BlockIds, parts: Int64Array | None, stride: int, step: int) -> Int64Array:
-    """Where each chunk begins in its region."""
-    return ids * stride if parts is None else ids * stride + parts * step
-
-
 def plan_slices(
     block_map: BlockMap,
     chunks: Sequence[Chunks],
@@ -274,7 +266,9 @@ def plan_slices(
     for some in chunks:
         groups = block_map.groups[some.tokens]
         if len(some) > 1:
-            some = some.select(_reading_order(some))
+            parts = some.remote_parts
+            keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
+            some = some.select(keys.argsort(kind="stable"))  # by its place in the peer's memory
         chunk_bytes, pieces, joins = 0, 0, False
         for pairs in groups:
             chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
@@ -293,13 +287,6 @@ def plan_slices(
                 yield plan.part(0, 1).join(next(slices))
                 yield from slices
             head = None
-
-
-def _reading_order(chunks: Chunks) -> Int64Array:
-    """Chunks by their place in the peer's memory."""
-    keys = chunks.remote_ids if chunks.remote_parts is None else chunks.remote_ids * (1 << 32) + chunks.remote_parts
-    order: Int64Array = keys.argsort(kind="stable")
-    return order
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

@@ -105,7 +105,9 @@ class FairQueue:
         if room is None:
             room = self._peers[peer] = _Room(self._peer_limits, self._nothing)
         if not self.waiting and room.fits(amount) and self._room.fits(amount):
-            self._begin(permit, room)
+            self._room.take(amount)
+            room.take(amount)
+            permit.state = PermitState.UNDER_WAY
             return permit
         self._asked += 1
         heapq.heappush(room.waiting, _Place(priority, self._asked, permit))
@@ -136,17 +138,14 @@ class FairQueue:
             room = self._peers[permit.peer]
             heapq.heappop(room.waiting)
             self.waiting -= 1
-            self._begin(permit, room)
+            self._room.take(permit.amount)
+            room.take(permit.amount)
+            permit.state = PermitState.UNDER_WAY
             granted.append(permit)
         for permit in granted:
             if permit.on_grant is not None:
                 permit.on_grant()
         return granted
-
-    def _begin(self, permit: Permit, room: _Room) -> None:
-        self._room.take(permit.amount)
-        room.take(permit.amount)
-        permit.state = PermitState.UNDER_WAY
 
     def _next(self) -> Permit | None:
         """Who goes next, if anybody may go now."""

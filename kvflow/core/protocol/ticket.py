@@ -293,7 +293,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @classmethod
     def _from_checked(cls, params: Mapping[str, Any]) -> Ticket:
-        raw = _convert(params, _TicketParams)
+        try:
+            raw = msgspec.convert(params, _TicketParams, strict=True)
+        except Exception as error:
+            raise _wrong(params, error) from error
         extra = raw.kvflow
         if extra.version != PROTOCOL_VERSION:
             raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
@@ -378,9 +381,11 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         read._check_values()
         return read
     plain = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
-    _check_count(_check_sizes(plain), block_ids_max)
+    _check_sizes(plain, block_ids_max)
     read = Ticket._from_checked(plain)
-    _check_count(_block_ids_in(read), block_ids_max)  # once more: mappings within it that are no dicts
+    count = _block_ids_in(read)  # once more: mappings within it that are no dicts
+    if count > block_ids_max:
+        _check_count(count, block_ids_max)
     return read
 
 
@@ -393,10 +398,10 @@ def _block_ids_in(ticket: Ticket) -> int:
     return len(ticket.block_ids) + sum(map(len, filter(None, map(_BLOCK_IDS_OF, ticket.ranks))))
 
 
-def _check_sizes(params: Any) -> int:
-    """How many block ids a ticket's dict has, before they are read, and as far as it is a dict of a ticket.
+def _check_sizes(params: Any, block_ids_max: int = INT64_MAX) -> None:
+    """RequestError if there are more block ids, ranks or fields than can be right: reading them would take long.
 
-    RequestError if there are more ranks or fields than can be right: reading them would take long.
+    Judged before they are read, as far as it is a dict of a ticket.
     """
     extra = dict.get(params, "kvflow") if isinstance(params, dict) else None
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
@@ -414,7 +419,8 @@ def _check_sizes(params: Any) -> int:
             count += len(found)
         elif isinstance(found, list | tuple | set | frozenset):
             count += checks.answer(found.__len__) or 0
-    return count
+    if count > block_ids_max:
+        _check_count(count, block_ids_max)
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
@@ -457,10 +463,15 @@ def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
     """What somebody else has filled in, as a struct whose fields are of their types."""
     try:
         return msgspec.convert(given, kind, strict=True)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"ticket: {error}, got {shown(_value_at(str(error), given))}") from error
     except Exception as error:
-        raise RequestError(f"ticket: {shown(error)}") from error
+        raise _wrong(given, error) from error
+
+
+def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
+    """What somebody else has filled in cannot be read."""
+    if isinstance(error, msgspec.ValidationError):
+        return RequestError(f"ticket: {error}, got {shown(_value_at(str(error), given))}")
+    return RequestError(f"ticket: {shown(error)}")
 
 
 def _value_at(message: str, given: Any) -> Any:

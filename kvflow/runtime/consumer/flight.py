@@ -405,16 +405,12 @@ class Flight:
     async def _wait_until_below(self, count: int) -> None:
         """Wait until fewer than `count` reads and copies are under way; raises what has gone wrong once all stopped."""
         while self._under_way >= (1 if self._error else count):
-            await self._wait_for_end()
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
         if self._end.done():
             self._end.result()
         if self._error is not None:
             raise self._error
-
-    async def _wait_for_end(self) -> None:
-        """Wait until a read or a copy has ended."""
-        self._progress = asyncio.get_running_loop().create_future()
-        await self._progress
 
     def _note_end(self) -> None:
         """A read or a copy has ended: it may have been what somebody waits for, or the last that kept the blocks."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvflow import checks
-from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, UsageError
@@ -39,20 +38,20 @@ class LoadRequest:
     """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
 
 
-def checked_load_request(request: object, config: Config) -> LoadRequest:
+def checked_load_request(request: object, id_chars_max: int, block_ids_max: int) -> LoadRequest:
     """The request with its numbers and texts as Python's own.
 
     RequestError names what cannot be right whatever the ticket and the cache are.
     """
     if type(request) is LoadRequest and type(request.request_id) is str and type(request.block_ids) in (list, tuple):
-        plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= config.request_id_chars_max
-        plain_ids = len(request.block_ids) <= config.block_ids_max
+        plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= id_chars_max
+        plain_ids = len(request.block_ids) <= block_ids_max
         if plain_id and plain_ids and request.deadline_s is None and request.priority is _USUAL_PRIORITY:
             return request  # the usual case, in few steps
     given = checks.instance(request, LoadRequest, "load_blocks")
-    request_id = checks.request_id(given.request_id, config.request_id_chars_max)
+    request_id = checks.request_id(given.request_id, id_chars_max)
     try:
-        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        checks.count(given.block_ids, "block_ids", most=block_ids_max)
         deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
         priority = checks.whole(given.priority, "priority")
     except RequestError as error:
@@ -116,7 +115,8 @@ class Load:
         self.request_id = request_id
         self._ids = block_ids
         self._task: asyncio.Task[LoadReport] | None = None
-        self._bytes: Bytes | None = None
+        self.flight: Bytes | None = None
+        """Only for `Loader`: what it has posted."""
         self._outcome: LoadReport | BaseException | None = None
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ class Load:
     @property
     def safe(self) -> bool:
         """Whether it has ended and no byte can land in its blocks any more. May be asked from any thread."""
-        return self.done and (self._bytes is None or self._bytes.safe)
+        return self.done and (self.flight is None or self.flight.safe)
 
     def cancel(self) -> None:
         """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
@@ -162,17 +162,13 @@ class Load:
         if self._task is not None and not self._task.done():
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")
             await asyncio.wait([self._task])
-        if self._bytes is not None and not self._bytes.safe:
-            await self._bytes.settled()
+        if self.flight is not None and not self.flight.safe:
+            await self.flight.settled()
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
         """Only for `Loader`: carry the load out in a task of its own."""
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
         return self._task
-
-    def carry(self, posted: Bytes) -> None:
-        """Only for `Loader`: its bytes are about to be posted."""
-        self._bytes = posted
 
     def end(self, outcome: LoadReport | BaseException) -> None:
         """Only for `Loader`: this is what came of it."""

@@ -75,11 +75,6 @@ class _Load:
     """Words of ours that seals are fetched to, one for each rank that is read."""
     flight: Flight | None = None
 
-    @property
-    def admitted(self) -> Permit:
-        assert self.admission is not None, "a flight is admitted before it takes off"
-        return self.admission
-
     def report(self, *, tokens: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
         seconds, flight = self.watch.seconds, self.flight
@@ -195,9 +190,10 @@ class Loader:
         """Check all that can be judged without the peer: from here on the load counts as open, and its time runs."""
         watch = Stopwatch(self._context.clock)
         try:
-            plain = checked_load_request(request, self._config)
+            chars_max, ids_max = self._config.request_id_chars_max, self._config.block_ids_max
+            plain = checked_load_request(request, chars_max, ids_max)
             what = f"request {plain.request_id!r}"
-            ticket = read_ticket(plain.ticket, self._config.block_ids_max)
+            ticket = read_ticket(plain.ticket, ids_max)
             if plain.prompt is not None:
                 check_prompt(ticket, plain.prompt, what)
             num_blocks = self._gear.ledger.num_blocks
@@ -291,8 +287,7 @@ class Loader:
                 what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
                 num_blocks = source.connection.regions.num_blocks
                 remote_ids.append(check_block_ids(offered, num_blocks=num_blocks, what=what))
-        await self._admit(load)
-        flight, reads = self._take_off(load)
+        flight, reads = self._take_off(load, await self._admit(load))
         try:
             for read, ids in zip(reads, remote_ids, strict=True):
                 for some in chunks:
@@ -319,7 +314,7 @@ class Loader:
             tokens += len(some) * some.tokens
         return load.report(tokens=tokens, notified=True)
 
-    async def _admit(self, load: _Load) -> None:
+    async def _admit(self, load: _Load) -> Permit:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
         what, ranks = f"request {load.request.request_id!r}", len(load.read_from)
         if ranks > self._config.loads_max:
@@ -340,15 +335,16 @@ class Loader:
                 load.watch.enter("plan")
             finally:
                 self._reach.release(load.read_from)
-        load.admission = permit
+        return permit
 
-    def _take_off(self, load: _Load) -> tuple[Flight, list[SourceRead]]:
+    def _take_off(self, load: _Load, admission: Permit) -> tuple[Flight, list[SourceRead]]:
         """Claim what a flight needs, now that it is admitted: its blocks, a word for each rank's seal, connections."""
         gear, request = self._gear, load.request
+        load.admission = admission
         try:
             flight = Flight(request.request_id, load.local_ids, request.priority, gear, load.watch, self._landed)
         except KVFlowError:
-            self._admissions.end(load.admitted)
+            self._admissions.end(admission)
             raise
         reads = []
         for source in load.read_from:
@@ -376,7 +372,7 @@ class Loader:
         self._reach.hold(load.read_from)
         self._unsafe[flight] = load
         load.flight = flight
-        load.handle.carry(flight)
+        load.handle.flight = flight
         return flight, reads
 
     def _landed(self, flight: Flight) -> None:
@@ -384,7 +380,8 @@ class Loader:
         load = self._unsafe.pop(flight)
         for index in load.seal_indices:
             self._gear.seals.give_back(index)
-        self._admissions.end(load.admitted)
+        assert load.admission is not None, "a flight is admitted before it takes off"
+        self._admissions.end(load.admission)
         self._reach.release(load.read_from)
         if not self._loads and not self._unsafe:
             self._quiet.set()

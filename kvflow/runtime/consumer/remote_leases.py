@@ -26,12 +26,12 @@ from functools import partial
 from typing import Any
 
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError
 from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Connection, LocalRank, Source
+from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.runtime.peers.reach import Reach, check_parallelism
 from kvflow.runtime.peers.table import Peers
 from kvflow.transport.base import AgentName
@@ -95,7 +95,8 @@ class RemoteLeases:
     def tell(self, sources: Sequence[Source]) -> None:
         """Report to every rank that holds a lease for us that we have read, also to those that we only report to."""
         for source in sources:
-            self._report(source.connection, source.lease)
+            numerator, denominator = source.connection.report_share
+            self._report(source.connection.agent, source.lease.lease_id, numerator, denominator)
 
     async def release(self, given: Ticket | Mapping[str, Any]) -> bool:
         """Give a ticket's leases back unread; whether every rank that holds one was told.
@@ -201,7 +202,7 @@ class RemoteLeases:
         if peer.current is not None:
             check_parallelism(ticket, peer, peer.current)
             if lease is not None and peer.current.incarnation == lease.incarnation:
-                self._report(peer.current, lease)
+                self._report(peer.current.agent, lease.lease_id, *peer.current.report_share)
                 return True
         question = messages.ReleaseRequest(
             reader=self._local.reader,
@@ -217,10 +218,9 @@ class RemoteLeases:
             return reply.ended  # then there is nothing to give back
         return lease is None or reply.incarnation == lease.incarnation
 
-    def _report(self, connection: Connection, lease: RankLease) -> None:
-        numerator, denominator = connection.report_share
+    def _report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
         if numerator > 0:  # else others release it
             message = messages.ReadDone(
-                lease_id=lease.lease_id, reader=self._local.reader, numerator=numerator, denominator=denominator
+                lease_id=lease_id, reader=self._local.reader, numerator=numerator, denominator=denominator
             )
-            self._transport.notify(connection.agent, messages.encode(message))
+            self._transport.notify(agent, messages.encode(message))

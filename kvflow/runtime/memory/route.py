@@ -121,7 +121,9 @@ class Route:
 
     async def _straight(self, sources: Sequence[SourceRead]) -> AsyncGenerator[CopyGroup, None]:
         """One read of each rank after the other, so that all of them are busy."""
-        waiting = deque([self._slices(source, source.chunks, 0) for source in sources])
+        waiting: deque[Iterator[Read]] = deque()
+        for source in sources:
+            waiting.append(self._slices(source, source.chunks, 0))
         while waiting:
             reads = waiting.popleft()
             read = next(reads, None)

@@ -85,7 +85,7 @@ class Reach:
         """
         parallelism = ticket.parallelism
         plan = self._plans.get((parallelism, ticket.dp_rank)) or self._plan(parallelism, ticket.dp_rank)
-        reached = self._reach_at_once(ticket, parallelism, plan, found)
+        reached = self._reach_at_once(ticket, plan.ranks, found)
         if reached is None:
             await self.check(ticket)
             reached = await self._reach_in_steps(ticket, found)
@@ -101,32 +101,33 @@ class Reach:
             raise self._incompatible(ticket, [problem])
         return sources
 
-    def _reach_at_once(
-        self, ticket: Ticket, parallelism: Parallelism, plan: _Plan, found: Found
-    ) -> list[_Reached] | None:
+    def _reach_at_once(self, ticket: Ticket, ranks: Sequence[Rank], found: Found) -> list[_Reached] | None:
         """The short way: the ticket names the lease of every rank, and all are connected. None if it is not so."""
         leases, engine_id, known = ticket.leases, ticket.engine_id, self._peers.known
-        ready: list[tuple[Peer, Connection, RankLease]] = []
-        for rank in plan.ranks:
+        parallelism, now_s = ticket.parallelism, self._clock.now_s()
+        reached: list[_Reached] = []
+        for rank in ranks:
             lease = leases.get((rank.pp, rank.tp))
-            if lease is None or not lease.lease_id:
-                return None
-            peer = known.get((engine_id, rank, lease.address))
+            peer = known.get((engine_id, rank, lease.address)) if lease is not None and lease.lease_id else None
             connection = peer.current if peer is not None else None
-            if peer is None or connection is None or connection.incarnation != lease.incarnation:
+            if lease is None or peer is None or connection is None or connection.incarnation != lease.incarnation:
                 return None
-            if connection.parallelism != parallelism:
+            seals, clock = connection.seals, peer.clock
+            if connection.parallelism != parallelism or not 0 <= lease.seal_index < seals.count:
                 return None
-            ready.append((peer, connection, lease))
-        if not ready:
-            return None
-        now_s = self._clock.now_s()
-        reached = []
-        for peer, connection, lease in ready:
+            source = None
+            if connection.report_share.numerator > 0:
+                surely_s = -math.inf
+                if clock is not None and clock.incarnation == lease.incarnation:
+                    surely_s = clock.not_expired_before_s(lease.expires_s)
+                address = seals.address + lease.seal_index * SEAL_SIZE_BYTES
+                source = Source(peer, connection, lease, surely_s, address)
+            reached.append(_Reached(peer, connection, source))
+        for peer, _, source in reached:
             peer.used_s = now_s
-            wanted = connection.report_share.numerator > 0
-            reached.append(_Reached(peer, connection, _found(peer, connection, lease, found) if wanted else None))
-        return reached
+            if source is not None:
+                found(source)
+        return reached or None
 
     async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
         """Connect all ranks, then ask those for their leases that the ticket does not name."""
