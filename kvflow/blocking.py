@@ -397,8 +397,8 @@ class Runtime:
     @property
     def _closing_s(self) -> float:
         config = self.config
-        draining_s = 2 * config.drain_timeout_s + config.seal_hold_s + config.cancel_grace_s
-        return draining_s + 2 * config.transport_close_timeout_s + self._call_timeout_s
+        draining_s = 2 * config.drain_timeout_s + config.limits.seal_hold_s + config.cancel_grace_s
+        return draining_s + 2 * config.limits.transport_close_timeout_s + self._call_timeout_s
 
     def _call(
         self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None

@@ -37,7 +37,7 @@ from kvflow.runtime.poller import Poller
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import Clock
-from kvflow.transport.base import TransportError, choose_buffer_device
+from kvflow.transport.base import TransportError, is_staged
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,7 @@ async def register(
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     kv_caches = checked_caches(kv_caches)
     regions = map_regions(layout, kv_caches)
-    buffer_device = choose_buffer_device(regions.device.kind, config.kv_buffer_device)
-    staged = config.always_stage or buffer_device != regions.device.kind
+    staged = is_staged(regions.device.kind, config.staging)
     try:
         staging = await _stage(context, movers, kv_caches, layout, copy_blocks) if staged else None
         registered = await _register(context, movers, kv_caches, layout, regions, staging)
@@ -125,7 +124,7 @@ async def _register(
     staging: HostBuffers | None,
 ) -> RegisteredCache:
     config, transport = context.config, context.transport
-    seals, fetched = SealTable(config.leases_max), SealTable(config.loads_max)
+    seals, fetched = SealTable(config.limits.leases_max), SealTable(config.limits.loads_max)
     caches = kv_caches if staging is None else staging.caches
     regions = regions if staging is None else staging.regions
     await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
@@ -135,7 +134,10 @@ async def _register(
     local = _local_rank(context, layout, cache_share, regions)
     ledger = BlockLedger(layout.num_blocks)
     scratch = Scratch(
-        transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
+        transport,
+        regions.device,
+        slot_bytes=config.limits.scratch_slot_bytes_max,
+        slots=config.limits.scratch_slots_max,
     )
     landing = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
     connections = Connections(transport, context.spawn)
@@ -233,6 +235,8 @@ def _metadata(
         agent_metadata=agent_metadata,
         agent_metadata_crc32=messages.checksum(agent_metadata),
         regions=messages.regions_to_wire(local.regions),
-        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=context.config.seal_hold_s),
+        seals=messages.SealLocation(
+            address=seals.address(0), count=seals.count, hold_s=context.config.limits.seal_hold_s
+        ),
         staged=staged,
     )

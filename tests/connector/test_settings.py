@@ -6,9 +6,10 @@ import json
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvflow import Config
+from kvflow import Config, Limits
 from kvflow.connector.settings import checked_fields
 from kvflow.errors import ConfigError
 
@@ -24,8 +25,18 @@ def default_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_of_config_can_be_given(name: str) -> None:
-    value = json.loads(json.dumps(default_of(name)))
-    assert checked_fields({name: value}, Config, where="extra") == {name: value}
+    given = json.loads(msgspec.json.encode(default_of(name)))
+    assert checked_fields({name: given}, Config, where="extra") == {name: default_of(name)}
+
+
+def test_limits_are_a_dict_of_their_own() -> None:
+    given = {"limits": {"peers_max": 7, "peer_idle_s": 5}}
+    assert checked_fields(given, Config, where="extra") == {"limits": Limits(peers_max=7, peer_idle_s=5.0)}
+    for name in (entry.name for entry in fields(Limits)):
+        with pytest.raises(ConfigError, match=f"^extra: limits: {name}: Expected `(int|float)`, got `str`"):
+            checked_fields({"limits": {name: "7"}}, Config, where="extra")
+    with pytest.raises(ConfigError, match=r"^extra: limits: unknown: peer_max; known are .*peers_max"):
+        checked_fields({"limits": {"peer_max": 7}}, Config, where="extra")
 
 
 @pytest.mark.parametrize("name", FIELDS)

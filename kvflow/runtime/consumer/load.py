@@ -46,7 +46,7 @@ def checked_load_request(request: object, config: Config) -> LoadRequest:
     given = checks.instance(request, LoadRequest, "load_blocks")
     request_id = checked_request_id(given.request_id, config)
     try:
-        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        checks.count(given.block_ids, "block_ids", most=config.limits.block_ids_max)
         deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
         priority = checks.whole(given.priority, "priority")
     except RequestError as error:
@@ -194,7 +194,7 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Those of the open loads that wait because Config.loads_max ranks are read from already."""
+    """Those of the open loads that wait because Limits.loads_max ranks are read from already."""
     waiting_reads: int
     """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight

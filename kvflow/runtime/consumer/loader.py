@@ -127,7 +127,7 @@ class Loader:
         self._poller = poller
         self._copier = copier
         self._clock = clock
-        self._places = Budget((config.loads_max,), (config.loads_max,))
+        self._places = Budget((config.limits.loads_max,), (config.limits.loads_max,))
         self._reads = Budget(*_read_limits(config))
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Transfer, Load] = {}
@@ -341,7 +341,7 @@ class Loader:
             ]
             batches = self._landing.batches(parts, load.local_ids)
             load.watch.enter("wire")
-            fresh = await transfer.read(streams, batches, self._config.slices_in_flight_max)
+            fresh = await transfer.read(streams, batches, self._config.limits.slices_in_flight_max)
         except (TransportError, CopyFailed) as error:
             for source, stream in zip(read_from, streams, strict=True):
                 if stream is transfer.failed:
@@ -380,8 +380,8 @@ class Loader:
     async def _take_place(self, load: _Load, sources: Sequence[Source]) -> Permit:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
         what, ranks = f"request {load.request.request_id!r}", len(sources)
-        if ranks > self._config.loads_max:
-            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.loads_max}")
+        if ranks > self._config.limits.loads_max:
+            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.limits.loads_max}")
         turn = self._places.ask("", (ranks,), load.request.priority)
         if turn.state is not PermitState.WAITING:
             return turn
@@ -507,8 +507,12 @@ def _of_request(error: KVFlowError, load: _Load) -> KVFlowError:
 def _read_limits(config: Config) -> tuple[InFlight, InFlight]:
     """What may be in flight in all, and from one rank."""
     return (
-        InFlight(config.in_flight_bytes_max, config.in_flight_descriptors_max, config.in_flight_reads_max),
         InFlight(
-            config.peer_in_flight_bytes_max, config.peer_in_flight_descriptors_max, config.peer_in_flight_reads_max
+            config.in_flight_bytes_max, config.limits.in_flight_descriptors_max, config.limits.in_flight_reads_max
+        ),
+        InFlight(
+            config.limits.peer_in_flight_bytes_max,
+            config.limits.peer_in_flight_descriptors_max,
+            config.limits.peer_in_flight_reads_max,
         ),
     )

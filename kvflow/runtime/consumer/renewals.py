@@ -43,7 +43,7 @@ class Renewals:
         self._peers = peers
         self._transport = transport
         self._clock = clock
-        self._batch_max = messages.renewals_max(reader, config.notification_bytes_max)
+        self._batch_max = messages.renewals_max(reader, config.limits.notification_bytes_max)
         self._held: dict[object, list[_Held]] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf

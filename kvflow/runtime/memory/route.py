@@ -101,8 +101,8 @@ class Route:
         for descriptors in plan_slices(
             part.block_map,
             chunks,
-            bytes_max=self._config.slice_bytes_max,
-            descriptors_max=self._config.slice_descriptors_max,
+            bytes_max=self._config.limits.slice_bytes_max,
+            descriptors_max=self._config.limits.slice_descriptors_max,
             head=head,
         ):
             yield Read(part.stream, descriptors, missing_max, head is not None)
@@ -112,7 +112,7 @@ class Route:
         self, parts: Sequence[SourceRead], cut: Grouping, local_ids: BlockIds
     ) -> AsyncGenerator[CopyGroup, None]:
         """Batches of whole blocks of both sides."""
-        units = cut.units(self._config.slice_bytes_max, self._scratch.slot_bytes)
+        units = cut.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
         for group in cut.groups(local_ids, units):
             yield await self._group(parts, group)
 

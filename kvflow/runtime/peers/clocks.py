@@ -44,7 +44,7 @@ class PeerClocks:
         newer = RemoteClock(incarnation=incarnation, theirs_s=theirs_s, sent_s=sent_s, received_s=now_s)
         known = self._known.get(peer)
         reading = known.reading.combined(newer) if known else newer
-        self._known[peer] = _Known(reading, now_s + self._config.clock_age_s)
+        self._known[peer] = _Known(reading, now_s + self._config.limits.clock_age_s)
         logger.debug("clock of %s: ours %+f s, to %f s", peer.address, newer.offset_s, newer.uncertainty_s)
 
     def not_expired_before_s(self, peer: Address, incarnation: str, theirs_s: float) -> float:
@@ -62,7 +62,7 @@ class PeerClocks:
         known = self._known.get(peer)
         if known is None or now_s < known.due_s:
             return False
-        known.due_s = now_s + self._config.clock_age_s
+        known.due_s = now_s + self._config.limits.clock_age_s
         return True
 
     def forget(self, peer: Address) -> None:

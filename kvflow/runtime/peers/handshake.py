@@ -26,7 +26,7 @@ from kvflow.runtime.memory.route import Route
 from kvflow.runtime.peers.clocks import PeerClocks
 from kvflow.runtime.peers.link import Address, Connection, Connections, LocalRank
 from kvflow.runtime.world import Clock
-from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, TransportError
+from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> Regio
     ):
         if mine != theirs:
             found.append(f"{name}: ours {mine}, theirs {theirs}")
-    reachable = {kind for kinds in BUFFER_DEVICES.values() for kind in kinds}
+    reachable = {kind for kind, reached in DEVICES.items() if reached}
     if regions.device.kind not in reachable:
         found.append(f"device: ours {sorted(reachable)}, theirs {regions.device.kind}")
     if found:

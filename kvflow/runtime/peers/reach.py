@@ -92,7 +92,7 @@ class Sources:
 
     def read(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
-        return read_ticket(ticket, self._config.block_ids_max)
+        return read_ticket(ticket, self._config.limits.block_ids_max)
 
     async def find(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         """Every rank that a load with a checked ticket reads from or has to tell, its own stages' layers complete.
@@ -171,7 +171,7 @@ class Sources:
             )
         problems = tuple(topology.differences(ours, theirs))
         sources = () if problems else topology.sources_of(ours, theirs)
-        count, most = parallelism.pp_size * len(sources), self._config.load_ranks_max
+        count, most = parallelism.pp_size * len(sources), self._config.limits.load_ranks_max
         if count > most:
             engine = f"tp_size {parallelism.tp_size}, pp_size {parallelism.pp_size}"
             return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {most} (load_ranks_max)", (), ())
@@ -229,10 +229,10 @@ class Sources:
     async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
         """The answer of a rank that a ticket does not name: it may open its lease a moment later, so `ask` again.
 
-        NoLease if the lease has ended, or is still not there after Config.lease_wait_s.
+        NoLease if the lease has ended, or is still not there after Limits.lease_wait_s.
         """
         loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._config.lease_wait_s
+        give_up_s = loop.time() + self._config.limits.lease_wait_s
         pause_s = _ASK_AGAIN_FIRST_S
         while True:
             reply = await ask()
@@ -259,7 +259,7 @@ class Sources:
         if isinstance(reply, messages.NoLease):
             raise LeaseExpired(
                 f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
-                f"for it: {'it has ended' if reply.ended else f'none within {self._config.lease_wait_s} s'}",
+                f"for it: {'it has ended' if reply.ended else f'none within {self._config.limits.lease_wait_s} s'}",
                 request_id=ticket.request_id,
                 peer=peer.address,
             )

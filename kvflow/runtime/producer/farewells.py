@@ -1,7 +1,7 @@
 """The ranks that have connected to us, so that they can be told when we go.
 
 They are told on the side channel, best effort: whoever is not told finds out when its next read or handshake fails.
-An address is a reader's own word for it, so only as many as `Config.readers_max` are remembered, each is told once,
+An address is a reader's own word for it, so only as many as `Limits.readers_max` are remembered, each is told once,
 and nothing but a `Goodbye` is ever sent there.
 """
 
@@ -44,19 +44,19 @@ class Farewells:
             return
         self._callers[caller] = None
         self._callers.move_to_end(caller)
-        if len(self._callers) > self._config.readers_max:
+        if len(self._callers) > self._config.limits.readers_max:
             self._callers.popitem(last=False)
 
     async def tell(self, *, closing: bool) -> None:
-        """Say goodbye to all, within `Config.goodbye_timeout_s`. Who cannot be reached is forgotten."""
+        """Say goodbye to all, within `Limits.goodbye_timeout_s`. Who cannot be reached is forgotten."""
         room = asyncio.Semaphore(_AT_ONCE_MAX)
         try:
-            async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(self._config.limits.goodbye_timeout_s), asyncio.TaskGroup() as group:
                 for caller in self._callers:
                     name = f"kvflow-goodbye {caller.address}"
                     group.create_task(self._tell(caller, closing, room), name=name)
         except TimeoutError:
-            logger.info("not all readers were told within %s s", self._config.goodbye_timeout_s)
+            logger.info("not all readers were told within %s s", self._config.limits.goodbye_timeout_s)
 
     async def _tell(self, caller: messages.Caller, closing: bool, room: asyncio.Semaphore) -> None:
         goodbye = messages.Goodbye(

@@ -49,7 +49,7 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
     given = checks.instance(request, ServeRequest, "serve_blocks")
     request_id = checked_request_id(given.request_id, config)
     try:
-        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        checks.count(given.block_ids, "block_ids", most=config.limits.block_ids_max)
         return ServeRequest(
             request_id,
             given.block_ids,
@@ -64,10 +64,12 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
 
 
 def checked_request_id(request_id: object, config: Config) -> str:
-    """A request's id; RequestError unless it is a text of 1 to Config.request_id_chars_max characters."""
+    """A request's id; RequestError unless it is a text of 1 to Limits.request_id_chars_max characters."""
     plain = checks.text(request_id, "request_id")
-    if not 0 < len(plain) <= config.request_id_chars_max:
-        raise RequestError(f"request_id: expected 1 to {config.request_id_chars_max} characters, got {plain[:40]!r}")
+    if not 0 < len(plain) <= config.limits.request_id_chars_max:
+        raise RequestError(
+            f"request_id: expected 1 to {config.limits.request_id_chars_max} characters, got {plain[:40]!r}"
+        )
     return plain
 
 

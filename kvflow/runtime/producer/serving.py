@@ -102,14 +102,14 @@ class Serving:
         self._seals = seals
         self._incarnation = incarnation
         self._port = port
-        self._book = LeaseBook(hold_s=config.seal_hold_s, lifetime_s=config.lease_lifetime_s)
+        self._book = LeaseBook(hold_s=config.limits.seal_hold_s, lifetime_s=config.lease_lifetime_s)
         self._offers: dict[LeaseEntry, _Offer] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
         self._outcomes = dict.fromkeys(LeaseOutcome, 0)
         self._renewals = 0
         self._counted = dict.fromkeys(Counted, 0)
-        self._group_blocks = max(config.slice_bytes_max // block_size_bytes, 1)
+        self._group_blocks = max(config.limits.slice_bytes_max // block_size_bytes, 1)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -163,7 +163,7 @@ class Serving:
     def on_notification(self, payload: bytes) -> None:
         """Take a reader's message: the one way in for what peers say about leases."""
         try:
-            if len(payload) > self._config.notification_bytes_max:
+            if len(payload) > self._config.limits.notification_bytes_max:
                 raise messages.WireError(f"{len(payload)} bytes")
             message = messages.decode_notification(payload)
         except messages.WireError as error:
