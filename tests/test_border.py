@@ -110,7 +110,7 @@ class Sides:
             assert engine.runtime.state is RuntimeState.OPEN
             assert_quiet(engine.runtime.statistics())
             cache = engine.runtime._supervisor.cache
-            assert cache.loader._seals.used == cache.serving._seals.used == 0
+            assert cache.loader._seals.used == cache.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")

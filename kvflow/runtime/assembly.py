@@ -34,9 +34,10 @@ from kvflow.runtime.peers.link import Connections, LocalRank
 from kvflow.runtime.peers.reach import Sources
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.poller import Poller
+from kvflow.runtime.producer.answers import Answers
+from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
-from kvflow.runtime.world import Clock
 from kvflow.transport.base import TransportError, is_staged
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,6 @@ class Movers(NamedTuple):
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
-    clock: Clock
     local: LocalRank
     ledger: BlockLedger
     serving: Serving
@@ -67,6 +67,7 @@ class RegisteredCache:
     scratch: Scratch
     metadata: messages.Metadata
     """What readers are told of this rank, but for what its clock shows then."""
+    answers: Answers
 
     @property
     def buffers_used(self) -> int:
@@ -154,25 +155,14 @@ async def _register(
     sources = Sources(config, local, peers)
     releases = Releases(config, local=local, sources=sources, peers=peers, transport=transport)
     renewals = Renewals(config, reader=local.reader, peers=peers, transport=transport, clock=context.clock)
+    offered = OfferedBlocks(layout, ledger, seals, staging, movers.copy_thread, config.limits.slice_bytes_max)
+    serving = Serving(context, cache_share, offered)
+    readers = Farewells(context, local)
+    metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
     return RegisteredCache(
-        clock=context.clock,
         local=local,
         ledger=ledger,
-        serving=Serving(
-            config,
-            cache_share,
-            ledger,
-            seals,
-            num_blocks=layout.num_blocks,
-            block_size_bytes=layout.block_size_bytes,
-            staging=staging,
-            copier=movers.copy_thread,
-            clock=context.clock,
-            token_hex=context.token_hex,
-            observers=context.observers,
-            incarnation=context.identity.incarnation,
-            port=context.identity.port,
-        ),
+        serving=serving,
         loader=Loader(
             config,
             local=local,
@@ -192,10 +182,11 @@ async def _register(
         keeping=Keeping(config, sources=sources, renewals=renewals, spawn=context.spawn),
         sources=sources,
         peers=peers,
-        readers=Farewells(config, context.side_channel, local, context.identity.incarnation),
+        readers=readers,
         staging=staging,
         scratch=scratch,
-        metadata=_metadata(context, local, agent_metadata, seals, staged=staging is not None),
+        metadata=metadata,
+        answers=Answers(context.clock, local, metadata, serving, peers, readers),
     )
 
 

@@ -32,7 +32,7 @@ from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.poller import Poller
-from kvflow.runtime.producer.answers import answer, refusal
+from kvflow.runtime.producer.answers import refusal
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.records import Observers
 from kvflow.runtime.world import World
@@ -390,7 +390,7 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
-        return answer(cache, header, request, draining=self.state is not RuntimeState.OPEN)
+        return cache.answers.to(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _on_notification(self, payload: bytes) -> None:
         if self.cache is None:

@@ -12,10 +12,10 @@ import logging
 from collections import OrderedDict
 
 from kvflow.checks import is_name
-from kvflow.config import ENGINE_ID_CHARS_MAX, Config, is_host, split_address
+from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
-from kvflow.runtime.channel.protocol import SideChannel
+from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.link import LocalRank
 
 logger = logging.getLogger(__name__)
@@ -26,11 +26,11 @@ _AT_ONCE_MAX = 16
 class Farewells:
     """Whom to say goodbye to."""
 
-    def __init__(self, config: Config, side_channel: SideChannel, local: LocalRank, incarnation: str) -> None:
-        self._config = config
-        self._side_channel = side_channel
+    def __init__(self, context: RankContext, local: LocalRank) -> None:
+        self._config = context.config
+        self._side_channel = context.side_channel
         self._local = local
-        self._incarnation = incarnation
+        self._incarnation = context.identity.incarnation
         self._callers: OrderedDict[messages.Caller, None] = OrderedDict()
 
     @property

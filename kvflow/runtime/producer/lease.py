@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +78,6 @@ class LeaseOutcome(enum.StrEnum):
     REVOKED = "revoked"
 
 
-_OUTCOMES = {
-    LeaseState.READ: LeaseOutcome.READ,
-    LeaseState.EXPIRED: LeaseOutcome.EXPIRED,
-    LeaseState.REVOKED: LeaseOutcome.REVOKED,
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatistics:
     """Leases open now, how others ended, and notifications that changed nothing."""
@@ -109,11 +99,13 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(self, ticket: Ticket, entry: LeaseEntry, revoke: Callable[[], None]) -> None:
+    def __init__(
+        self, ticket: Ticket, entry: LeaseEntry, outcome: asyncio.Future[LeaseOutcome], revoke: Callable[[], None]
+    ) -> None:
         self.ticket = ticket
         self._entry = entry
+        self._outcome = outcome
         self._revoke = revoke
-        self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
@@ -161,13 +153,3 @@ class Lease:
 
     def _require_here(self, what: str) -> None:
         require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")
-
-    def end(self) -> None:
-        """Only for `Serving`: it is not offered any more."""
-        logger.info("lease %s: offered -> %s", self.request_id, self.state)
-
-    def settle(self) -> LeaseOutcome:
-        """Only for `Serving`: the blocks are free; wake who awaits."""
-        outcome = _OUTCOMES[self.state]
-        self._outcome.set_result(outcome)
-        return outcome
