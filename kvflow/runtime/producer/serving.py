@@ -4,8 +4,8 @@ An engine of several ranks serves a request on each of them, under the same id: 
 readers that were given another rank's ticket find it by the request (`find`).
 
 A lease is in the book, and its seal set, before `serve` returns, so a fast reader can never beat it. Whatever ends it
-wipes the seal at once; the blocks are given back after the hold (invariant I3). A lease whose blocks cannot be staged is
-revoked. Late, duplicate and malformed notifications are counted and change nothing.
+wipes the seal at once; the blocks are given back after the hold (invariant I3). A lease whose blocks cannot be staged
+is revoked. Late, duplicate and malformed notifications are counted and change nothing.
 
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
