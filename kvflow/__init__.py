@@ -8,6 +8,7 @@ from kvflow.config import Config
 from kvflow.core.cache.backends import layout_for_backend
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.limits import Limits
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
@@ -24,6 +25,7 @@ __all__ = [
     "KVStyle",
     "Lease",
     "LeaseOutcome",
+    "Limits",
     "Load",
     "LoadReport",
     "LoadRequest",

@@ -327,7 +327,7 @@ class Runtime:
         who may be interrupted uses `start_load`, whose handle tells.
         """
         deadline_s = checked_load_request(
-            request, self.config.request_id_chars_max, self.config.block_ids_max
+            request, self.config.limits.request_id_chars_max, self.config.limits.block_ids_max
         ).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
@@ -399,8 +399,8 @@ class Runtime:
     @property
     def _closing_s(self) -> float:
         config = self.config
-        draining_s = 2 * config.drain_timeout_s + config.seal_hold_s + config.cancel_grace_s
-        return draining_s + 2 * config.transport_close_timeout_s + self._call_timeout_s
+        draining_s = 2 * config.drain_timeout_s + config.limits.seal_hold_s + config.cancel_grace_s
+        return draining_s + 2 * config.limits.transport_close_timeout_s + self._call_timeout_s
 
     def _call(
         self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None

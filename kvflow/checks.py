@@ -13,6 +13,7 @@ from __future__ import annotations
 import numbers
 import reprlib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import lru_cache
 from typing import TypeAlias, TypeVar
 
@@ -22,6 +23,8 @@ import numpy.typing as npt
 from kvflow.errors import InvalidInput, RequestError
 
 ErrorKind: TypeAlias = type[InvalidInput]
+Check: TypeAlias = Callable[[object, str], object]
+"""Gives a value back in Python's own type, or raises an error with its name."""
 ValueT = TypeVar("ValueT")
 
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
@@ -164,3 +167,10 @@ def whole_numbers(values: object, what: str, *, error: ErrorKind = RequestError)
         if fits and kinds is not None and not kinds & {bool, np.bool_}:
             return array.astype(np.int64)
     raise error(f"{what}: expected a flat list of whole numbers of 64 bits, got {shown(values)}")
+
+
+def settle_fields(given: object, by_type: Mapping[str, Check]) -> None:
+    """Give each field of a frozen dataclass its value in Python's own type, judged by its annotation."""
+    for entry in fields(given):  # type: ignore[arg-type]
+        plain = by_type[str(entry.type)](getattr(given, entry.name), entry.name)
+        object.__setattr__(given, entry.name, plain)

@@ -1,4 +1,4 @@
-"""One frozen Config: every limit and timeout of a runtime, with its unit in the name.
+"""One frozen Config: what one rank of an engine is, and what it may use; finer bounds are its `Limits`.
 
 Nothing here is read from the environment; what a process may set outside is what NIXL and UCX read themselves.
 """
@@ -6,26 +6,21 @@ Nothing here is read from the environment; what a process may set outside is wha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from os import PathLike, fspath
 
 from kvflow import checks
 from kvflow.checks import is_name, shown
 from kvflow.errors import ConfigError, InvalidInput
+from kvflow.limits import NUMBERS, Limits, check_bounds
 
-_KIB = 1 << 10
 _MIB = 1 << 20
 
 PORT_MAX = 65535
 ENGINE_ID_CHARS_MAX = 256
-REQUEST_ID_CHARS_MAX = 1024
-SEALS_MAX = 1 << 24
 RANKS_MAX = 1 << 10
-SEAL_HOLD_S_MAX = 60.0
-SECONDS_MAX = 1e8
-"""No timeout is longer, some three years: event loops cannot count much further, and who needs more means "never"."""
 
 
 # What a ticket may name: hosts as resolvers take them (DNS labels, or an IP address, version 6 in brackets).
@@ -100,8 +95,6 @@ class Config:
     transport: str = "nixl"
     nixl_backend: str = "UCX"
     nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
-    kv_buffer_device: str | None = None
-    """Device kind that the transport reads from and writes to; None takes the best one for the cache's device."""
     prefault: bool = True
     """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
 
@@ -109,91 +102,37 @@ class Config:
     """How long blocks are kept for their readers; a reader that is at it renews that."""
     lease_lifetime_s: float = 600.0
     """How long after an offer readers can renew it: no reader keeps blocks forever. A longer ttl_s is kept."""
-    clock_age_s: float = 60.0
-    """How old a reader lets what it knows of a producer's clock become before it asks again, beside its loads."""
     load_deadline_s: float = 30.0
     handshake_timeout_s: float = 5.0
-    lease_wait_s: float = 1.0
-    """How long a reader waits for the lease of a rank that its ticket does not name: ranks open theirs one by one."""
-    peer_backoff_first_s: float = 0.2
-    """How long a peer is not asked after a failure; doubled with each further one in a row."""
-    peer_backoff_max_s: float = 10.0
-    peer_idle_s: float = 600.0
-    """Connections that no load has used for so long are given up. Making one again costs a handshake, and NIXL keeps a
-    file descriptor or two of each that it gives up, so do not set it low."""
-    peers_max: int = 1024
-    """Ranks of remote engines that are remembered at once; those that have never answered make room first."""
-    first_contacts_max: int = 16
-    """Peers that have never answered, and are asked at once. When more want to be, who came last goes first, and one
-    that has not answered in a tenth of handshake_timeout_s makes way."""
-    load_ranks_max: int = 256
-    """Ranks of an engine that a load may concern; a ticket that needs more is refused before anybody is asked."""
-    goodbye_timeout_s: float = 1.0
-    """How long draining and closing take at most to tell readers."""
-    readers_max: int = 1024
-    """Readers that are remembered, to tell them."""
     cancel_grace_s: float = 1.0
     """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
     drain_timeout_s: float = 10.0
     """How long closing waits for loads and leases that are still open."""
-    transport_close_timeout_s: float = 10.0
-    """How long closing waits for reads to stop, and then for a copy that still runs."""
 
-    seal_hold_s: float = 0.05
-    """How long blocks are kept after their lease has ended: loads that take less than half of it save a round trip."""
-    leases_max: int = 1 << 14
-    """Leases open at once; each has a 16-byte seal that readers check."""
-    loads_max: int = 1 << 12
-    """Ranks read from at once, over all loads, those with quarantined blocks included; further loads wait."""
     loads_waiting_max: int = 1 << 12
     """How many loads may wait; one more is `Overloaded`."""
-    slice_bytes_max: int = 8 * _MIB
-    """What is read at once. Loads take turns by slices, so this is what a small one waits for behind a huge one."""
-    slice_descriptors_max: int = 8192
-    slices_in_flight_max: int = 2
-    """Slices of one load in flight: a second one keeps the transport busy while the first one's end gets around."""
     in_flight_bytes_max: int = 256 * _MIB
     """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight."""
-    in_flight_descriptors_max: int = 1 << 17
-    in_flight_reads_max: int = 512
-    peer_in_flight_bytes_max: int = 20 * _MIB
-    """The same from one rank of an engine: two slices, and room for small reads beside them."""
-    peer_in_flight_descriptors_max: int = 1 << 15
-    peer_in_flight_reads_max: int = 128
-    notification_poll_interval_s: float = 0.005
-    """How often readers' notifications are looked for; ten times less often when none has come for a while."""
 
     scratch: str = "auto"
     """Whether blocks whose pieces are small are read whole into scratch memory and permuted: "auto" (where the rule of
     `core.plan.whole_blocks` says so), "always" or "never"."""
-    scratch_slot_bytes_max: int = 32 * _MIB
-    scratch_slots_max: int = 3
-    """Scratch buffers, each made when it is first needed."""
-    always_stage: bool = False
-    """Copy blocks through host buffers even if the transport could reach the cache itself."""
+    staging: str = "auto"
+    """Whether blocks go through host buffers: "auto" (if the transport cannot reach the cache's device), "always", or
+    "never", which makes registering a cache raise ConfigError where it would be needed."""
     host_buffer_bytes_max: int = 256 * _MIB
     """Host memory for staged blocks; offers and loads share it."""
 
-    block_ids_max: int = 1 << 18
-    """In one request, and in a ticket with those of all its ranks: they are judged at one go on the event loop."""
-    request_id_chars_max: int = 512
-    side_channel_message_bytes_max: int = 4 * _MIB
-    """An answer; it describes a whole cache."""
-    side_channel_request_bytes_max: int = 64 * _KIB
-    side_channel_requests_per_s_max: int = 1000
-    """From one peer: an engine with CURVE, else an address. What comes faster gets no answer."""
-    side_channel_connections_max: int = 512
-    """When there are more at once, all are dropped."""
-    notification_bytes_max: int = 4 * _KIB
+    limits: Limits = field(default_factory=Limits)
+    """The bounds that few have to change."""
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            plain = _PLAIN[str(entry.type)](getattr(self, entry.name), entry.name)
-            object.__setattr__(self, entry.name, plain)
+        checks.settle_fields(self, _PLAIN)
         _check_names(self)
         _check_ranks(self)
         _check_curve(self)
-        _check_limits(self)
+        _check_modes(self)
+        check_bounds(self)
         host, port = split_address(self.listen)
         if port and port + self.listen_port_offset > PORT_MAX:
             raise ConfigError(f"listen: port {port} + rank offset {self.listen_port_offset} is above {PORT_MAX}")
@@ -251,24 +190,10 @@ def _check_ranks(config: Config) -> None:
         raise ConfigError(f"num_kv_heads: expected 1 or more, got {config.num_kv_heads}")
 
 
-def _check_limits(config: Config) -> None:
-    if config.scratch not in ("auto", "always", "never"):
-        raise ConfigError(f"scratch: expected 'auto', 'always' or 'never', got {shown(config.scratch)}")
-    for entry in fields(config):
-        if entry.name.endswith("_max") and getattr(config, entry.name) < 1:
-            raise ConfigError(f"{entry.name}: expected 1 or more, got {getattr(config, entry.name)}")
-    for name, most in _MOST.items():
-        if getattr(config, name) > most:
-            raise ConfigError(f"{name}: expected at most {most}, got {getattr(config, name)!r}")
-
-
-# What peers take, and what seals are made for at once.
-_MOST = {
-    "leases_max": SEALS_MAX,
-    "loads_max": SEALS_MAX,
-    "seal_hold_s": SEAL_HOLD_S_MAX,
-    "request_id_chars_max": REQUEST_ID_CHARS_MAX,
-}
+def _check_modes(config: Config) -> None:
+    for name in ("scratch", "staging"):
+        if (mode := getattr(config, name)) not in ("auto", "always", "never"):
+            raise ConfigError(f"{name}: expected 'auto', 'always' or 'never', got {shown(mode)}")
 
 
 def _path(value: object, name: str) -> object:
@@ -285,22 +210,20 @@ def _texts(value: object, name: str) -> Mapping[str, str]:
     return {key: checks.text(entry, f"{name}[{shown(key)}]", error=ConfigError) for key, entry in given.items()}
 
 
-def _optional(check: Callable[[object, str], object]) -> Callable[[object, str], object]:
+def _optional(check: checks.Check) -> checks.Check:
     return lambda value, name: None if value is None else check(value, name)
 
 
-_whole, _seconds, _flag, _text = (
-    partial(check, error=ConfigError) for check in (checks.whole, checks.seconds, checks.flag, checks.text)
-)
+_text = partial(checks.text, error=ConfigError)
 
-# How a field's value is checked, by its type: all floats are seconds.
-_PLAIN: Mapping[str, Callable[[object, str], object]] = {
-    "int": _whole,
-    "int | None": _optional(_whole),
-    "float": _seconds,
-    "bool": _flag,
+# How a field's value is checked, by its type.
+_PLAIN: Mapping[str, checks.Check] = {
+    **NUMBERS,
+    "int | None": _optional(NUMBERS["int"]),
+    "bool": partial(checks.flag, error=ConfigError),
     "str": _text,
     "str | None": _optional(_text),
     "str | PathLike[str] | None": _optional(_path),
     "Mapping[str, str]": _texts,
+    "Limits": lambda value, name: checks.instance(value, Limits, name, error=ConfigError),
 }

@@ -129,9 +129,6 @@ async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
             "step": Step(),
             "introductions_of_other_ranks": [ConnectorWorker(other_rank).introduction()],
             "params": offered.ticket.to_params(),
-            "MyConnector": ConnectorWorker,
-            "name": "KVFlow",
-            "module_path": None,
         }
         stack.callback(lambda: "runtime" in names and names["runtime"].close())
         yield names

@@ -23,7 +23,7 @@ from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
 from tests.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache, Reference
-from tests.tests_support import PATIENT, WAIT_S
+from tests.tests_support import PATIENT, WAIT_S, limited
 
 _FIRST_PORT, _LAST_PORT = 12000, 32000  # below the ports that systems give to outgoing connections
 _port_bases = itertools.count(os.getpid() * 101)
@@ -47,16 +47,6 @@ class Paths:
     scratch_slot_bytes_max: int = 1 << 16
     slice_bytes_max: int = 1 << 24
     slice_descriptors_max: int = 8192
-
-    def options(self, side: int) -> dict[str, Any]:
-        """Of Config; side 0 is the producer."""
-        return {
-            "always_stage": self.staged[side],
-            "scratch": self.scratch,
-            "scratch_slot_bytes_max": self.scratch_slot_bytes_max,
-            "slice_bytes_max": self.slice_bytes_max,
-            "slice_descriptors_max": self.slice_descriptors_max,
-        }
 
     @property
     def exact(self) -> bool:
@@ -175,22 +165,28 @@ async def _open_engine(
     engine, fill = (case.consumer, CONSUMER_FILL) if side else (case.producer, PRODUCER_FILL)
     ranks = []
     for place in engine.places:
-        config = replace(
-            PATIENT,
-            engine_id="decode" if side else "prefill",
-            listen=f"tcp://127.0.0.1:{port}",
-            tp_rank=place.tp,
-            tp_size=engine.tp_size,
-            pp_rank=place.pp,
-            pp_size=len(engine.stages),
-            dp_rank=dp_rank,
-            num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
-            drain_timeout_s=0.03,  # these two only count when something has failed
-            cancel_grace_s=1.0,
+        config = limited(
+            replace(
+                PATIENT,
+                engine_id="decode" if side else "prefill",
+                listen=f"tcp://127.0.0.1:{port}",
+                tp_rank=place.tp,
+                tp_size=engine.tp_size,
+                pp_rank=place.pp,
+                pp_size=len(engine.stages),
+                dp_rank=dp_rank,
+                num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
+                drain_timeout_s=0.03,  # these two only count when something has failed
+                cancel_grace_s=1.0,
+                staging="always" if case.paths.staged[side] else "auto",
+                scratch=case.paths.scratch,
+            ),
             seal_hold_s=0.05 if world is None else 0.004,
             leases_max=4,
             loads_max=64,
-            **case.paths.options(side),
+            scratch_slot_bytes_max=case.paths.scratch_slot_bytes_max,
+            slice_bytes_max=case.paths.slice_bytes_max,
+            slice_descriptors_max=case.paths.slice_descriptors_max,
         )
         cache = RankCache(engine, place, fill)
         runtime = await stack.enter_async_context(Runtime(config, world=world or World()))

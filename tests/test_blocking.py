@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, pass_deadlines, small_cache
+from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
 from kvflow.blocking import Load, Runtime
@@ -35,7 +35,7 @@ from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
-CONFIG = replace(PATIENT, listen="tcp://127.0.0.1:0", seal_hold_s=0.01)
+CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), seal_hold_s=0.01)
 
 
 @dataclass(frozen=True)

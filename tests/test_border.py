@@ -32,6 +32,7 @@ import kvflow
 from kvflow import (
     CacheLayout,
     Config,
+    Limits,
     LoadRequest,
     PeerAddress,
     Runtime,
@@ -51,7 +52,7 @@ from kvflow.testing import InprocPair, assert_quiet, inproc_pair
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 BLOCK_SIZE = 4
-CONFIG = Config(engine_id="any", seal_hold_s=1e-6, drain_timeout_s=1.0)
+CONFIG = Config(engine_id="any", drain_timeout_s=1.0, limits=Limits(seal_hold_s=1e-6))
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -109,7 +110,7 @@ class Sides:
             assert engine.runtime.state is RuntimeState.OPEN
             assert_quiet(engine.runtime.statistics())
             cache = engine.runtime._supervisor.cache
-            assert cache.loader._seals.used == cache.serving._seals.used == 0
+            assert cache.loader._seals.used == cache.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,10 @@ def use_config(_: Sides, **values: Any) -> Any:
     return Config(**values)
 
 
+def use_limits(_: Sides, **values: Any) -> Any:
+    return Config(engine_id="e", limits=Limits(**values)).limits
+
+
 def use_layout(_: Sides, **values: Any) -> Any:
     return CacheLayout(**values)
 
@@ -230,6 +235,11 @@ RIGHT: dict[type, tuple[Callable[[], dict[str, Any]], Callable[..., Any], type[I
             "advertise_host": "10.0.0.7",
         },
         use_config,
+        ConfigError,
+    ),
+    Limits: (
+        lambda: {entry.name: getattr(CONFIG.limits, entry.name) for entry in fields(Limits)},
+        use_limits,
         ConfigError,
     ),
     CacheLayout: (
@@ -320,7 +330,7 @@ def test_a_field_of_another_type_is_refused_and_named(kind: type, name: str, sid
 async def test_what_is_refused_takes_no_host_buffers() -> None:
     """With host staging an offer takes them at once."""
     right, _, _ = RIGHT[ServeRequest]
-    async with inproc_pair(config=replace(CONFIG, always_stage=True)) as pair:
+    async with inproc_pair(config=replace(CONFIG, staging="always")) as pair:
         runtime = pair.producer.runtime
         for name, annotation in annotations(ServeRequest).items():
             for value in REFUSED[annotation]():

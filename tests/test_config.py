@@ -13,11 +13,14 @@ from kvflow.config import PORT_MAX, Config, split_address
 from kvflow.core.protocol.messages import SealLocation, check_seals
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import ConfigError
+from kvflow.limits import Limits
 
 RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
+OF_LIMITS = [field.name for field in dataclasses.fields(Limits)]
 DEFAULTS = {
     field.name: field.default
-    for field in dataclasses.fields(Config)
+    for kind in (Config, Limits)
+    for field in dataclasses.fields(kind)
     if isinstance(field.default, int | float) and not isinstance(field.default, bool)
 }
 LIMITS = [name for name in DEFAULTS if name not in RANKS]
@@ -28,12 +31,20 @@ def config(**changes: Any) -> Config:
     return Config(**{"engine_id": "engine-0", **changes})
 
 
+def with_limit(name: str, value: float) -> float:
+    """A limit as a Config that was given it has it, of its own or in its `limits`."""
+    if name in OF_LIMITS:
+        return float(getattr(config(limits=Limits(**{name: value})).limits, name))  # type: ignore[arg-type]
+    return float(getattr(config(**{name: value}), name))
+
+
 # --- limits
 
 
 def test_limits_say_their_unit_or_that_they_are_bounds() -> None:
     """Found by their type, so that a new limit cannot slip past the tests below by its name."""
-    assert len(LIMITS) > 15
+    assert len(LIMITS) > 30
+    assert not set(OF_LIMITS) & {field.name for field in dataclasses.fields(Config)}
     assert [name for name in LIMITS if not name.endswith(("_s", "_max"))] == []
     assert all(name.endswith("_s") for name in TIMES)
 
@@ -42,20 +53,20 @@ def test_limits_say_their_unit_or_that_they_are_bounds() -> None:
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_limit_is_above_zero(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: .*{value!r}"):
-        config(**{name: value})
+        with_limit(name, value)
 
 
 @pytest.mark.parametrize("name", TIMES)
 def test_a_time_that_never_ends_is_no_bound(name: str) -> None:
     """Every wait has a bound (invariant I7), and a ticket cannot carry an infinite ttl_s."""
     with pytest.raises(ConfigError, match=rf"^{name}: .*inf"):
-        config(**{name: float("inf")})
+        with_limit(name, float("inf"))
 
 
 @pytest.mark.parametrize("name", LIMITS)
 def test_the_smallest_limits_are_legal(name: str) -> None:
     value = 1e-9 if name in TIMES else 1
-    assert getattr(config(**{name: value}), name) == value
+    assert with_limit(name, value) == value
 
 
 @pytest.mark.parametrize(
@@ -63,27 +74,37 @@ def test_the_smallest_limits_are_legal(name: str) -> None:
 )
 def test_what_no_reader_takes_or_no_memory_holds_is_refused(name: str, most: int) -> None:
     """A longer request id would make tickets that every reader refuses."""
-    assert getattr(config(**{name: most}), name) == most
+    assert with_limit(name, most) == most
     with pytest.raises(ConfigError, match=f"^{name}: expected at most {most}, got {most + 1}"):
-        config(**{name: most + 1})
+        with_limit(name, most + 1)
 
 
 @pytest.mark.parametrize("name", TIMES)
 def test_a_time_that_no_timer_can_be_set_to_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: .*2000000000"):
-        config(**{name: 2_000_000_000})
+        with_limit(name, 2_000_000_000)
 
 
 def test_a_limit_counts_in_whole_numbers() -> None:
     for name in LIMITS:
         if name not in TIMES:
             with pytest.raises(ConfigError, match=rf"^{name}: expected a whole number .*, got 1\.5"):
-                config(**{name: 1.5})
+                with_limit(name, 1.5)
 
 
 def test_a_config_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config().lease_ttl_s = 1.0  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().limits.peers_max = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["scratch", "staging"])
+def test_a_mode_is_one_of_three(name: str) -> None:
+    for mode in ("auto", "always", "never"):
+        assert getattr(config(**{name: mode}), name) == mode
+    with pytest.raises(ConfigError, match=f"^{name}: expected 'auto', 'always' or 'never', got 'often'"):
+        config(**{name: "often"})
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
@@ -336,7 +357,7 @@ def test_the_tickets_of_every_legal_config_are_legal(
 )
 def test_seals_that_no_reader_takes_are_refused_early(name: str, value: float) -> None:
     try:
-        legal = config(**{name: value})
+        limits = Limits(**{name: value})  # type: ignore[arg-type]
     except ConfigError:
         return
-    check_seals(SealLocation(address=4096, count=legal.leases_max, hold_s=legal.seal_hold_s))
+    check_seals(SealLocation(address=4096, count=limits.leases_max, hold_s=limits.seal_hold_s))

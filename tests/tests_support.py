@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, ParamSpec
 
 import msgspec
 import torch
 
-from kvflow import CacheLayout, Config, Runtime, RuntimeState, Ticket
+from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState, lease_open
 from kvflow.core.protocol.ticket import RankLease
 from kvflow.runtime.clock import Clock
@@ -25,16 +26,20 @@ WAIT_S = 60.0
 PATIENT = Config(
     engine_id="any",
     lease_ttl_s=10 * WAIT_S,
-    clock_age_s=10 * WAIT_S,
     load_deadline_s=WAIT_S,
     handshake_timeout_s=WAIT_S,
-    lease_wait_s=WAIT_S,
-    goodbye_timeout_s=WAIT_S,
     cancel_grace_s=WAIT_S,
-    transport_close_timeout_s=WAIT_S,
-    drain_timeout_s=1.0,  # closing waits so long for what a failed test has left open
+    drain_timeout_s=1.0,
+    limits=Limits(
+        clock_age_s=10 * WAIT_S, lease_wait_s=WAIT_S, goodbye_timeout_s=WAIT_S, transport_close_timeout_s=WAIT_S
+    ),
 )
 """No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
+
+
+def limited(config: Config, **limits: Any) -> Config:
+    """`config` with these limits, and its others."""
+    return replace(config, limits=replace(config.limits, **limits))
 
 
 def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:

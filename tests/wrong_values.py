@@ -117,6 +117,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
         "a\0b",
         Path("a\0b"),
     ],
+    "Limits": lambda: [*_odd(), None, 0, "", [], {}, {"peers_max": 1}, [("peers_max", 1)]],
     "Mapping[str, str]": lambda: [
         *(None, *_odd(), 0, "", "a=b", [], [("a", "b")], {1: "b"}, {"a": 1}, {"a": None}, {"a": "\ud800"}),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from kvflow import LeaseOutcome
+from kvflow import LeaseOutcome, Limits
 from kvflow.connector.worker import LeaseEnded, LoadFailed
 from kvflow.errors import ConfigError, LeaseExpired
 from kvflow.vllm.layout import block_size_of
@@ -40,9 +40,15 @@ def test_ranks_and_names_are_vllms() -> None:
 
 def test_extra_config_goes_where_it_belongs() -> None:
     given = vllm_config(
-        "kv_producer", listen="tcp://127.0.0.1:5600", lease_ttl_s=7, fetch_tokens_min=64, kv_format="plain"
+        "kv_producer",
+        listen="tcp://127.0.0.1:5600",
+        lease_ttl_s=7,
+        fetch_tokens_min=64,
+        kv_format="plain",
+        limits={"peers_max": 7},
     )
     config = config_of(given, tp_rank=3, pp_rank=1)
+    assert config.limits == Limits(peers_max=7)
     assert (config.lease_ttl_s, config.listen_port) == (7.0, 5600 + (1 * 2 + 1) * 4 + 3)
     scheduling = scheduling_of(given, block_size=16)
     assert (scheduling.block_size, scheduling.lease_ttl_s, scheduling.fetch_tokens_min) == (16, 7.0, 64)
@@ -57,6 +63,8 @@ def test_extra_config_goes_where_it_belongs() -> None:
         ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
         ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: Expected `float`, got `str`"),
         ({"fetch_tokens_min": 1.5}, "kv_connector_extra_config: fetch_tokens_min: Expected `int`, got `float`"),
+        ({"limits": {"peer_max": 5}}, "kv_connector_extra_config: limits: unknown: peer_max; known are .*peers_max"),
+        ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: Expected `int`, got `str`"),
         ({"lease_ttl_s": -1}, "lease_ttl_s: expected more than 0"),
         ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected more than 0"),
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),

@@ -27,7 +27,7 @@ from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Tu
 from kvflow.bench.targets import at_most, percentile
 
 READER = config_of("fairness-reader")
-DELAY_SLICES_MAX = float(READER.slices_in_flight_max)
+DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
 """What one other load has in flight at most; where small reads can go first (shared memory) it is one slice."""
 
 _LAYERS = 8
@@ -93,7 +93,7 @@ class Fairness:
     def counts(self) -> dict[str, list[int]]:
         """Blocks of each load of a round. SettingsError if a huge one is no whole number of them, or too small."""
         block_bytes = CacheShape(layers=_LAYERS, blocks=1).block_size_bytes
-        slice_bytes = READER.slice_bytes_max
+        slice_bytes = READER.limits.slice_bytes_max
         huge_blocks, rest = divmod(self.size * MIB, block_bytes)
         if rest or self.size * MIB < 2 * slice_bytes:
             raise SettingsError(
@@ -142,7 +142,7 @@ class Fairness:
         )
 
     def _table(self, result: FairnessResult) -> Table:
-        slices = f"slices of {READER.slice_bytes_max >> 20} MB"
+        slices = f"slices of {READER.limits.slice_bytes_max >> 20} MB"
         delays = {"one block, behind": (f"{result.delay_p50:.2f}", f"{result.delay_p99:.2f}")}
         return Table(
             title=f"{self.transport}: one block behind {self.huge_loads} x {self.size} MB, {slices}",

@@ -22,17 +22,17 @@ from kvflow.bench.cache import ITEMSIZE, PARTS, Order
 from kvflow.bench.loads import MIB, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
 from kvflow.bench.targets import at_most
-from kvflow.config import Config
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.plan.descriptors import check_block_ids, match_chunks, plan_slices
+from kvflow.limits import Limits
 
 PEER_MEMORY_GROWTH_MAX = 1.01
 _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE
 _PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
-_LIMITS = Config(engine_id="limits")
+_LIMITS = Limits()
 _MEMORY_BLOCKS = (1 << 12, 1 << 16)
 _MEMORY_LAYERS = (20, 80)
 

@@ -1,4 +1,4 @@
-"""Configuration from JSON: values of an engine's own configuration, checked as fields of kvflow's dataclasses.
+"""Configuration from JSON: an engine's own configuration, checked as fields of kvflow's dataclasses; classes by name.
 
 Engines hand connectors a dict that a user has written. What it may hold follows from the fields' types; a value of
 another type is a ConfigError that names its key, before anything is made of it.
@@ -6,9 +6,11 @@ another type is a ConfigError that names its key, before anything is made of it.
 
 from __future__ import annotations
 
+import importlib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from functools import lru_cache
 from os import PathLike
 from typing import Any
@@ -19,15 +21,33 @@ from kvflow.errors import ConfigError
 
 
 def checked_fields(given: Mapping[str, Any], kind: type, *, where: str) -> dict[str, Any]:
-    """The values of `given` that are fields of `kind`, each of its type. `where` names the dict in errors."""
-    checked = {}
-    for name, wanted in _json_types(kind).items():
-        if name in given:
-            try:
-                checked[name] = msgspec.convert(given[name], wanted)
-            except msgspec.ValidationError as error:
-                raise ConfigError(f"{where}: {name}: {error}") from error
-    return checked
+    """The values of `given` that are fields of `kind`, each of its type. `where` names the dict in errors.
+
+    Keys that are no fields are left alone, but for those of a field that is a dataclass itself: its dict has no others.
+    """
+    return {
+        name: _checked(given[name], wanted, f"{where}: {name}")
+        for name, wanted in _json_types(kind).items()
+        if name in given
+    }
+
+
+def _checked(value: Any, wanted: Any, where: str) -> Any:
+    nested = isinstance(wanted, type) and is_dataclass(wanted)
+    try:
+        given = msgspec.convert(value, dict[str, Any] if nested else wanted)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not nested:
+        return given
+    check_known(given, _json_types(wanted), where=where)
+    return wanted(**checked_fields(given, wanted, where=where))
+
+
+def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint: str = "") -> None:
+    """Raise ConfigError that names what is given and not known."""
+    if unknown := sorted({*given} - {*known}):
+        raise ConfigError(f"{where}: unknown: {', '.join(unknown)}{hint}; known are {', '.join(sorted(known))}")
 
 
 @lru_cache(maxsize=16)
@@ -41,3 +61,17 @@ def _without_paths(hint: Any) -> Any:
         return hint
     kept = [member for member in typing.get_args(hint) if typing.get_origin(member) is not PathLike]
     return typing.Union[tuple(kept)]  # noqa: UP007 - there is no other way to write a union of a list
+
+
+def load_connector(name: str, module_path: str) -> Callable[..., Any]:
+    """The class of that name in a module, which is imported now: engines do not import what only others have.
+
+    Raises:
+        ConfigError: there is no such module, or no such class in it.
+    """
+    try:
+        module = importlib.import_module(module_path)
+        found: Callable[..., Any] = getattr(module, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"connector {name!r}: not found in module {module_path}: {error}") from error
+    return found

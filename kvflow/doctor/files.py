@@ -22,9 +22,9 @@ def files_needed(config: Config) -> int:
     """With as many peers, readers and connections as the config allows, and all peers asked at once."""
     return (
         RUNTIME_FILES
-        + config.peers_max * (PEER_FILES + QUESTION_FILES)
-        + config.readers_max * READER_FILES
-        + config.side_channel_connections_max * _ANSWER_FILES
+        + config.limits.peers_max * (PEER_FILES + QUESTION_FILES)
+        + config.limits.readers_max * READER_FILES
+        + config.limits.side_channel_connections_max * _ANSWER_FILES
     )
 
 
@@ -41,7 +41,7 @@ def check_open_files(soft: int | None, hard: int | None, config: Config) -> Find
     return warn(
         name,
         f"{found}: enough for some {neighbours} other ranks, not for as many as Config allows "
-        f"(peers_max {config.peers_max}, readers_max {config.readers_max})",
+        f"(peers_max {config.limits.peers_max}, readers_max {config.limits.readers_max})",
         fix,
     )
 

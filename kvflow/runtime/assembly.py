@@ -32,9 +32,10 @@ from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.answers import Answers
+from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
-from kvflow.transport.base import TransportError, choose_buffer_device
+from kvflow.transport.base import TransportError, is_staged
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,7 @@ async def register(
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     kv_caches = checked_caches(kv_caches)
     regions = map_regions(layout, kv_caches)
-    buffer_device = choose_buffer_device(regions.device.kind, config.kv_buffer_device)
-    staged = config.always_stage or buffer_device != regions.device.kind
+    staged = is_staged(regions.device.kind, config.staging)
     try:
         staging = await _stage(context, movers, kv_caches, layout, copy_blocks) if staged else None
         registered = await _register(context, movers, kv_caches, layout, regions, staging)
@@ -119,7 +119,7 @@ async def _register(
     staging: HostBuffers | None,
 ) -> RegisteredCache:
     config, transport = context.config, context.transport
-    seals, fetched = SealTable(config.leases_max), SealTable(config.loads_max)
+    seals, fetched = SealTable(config.limits.leases_max), SealTable(config.limits.loads_max)
     caches = kv_caches if staging is None else staging.caches
     regions = regions if staging is None else staging.regions
     await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
@@ -129,7 +129,10 @@ async def _register(
     local = _local_rank(context, layout, cache_share, regions)
     ledger = BlockLedger(layout.num_blocks)
     scratch = Scratch(
-        transport, regions.device, slot_bytes=config.scratch_slot_bytes_max, slots=config.scratch_slots_max
+        transport,
+        regions.device,
+        slot_bytes=config.limits.scratch_slot_bytes_max,
+        slots=config.limits.scratch_slots_max,
     )
     route = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
     gear = Gear(
@@ -139,26 +142,13 @@ async def _register(
         poller=movers.poller,
         copy_thread=movers.copy_thread,
         clock=context.clock,
-        reads_max=config.slices_in_flight_max,
+        reads_max=config.limits.slices_in_flight_max,
     )
     peers = Peers(context, Handshakes(context, local))
     reach = Reach(context, local, peers)
     remote_leases = RemoteLeases(context, local, peers, reach)
-    serving = Serving(
-        config,
-        cache_share,
-        ledger,
-        seals,
-        num_blocks=layout.num_blocks,
-        block_size_bytes=layout.block_size_bytes,
-        staging=staging,
-        copier=movers.copy_thread,
-        clock=context.clock,
-        token_hex=context.token_hex,
-        observers=context.observers,
-        incarnation=context.identity.incarnation,
-        port=context.identity.port,
-    )
+    offered = OfferedBlocks(layout, ledger, seals, staging, movers.copy_thread, config.limits.slice_bytes_max)
+    serving = Serving(context, cache_share, offered)
     farewells = Farewells(context, local)
     metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
     return RegisteredCache(
@@ -212,6 +202,8 @@ def _metadata(
         agent_metadata=agent_metadata,
         agent_metadata_crc32=messages.checksum(agent_metadata),
         regions=messages.regions_to_wire(local.regions),
-        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=context.config.seal_hold_s),
+        seals=messages.SealLocation(
+            address=seals.address(0), count=seals.count, hold_s=context.config.limits.seal_hold_s
+        ),
         staged=staged,
     )

@@ -38,7 +38,7 @@ def busy(serving: Serving, loader: Loader) -> bool:
 async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: float) -> DrainReport:
     """Wait until nothing is open, at most `deadline_s`; then revoke leases, end loads, and wait for that, too.
 
-    The second wait is bounded by Config.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
+    The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
     """
     leases, loads = serving.statistics, loader.statistics
     finished = await _all_within([serving.drained(), loader.drained()], deadline_s)
@@ -62,7 +62,7 @@ async def end(serving: Serving, loader: Loader, config: Config, *, broken: bool 
     serving.close()
     loader.close()
     waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
-    bound_s = config.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
+    bound_s = config.limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
     if not await _all_within(waits, bound_s):
         what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"
         logger.warning("engine %r: not over after another %s s: %s", config.engine_id, bound_s, what)

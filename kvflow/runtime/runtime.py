@@ -111,7 +111,7 @@ class Runtime:
         loop = self._supervisor.loop
         if loop is not None and loop.is_closed():
             self._drop.detach()
-            self._supervisor.abandon(self.config.transport_close_timeout_s)
+            self._supervisor.abandon(self.config.limits.transport_close_timeout_s)
         else:
             if loop is not None:
                 require_loop(loop, "aclose()")
@@ -123,7 +123,7 @@ class Runtime:
     ) -> None:
         """Make the cache readable by peers and writable by loads; once per runtime.
 
-        Where the transport cannot reach the cache's device, or with Config.always_stage, blocks go through host
+        Where the transport cannot reach the cache's device, or with Config.staging "always", blocks go through host
         buffers. `copy_blocks` copies between those and the cache (see `staging.BlockCopier`); without it kvflow copies
         itself, which needs tensors that torch can index.
 
@@ -219,7 +219,7 @@ class Runtime:
 
         From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
         with PeerNotReady unless they have a ticket of an open lease. At the deadline (Config.drain_timeout_s if None)
-        leases are revoked and loads ended, which takes at most Config.seal_hold_s, cancel_grace_s and drain_timeout_s.
+        leases are revoked and loads ended, which takes at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s.
         Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
         """
         self._require_here("drain")

@@ -113,7 +113,7 @@ class Supervisor:
         try:
             self._listener = await self._side_channel.listen(self._answer)
         except BaseException:
-            await self._transport.aclose(self.config.transport_close_timeout_s)
+            await self._transport.aclose(self.config.limits.transport_close_timeout_s)
             raise
         self._poller = Poller(self._transport, self._on_notification)
         self._copier = self._world.copier(f"kvflow-copy {self._agent_name}")
@@ -121,7 +121,7 @@ class Supervisor:
         self._services_over = asyncio.Event()
         self.state = RuntimeState.OPEN
         if self._world.real:
-            atexit.register(self.abandon, self.config.transport_close_timeout_s)
+            atexit.register(self.abandon, self.config.limits.transport_close_timeout_s)
         started = asyncio.Event()
         self._supervision = asyncio.create_task(self._supervise(started), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._never_ran(started))
@@ -360,7 +360,7 @@ class Supervisor:
 
     async def _end_transport(self) -> str:
         try:
-            await self._transport.aclose(self.config.transport_close_timeout_s)
+            await self._transport.aclose(self.config.limits.transport_close_timeout_s)
         except TransportError as error:
             return str(error)
         if self.cache and not isinstance(self._cause, TransportBroken):  # it has waited for the last read
@@ -368,7 +368,7 @@ class Supervisor:
         return ""
 
     async def _end_copies(self) -> str:
-        bound_s = self.config.transport_close_timeout_s
+        bound_s = self.config.limits.transport_close_timeout_s
         return "" if await self._copier.aclose(bound_s) else f"a copy still runs after {bound_s} s"
 
     async def _drain(self, deadline_s: float) -> DrainReport:

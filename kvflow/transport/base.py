@@ -17,27 +17,17 @@ from kvflow.errors import ConfigError, KVFlowError
 
 AgentName = NewType("AgentName", str)
 
-# Where a transport may read and write, best first, for a cache on each kind of device.
-BUFFER_DEVICES: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("cpu",),
-    "cuda": ("cuda", "cpu"),
-    "tpu": ("cpu",),
-    "xpu": ("cpu",),
-}
+# The kinds of devices that a cache may be on, and whether the transport reaches its memory there.
+DEVICES: Mapping[str, bool] = {"cpu": True, "cuda": True, "tpu": False, "xpu": False}
 
 
-def choose_buffer_device(device: str, wanted: str | None) -> str:
-    """The device kind to register for a cache on `device`; ConfigError names both and what is possible."""
-    supported = BUFFER_DEVICES.get(device)
-    if supported is None:
-        raise ConfigError(f"device {device!r} is not supported; supported are {sorted(BUFFER_DEVICES)}")
-    if wanted is None:
-        return supported[0]
-    if wanted not in supported:
-        raise ConfigError(
-            f"kv_buffer_device: {wanted[:80]!r} cannot serve a cache on {device!r}; possible: {supported}"
-        )
-    return wanted
+def is_staged(device: str, staging: str) -> bool:
+    """Whether a cache on that kind of device goes through host buffers, as Config.staging wants it; or ConfigError."""
+    if device not in DEVICES:
+        raise ConfigError(f"device {device!r} is not supported; supported are {sorted(DEVICES)}")
+    if staging == "never" and not DEVICES[device]:
+        raise ConfigError(f"staging: 'never', but the transport cannot reach a cache on {device!r}")
+    return staging == "always" or not DEVICES[device]
 
 
 class TransportError(KVFlowError):

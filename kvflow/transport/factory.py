@@ -19,7 +19,7 @@ def make_transport(config: Config, agent_name: str) -> Transport:
                     agent_name=agent_name,
                     backend=config.nixl_backend,
                     backend_params=config.nixl_backend_params,
-                    notification_poll_interval_s=config.notification_poll_interval_s,
+                    notification_poll_interval_s=config.limits.notification_poll_interval_s,
                     prefault=config.prefault,
                 )
             )

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
-from kvflow.connector.settings import checked_fields
-from kvflow.errors import ConfigError
+from kvflow.connector.settings import check_known, checked_fields
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,11 +40,8 @@ _CONFIG_KEYS = tuple(entry.name for entry in fields(Config) if entry.name not in
 def extra_of(vllm_config: VllmConfig) -> Extra:
     """The keys that kvflow.Config does not know. Raises ConfigError for any key that nobody knows."""
     given = _given(vllm_config)
-    unknown = sorted(given.keys() - {*_EXTRA_KEYS, *_CONFIG_KEYS})
-    if unknown:
-        known = ", ".join(sorted({*_EXTRA_KEYS, *_CONFIG_KEYS}))
-        hint = f" ({', '.join(_FROM_VLLM)} come from vLLM)" if set(unknown) & set(_FROM_VLLM) else ""
-        raise ConfigError(f"{_WHERE}: unknown: {', '.join(unknown)}{hint}; known are {known}")
+    hint = f" ({', '.join(_FROM_VLLM)} come from vLLM)" if given.keys() & set(_FROM_VLLM) else ""
+    check_known(given, (*_EXTRA_KEYS, *_CONFIG_KEYS), where=_WHERE, hint=hint)
     return Extra(**checked_fields(given, Extra, where=_WHERE))
 
 

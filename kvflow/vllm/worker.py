@@ -14,7 +14,7 @@ from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError
-from kvflow.transport.base import choose_buffer_device
+from kvflow.transport.base import is_staged
 from kvflow.vllm.layout import layout_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of
@@ -38,9 +38,7 @@ class WorkerHalf:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         device = next(iter(kv_caches.values())).device.type
-        config = self._runtime.config
-        staged = config.always_stage or choose_buffer_device(device, config.kv_buffer_device) != device
-        if staged and device != "cpu":
+        if is_staged(device, self._runtime.config.staging) and device != "cpu":
             # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
             raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
         layout = layout_of(kv_caches, self._vllm_config, block_size=self._block_size, kv_format=self._kv_format)

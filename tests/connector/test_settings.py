@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvflow import Config
-from kvflow.connector.settings import checked_fields
+from kvflow import Config, Limits
+from kvflow.connector.settings import checked_fields, load_connector
 from kvflow.errors import ConfigError
 
 FIELDS = [entry.name for entry in fields(Config)]
@@ -24,8 +26,18 @@ def default_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_of_config_can_be_given(name: str) -> None:
-    value = json.loads(json.dumps(default_of(name)))
-    assert checked_fields({name: value}, Config, where="extra") == {name: value}
+    given = json.loads(msgspec.json.encode(default_of(name)))
+    assert checked_fields({name: given}, Config, where="extra") == {name: default_of(name)}
+
+
+def test_limits_are_a_dict_of_their_own() -> None:
+    given = {"limits": {"peers_max": 7, "peer_idle_s": 5}}
+    assert checked_fields(given, Config, where="extra") == {"limits": Limits(peers_max=7, peer_idle_s=5.0)}
+    for name in (entry.name for entry in fields(Limits)):
+        with pytest.raises(ConfigError, match=f"^extra: limits: {name}: Expected `(int|float)`, got `str`"):
+            checked_fields({"limits": {name: "7"}}, Config, where="extra")
+    with pytest.raises(ConfigError, match=r"^extra: limits: unknown: peer_max; known are .*peers_max"):
+        checked_fields({"limits": {"peer_max": 7}}, Config, where="extra")
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -44,3 +56,11 @@ def test_whole_numbers_are_numbers_and_other_keys_are_left_alone() -> None:
     checked = checked_fields({"seconds_s": 5, "other": object()}, Some, where="extra")
     assert checked == {"seconds_s": 5.0}
     assert isinstance(checked["seconds_s"], float)
+
+
+def test_a_connector_is_found_by_name() -> None:
+    assert load_connector("OrderedDict", "collections") is collections.OrderedDict
+    with pytest.raises(ConfigError, match=r"^connector 'A': not found in module kvflow\.no_such_module: No module"):
+        load_connector("A", "kvflow.no_such_module")
+    with pytest.raises(ConfigError, match=r"^connector 'B': not found in module collections: .*'B'"):
+        load_connector("B", "collections")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, pass_deadlines, small_cache
+from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
@@ -28,7 +28,7 @@ from kvflow.testing import ManualClock, assert_quiet
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 BLOCK_SIZE = 4
-CONFIG = replace(PATIENT, listen="tcp://127.0.0.1:0", seal_hold_s=0.01, lease_ttl_s=60.0)
+CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", lease_ttl_s=60.0), seal_hold_s=0.01)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
             on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
         decode.scheduler.update_after_alloc("d", [5, 6], 7)
         assert isinstance(decode.until(load_ended), Loaded)
-        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.seal_hold_s))
+        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
         assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
         decode.scheduler.request_finished("d", completed=True, now_s=0.0)
 
@@ -344,7 +344,7 @@ def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> 
     decode.scheduler.request_finished("d", completed=True, now_s=0.0)
 
 
-@pytest.mark.parametrize("pair", [{"lease_wait_s": 0.05}], indirect=True)
+@pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
 def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: Pair) -> None:
     params = pair.prefill.prefill(blocks=[1, 99])
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests_support import WAIT_S, small_cache
+from tests_support import WAIT_S, limited, small_cache
 
 import kvflow
 from kvflow import Config, Runtime
@@ -107,7 +107,7 @@ def test_what_makes_a_limit_harmless_is_seen(changes: dict[str, object], name: s
 
 
 def test_an_engine_with_few_peers_needs_few_files() -> None:
-    few = replace(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
+    few = limited(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
     assert files_needed(few) < 512
     assert check_open_files(512, 512, few).status is Status.OK
 

@@ -44,7 +44,7 @@ if __name__ == "__main__":
 
 from fuzz.attackers import send_messages, send_streams
 from fuzz.mutants import bent, mutant
-from tests_support import PATIENT, WAIT_S, altered
+from tests_support import PATIENT, WAIT_S, altered, limited
 
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
 from kvflow.core.protocol import messages
@@ -150,9 +150,9 @@ def config_of(mode: Mode, name: str, keys: Path) -> Config:
     config = replace(PATIENT, engine_id=name, listen="tcp://127.0.0.1:0", transport="inproc")
     match mode:
         case Mode.UNLIMITED:
-            return replace(config, side_channel_requests_per_s_max=1 << 40)
+            return limited(config, side_channel_requests_per_s_max=1 << 40)
         case Mode.LIMITS:
-            return replace(config, side_channel_requests_per_s_max=REQUESTS_PER_S)
+            return limited(config, side_channel_requests_per_s_max=REQUESTS_PER_S)
         case Mode.CURVE:
             return replace(config, curve_secret_key_file=keys / f"{name}.secret", curve_peers_dir=keys)
 
@@ -317,7 +317,7 @@ async def scene(mode: Mode) -> AsyncIterator[Scene]:
         keys = Path(folder) / "keys"
         for name in ("producer", "reader", "victim", "newcomer"):
             await asyncio.to_thread(make_key_files, keys, name)
-        victim_config = replace(  # it goes on asking those that lie
+        victim_config = limited(  # it goes on asking those that lie
             config_of(Mode.UNLIMITED, "victim", keys), peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6
         )
         spawn = multiprocessing.get_context("spawn")
@@ -406,7 +406,7 @@ async def send(on: Scene, seed: str, count: int) -> int:
     """Messages over ZeroMQ from one attacker."""
     server_key = await key_of(on.producer) if on.mode is Mode.CURVE else b""
     local = on.producer.cache.local
-    bytes_max = on.producer.runtime.config.side_channel_request_bytes_max
+    bytes_max = on.producer.runtime.config.limits.side_channel_request_bytes_max
     fingerprint = local.compatibility.fingerprint()
     port = port_of(on.producer)
     return await run(on, send_messages, seed, port, fingerprint, local.cache_share, bytes_max, count, server_key)

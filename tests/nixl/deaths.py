@@ -69,11 +69,11 @@ def count_deaths(scene: Scene, environment: Mapping[str, str], rounds: int, rand
         for round_ in range(rounds):
             if producer is None:
                 (producer,) = engines.start(
-                    EngineSetup(engine_id="producer", num_blocks=NUM_BLOCKS, config=LIMITS), run=scene.run
+                    EngineSetup(engine_id="producer", num_blocks=NUM_BLOCKS, limits=LIMITS), run=scene.run
                 )
             readers = engines.start(
                 *(
-                    EngineSetup(engine_id=f"reader-{index}", num_blocks=NUM_BLOCKS, config=LIMITS)
+                    EngineSetup(engine_id=f"reader-{index}", num_blocks=NUM_BLOCKS, limits=LIMITS)
                     for index in range(READERS)
                 )
             )

@@ -37,13 +37,11 @@ _STUCK_TURNS = 1000
 _LINE_BYTES_MAX = 1 << 24
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
-_LIMITS = {
+_BOUNDS = {
     "drain_timeout_s": 1.0,
     "handshake_timeout_s": HANDSHAKE_S,
     "load_deadline_s": LOAD_DEADLINE_S,
     "lease_ttl_s": LEASE_TTL_S,
-    "peer_backoff_first_s": 1e-6,  # tests try again at once
-    "peer_backoff_max_s": 1e-6,
 }
 
 
@@ -61,6 +59,7 @@ class EngineSetup:
     steered: bool = False
     """Whether the test moves its time on."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run_engine(commands: socket, brake: Connection, setup: EngineSetup, environment: Mapping[str, str]) -> None:
@@ -102,7 +101,10 @@ class Engine:
     async def run(self) -> None:
         setup = self._setup
         config = kvflow.Config(
-            engine_id=setup.engine_id, listen=f"tcp://{setup.host}:{setup.port}", **{**_LIMITS, **setup.config}
+            engine_id=setup.engine_id,
+            listen=f"tcp://{setup.host}:{setup.port}",
+            limits=kvflow.Limits(peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6, **setup.limits),  # tries at once
+            **{**_BOUNDS, **setup.config},
         )
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
         world = World(clock=LoopClock) if setup.steered else World()

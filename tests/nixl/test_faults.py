@@ -28,10 +28,10 @@ from hand_over import (
 pytestmark = pytest.mark.nixl
 
 SLICES_BEFORE_FAULT = 8
-LIMITS = {"slice_bytes_max": BLOCK_BYTES, "cancel_grace_s": 0.1}
-PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS, steered=True)
-CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS, steered=True)
-SPARE = EngineSetup(engine_id="spare", fill=7.0, config=LIMITS)
+LIMITS, GRACE = {"slice_bytes_max": BLOCK_BYTES}, {"cancel_grace_s": 0.1}
+PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=GRACE, limits=LIMITS, steered=True)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=GRACE, limits=LIMITS, steered=True)
+SPARE = EngineSetup(engine_id="spare", fill=7.0, config=GRACE, limits=LIMITS)
 
 
 class Victim(StrEnum):

@@ -21,9 +21,9 @@ from networks import Cable, Proxy, Way, cable
 
 pytestmark = pytest.mark.nixl
 
-LIMITS = {"slice_bytes_max": BLOCK_BYTES, "cancel_grace_s": 0.1}
-PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=LIMITS)
-CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=LIMITS, steered=True)
+LIMITS, GRACE = {"slice_bytes_max": BLOCK_BYTES}, {"cancel_grace_s": 0.1}
+PRODUCER = EngineSetup(engine_id="producer", fill=1.0, config=GRACE, limits=LIMITS)
+CONSUMER = EngineSetup(engine_id="consumer", fill=-1.0, config=GRACE, limits=LIMITS, steered=True)
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ async def test_each_load_and_lease_has_one_record() -> None:
         "good": ("read", 1),
         "bad": ("revoked", 0),
     }
-    assert leases["good"].seconds["held"] >= pair.producer.runtime.config.seal_hold_s
+    assert leases["good"].seconds["held"] >= pair.producer.runtime.config.limits.seal_hold_s
     assert (leases["good"].blocks, leases["good"].tokens, leases["good"].traceparent) == (2, 8, TRACEPARENT)
 
 

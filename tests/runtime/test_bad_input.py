@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests_support import altered
 
-from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
+from kvflow import Config, LeaseOutcome, Limits, LoadRequest, RuntimeState, ServeRequest
 from kvflow.errors import InvalidInput, RequestError
 from kvflow.testing import InprocPair, inproc_pair
 
@@ -118,7 +118,7 @@ async def test_a_deadline_must_be_positive(pair: InprocPair) -> None:
 
 
 async def test_leases_are_bounded_and_the_limit_is_named() -> None:
-    async with inproc_pair(config=Config(engine_id="any", leases_max=2)) as pair:
+    async with inproc_pair(config=Config(engine_id="any", limits=Limits(leases_max=2))) as pair:
         leases = [pair.offer([block], f"r{block}") for block in range(2)]
         with pytest.raises(RequestError, match=r"2 leases are open \(leases_max\)"):
             pair.offer([5], "one too many")

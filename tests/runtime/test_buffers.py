@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, in_virtual_time, leases_ended
+from tests_support import PATIENT, WAIT_S, in_virtual_time, leases_ended, limited
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.core.cache.tensors import KVCaches
@@ -88,7 +88,7 @@ async def engines(
 
 BASE = replace(PATIENT, listen="tcp://127.0.0.1:0", transport="inproc")
 ALWAYS = replace(BASE, scratch="always")
-STAGED = replace(BASE, always_stage=True, host_buffer_bytes_max=6 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
+STAGED = replace(BASE, staging="always", host_buffer_bytes_max=6 * 2 * LAYERS * HEADS * HEAD_SIZE * 4 * 4)
 
 
 async def hand_over(one: Side, other: Side, prefix_blocks: int = 0) -> LoadReport:
@@ -124,7 +124,7 @@ async def test_every_way_moves_the_right_bytes(
     producer: Config, consumer: Config, orders: tuple[str, str], sizes: tuple[int, int], prefix_blocks: int
 ) -> None:
     blocks_max = producer.host_buffer_bytes_max // (2 * LAYERS * HEADS * HEAD_SIZE * 4 * sizes[0])
-    if producer.always_stage and blocks_max * sizes[0] < PROMPT:
+    if producer.staging == "always" and blocks_max * sizes[0] < PROMPT:
         producer = replace(producer, host_buffer_bytes_max=1 << 20)
     async with engines(producer, consumer, orders, sizes) as (one, other):
         report = await hand_over(one, other, prefix_blocks)
@@ -307,7 +307,7 @@ async def test_nothing_is_reported_before_it_is_on_the_device() -> None:
 
 async def test_closing_says_that_a_copy_still_writes() -> None:
     """It cannot be stopped; who frees the cache after an orderly end would have it written to."""
-    brief = replace(BASE, drain_timeout_s=0.05, cancel_grace_s=0.05, transport_close_timeout_s=0.05)
+    brief = limited(replace(BASE, drain_timeout_s=0.05, cancel_grace_s=0.05), transport_close_timeout_s=0.05)
     async with unreachable_pair(consumer=brief) as ((one, _), (other, loaded)):
         loaded.gate.clear()
         lease = offer(one, [3])
@@ -458,7 +458,7 @@ async def test_loads_larger_than_the_host_buffers_take_turns() -> None:
 
 
 async def test_host_buffers_too_small_for_a_block_are_refused() -> None:
-    config = replace(BASE, engine_id="x", always_stage=True, host_buffer_bytes_max=100)
+    config = replace(BASE, engine_id="x", staging="always", host_buffer_bytes_max=100)
     caches = {"layers.0": torch.zeros(2, BLOCKS, HEADS, 4, HEAD_SIZE)}
     world = World(transport=lambda _, name: InprocTransport(name, InprocNetwork()))
     async with Runtime(config, world=world) as runtime:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests_support import WAIT_S
+from tests_support import WAIT_S, limited
 
-from kvflow import Config, Runtime, ServeRequest
+from kvflow import Config, Limits, Runtime, ServeRequest
 from kvflow.errors import RuntimeBroken
 from kvflow.testing import InprocCluster, Pair, assert_closed
 from kvflow.transport.inproc import InprocRead, InprocTransport
 
-IMPATIENT = Config(engine_id="any", cancel_grace_s=0.01, drain_timeout_s=0.01, seal_hold_s=0.01)
+IMPATIENT = Config(engine_id="any", cancel_grace_s=0.01, drain_timeout_s=0.01, limits=Limits(seal_hold_s=0.01))
 
 
 class LateBytes:
@@ -46,7 +46,9 @@ async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_goo
     async with cluster.engine("producer") as producer:
         world = replace(cluster.world(), transport=lambda _, name: InprocTransport(name, network, carrier=late))
         lease = producer.runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
-        config = replace(IMPATIENT, engine_id="consumer", transport_close_timeout_s=WAIT_S if in_time else 0.01)
+        config = limited(
+            replace(IMPATIENT, engine_id="consumer"), transport_close_timeout_s=WAIT_S if in_time else 0.01
+        )
         runtime = Runtime(config, world=world)
         await runtime.__aenter__()
         await runtime.register_kv_caches(producer.kv_caches, producer.layout)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvflow import Config
+from kvflow import Config, Limits
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.contacts import Contact
 from kvflow.errors import Overloaded, PeerUnreachable
@@ -16,7 +16,7 @@ from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.peers.contacts import FirstContacts
 from kvflow.testing import run_virtual
 
-CONFIG = Config(engine_id="any", first_contacts_max=2, handshake_timeout_s=5.0)
+CONFIG = Config(engine_id="any", handshake_timeout_s=5.0, limits=Limits(first_contacts_max=2))
 PATIENCE_S = 0.5
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 from scripted import ScriptedWorld
-from tests_support import PATIENT, WAIT_S, altered, assert_all_ended
+from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, limited
 
 from kvflow import (
     Config,
@@ -164,7 +164,7 @@ async def test_at_the_deadline_leases_are_revoked() -> None:
         draining = await begin_to_drain(pair.producer.runtime, 0.01)
         scripted.clock.advance(2.0)
         while not draining.done():  # blocks are held for a moment after their lease has ended
-            scripted.clock.advance(CONFIG.seal_hold_s)
+            scripted.clock.advance(CONFIG.limits.seal_hold_s)
             await asyncio.sleep(0)
             assert scripted.clock.now_s() < 1e6
         assert draining.result() == DrainReport(finished=False, leases_expired=1, leases_revoked=1)
@@ -267,7 +267,7 @@ async def test_a_reader_that_is_gone_does_not_delay_closing(sides: Sides) -> Non
 
 async def test_a_mute_reader_costs_the_bound() -> None:
     """Somebody gave an address where nothing answers."""
-    async with open_sides(replace(CONFIG, goodbye_timeout_s=0.05)) as sides:
+    async with open_sides(limited(CONFIG, goodbye_timeout_s=0.05)) as sides:
         cache = sides.producer._supervisor.cache
         assert cache is not None
         with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -315,7 +315,7 @@ async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sid
 
 
 async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() -> None:
-    async with open_sides(replace(CONFIG, readers_max=2)) as sides:
+    async with open_sides(limited(CONFIG, readers_max=2)) as sides:
         cache = sides.producer._supervisor.cache
         assert cache is not None
         readers: Farewells = cache.farewells

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests_support import PATIENT, in_virtual_time, leases_ended, small_cache, virtual_pair
+from tests_support import PATIENT, in_virtual_time, leases_ended, limited, small_cache, virtual_pair
 
 from kvflow import Config, Lease, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
@@ -22,13 +22,11 @@ from kvflow.transport.inproc import InprocRead, InprocTransport
 BLOCK_BYTES = 1024
 SEAL_BYTES = 16
 # A slice is one block; a load has one in flight, and so has a peer.
-ONE_BY_ONE = replace(
-    PATIENT,
+ONE_BY_ONE = limited(
+    replace(PATIENT, cancel_grace_s=0.05, drain_timeout_s=0.5),
     slice_bytes_max=BLOCK_BYTES,
     slices_in_flight_max=1,
     peer_in_flight_reads_max=1,
-    cancel_grace_s=0.05,
-    drain_timeout_s=0.5,
 )
 
 
@@ -133,7 +131,7 @@ async def test_a_peer_without_room_does_not_hold_up_another(narrow: InprocPair) 
 
 
 async def test_all_peers_together_are_bounded(narrow: InprocPair) -> None:
-    limit = replace(ONE_BY_ONE, in_flight_bytes_max=2 * BLOCK_BYTES, peer_in_flight_reads_max=8)
+    limit = limited(replace(ONE_BY_ONE, in_flight_bytes_max=2 * BLOCK_BYTES), peer_in_flight_reads_max=8)
     async with inproc_pair(config=limit, consumer_world=World(clock=ManualClock)) as pair:
         tasks = await start_in_order(pair, ([0], 0), ([4], 0), ([8], 0))
         # One block and its seal leave less than a block.
@@ -145,7 +143,8 @@ async def test_all_peers_together_are_bounded(narrow: InprocPair) -> None:
 
 @pytest.mark.parametrize("limit", ["in_flight_bytes_max", "peer_in_flight_bytes_max", "peer_in_flight_descriptors_max"])
 async def test_a_slice_larger_than_a_limit_goes_alone(limit: str) -> None:
-    config = replace(ONE_BY_ONE, slices_in_flight_max=4, peer_in_flight_reads_max=8, **{limit: 1})
+    config = limited(ONE_BY_ONE, slices_in_flight_max=4, peer_in_flight_reads_max=8)
+    config = replace(config, **{limit: 1}) if hasattr(config, limit) else limited(config, **{limit: 1})
     async with inproc_pair(config=config, consumer_world=World(clock=ManualClock)) as pair:
         (load,) = await start_in_order(pair, ([0, 1, 2], 0))
         await until_reads_ask(pair, 2)
@@ -221,7 +220,7 @@ async def test_a_failed_read_gives_its_share_back(narrow: InprocPair) -> None:
 
 async def test_a_load_that_fails_while_it_waits_posts_no_more() -> None:
     """Of two slices one is in flight and one waits; the first one fails."""
-    config = replace(ONE_BY_ONE, slices_in_flight_max=2)
+    config = limited(ONE_BY_ONE, slices_in_flight_max=2)
     async with inproc_pair(config=config) as pair:
         (load,) = await start_in_order(pair, ([0, 1], 0))
         await until_reads_ask(pair, 2)
@@ -262,7 +261,7 @@ async def test_closing_ends_loads_that_wait() -> None:
 # --- more loads than may be open
 
 
-ONE_LOAD = replace(ONE_BY_ONE, loads_max=1, loads_waiting_max=2)
+ONE_LOAD = limited(replace(ONE_BY_ONE, loads_waiting_max=2), loads_max=1)
 
 
 async def test_loads_over_the_limit_wait_and_one_more_is_overloaded() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests_support import altered
+from tests_support import altered, limited
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, Ticket
 from kvflow.core.policy.states import PeerState
@@ -344,7 +344,7 @@ def test_a_flood_of_silent_engines_is_asked_a_few_at_a_time_and_ends_in_time() -
             async with flood(pair.consumer.runtime, lease.ticket, 500) as endings:
                 pass
             assert now_s() - began_s <= 2.05
-            assert field.most_open <= CONFIG.first_contacts_max
+            assert field.most_open <= CONFIG.limits.first_contacts_max
             assert len(endings) == 500
             assert {type(ending) for ending in endings} <= {DeadlineExceeded, PeerUnreachable, Overloaded}
             lease.revoke()
@@ -392,7 +392,7 @@ def test_a_peer_that_was_lost_comes_back_in_a_flood() -> None:
 
 
 def test_a_flood_fills_the_table_with_nobody_that_matters() -> None:
-    config = replace(CONFIG, peers_max=32, first_contacts_max=4)
+    config = limited(CONFIG, peers_max=32, first_contacts_max=4)
 
     async def body(field: Field) -> None:
         async with field.cluster.engine("known", config=config, size=STAGES) as known, field.pair(config) as pair:
@@ -416,7 +416,7 @@ def test_a_flood_fills_the_table_with_nobody_that_matters() -> None:
 
 
 def test_a_silent_newcomer_makes_room_for_the_next_one_and_its_load_is_told() -> None:
-    config = replace(CONFIG, peers_max=1)
+    config = limited(CONFIG, peers_max=1)
 
     async def body(field: Field) -> None:
         async with field.pair(config) as pair:
@@ -453,7 +453,7 @@ def test_closing_ends_loads_that_wait_for_their_turn() -> None:
 
 
 def test_a_table_full_of_peers_in_use_is_not_the_callers_fault() -> None:
-    config = replace(CONFIG, peers_max=1)
+    config = limited(CONFIG, peers_max=1)
 
     async def body(field: Field) -> None:
         async with field.cluster.engine("known", config=config, size=STAGES) as known, field.pair(config) as pair:
@@ -484,7 +484,7 @@ def test_a_table_full_of_peers_in_use_is_not_the_callers_fault() -> None:
 # --- turns
 
 
-ONE_AT_A_TIME = replace(CONFIG, first_contacts_max=1, handshake_timeout_s=1.0, load_deadline_s=30.0)
+ONE_AT_A_TIME = limited(replace(CONFIG, handshake_timeout_s=1.0, load_deadline_s=30.0), first_contacts_max=1)
 
 
 def test_who_waits_for_a_turn_and_gives_up_asks_nobody() -> None:

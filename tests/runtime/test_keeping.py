@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests_support import PATIENT, in_virtual_time, virtual_pair
+from tests_support import PATIENT, in_virtual_time, limited, virtual_pair
 
 from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState
@@ -75,7 +75,7 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
 @in_virtual_time
 async def test_a_peer_whose_lease_is_kept_is_not_idle() -> None:
     """Its connection stays, however seldom a long lease has to be renewed."""
-    config = replace(PATIENT, lease_ttl_s=1000.0, lease_lifetime_s=10_000.0, peer_idle_s=100.0)
+    config = limited(replace(PATIENT, lease_ttl_s=1000.0, lease_lifetime_s=10_000.0), peer_idle_s=100.0)
     async with virtual_pair(config) as pair:
         lease = pair.offer([3, 4], "long")
         consumer = pair.consumer.runtime

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from tests_support import PATIENT, altered
+from tests_support import PATIENT, altered, limited
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core.plan.topology import Rank
@@ -26,8 +26,8 @@ from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
 
-BASE = replace(PATIENT, lease_ttl_s=30.0, seal_hold_s=0.05, cancel_grace_s=0.05, drain_timeout_s=0.2)
-SLICED = replace(BASE, slice_bytes_max=256, slices_in_flight_max=1)
+BASE = limited(replace(PATIENT, lease_ttl_s=30.0, cancel_grace_s=0.05, drain_timeout_s=0.2), seal_hold_s=0.05)
+SLICED = limited(BASE, slice_bytes_max=256, slices_in_flight_max=1)
 SEAL_BYTES = 16
 
 
@@ -111,7 +111,7 @@ async def timed_pair(config: Config = BASE) -> AsyncIterator[Timed]:
     async with inproc_pair(config=config, producer_world=worlds[0], consumer_world=worlds[1]) as pair:
         timed = Timed(pair, *clocks)
         yield timed
-        await timed.pass_time(2 * config.seal_hold_s)
+        await timed.pass_time(2 * config.limits.seal_hold_s)
         for engine in (pair.producer, pair.consumer):
             assert_quiet(engine.runtime.statistics())
 
@@ -296,7 +296,7 @@ async def test_a_load_that_has_ended_renews_no_more() -> None:
 @pytest.mark.parametrize(("bytes_max", "messages"), [(4096, 1), (400, 1), (200, 2), (1, 8)])
 async def test_a_peer_gets_one_message_for_all_its_leases(bytes_max: int, messages: int) -> None:
     """As far as they fit; a producer whose limit is too small for one drops them, counted."""
-    async with timed_pair(replace(BASE, notification_bytes_max=bytes_max)) as timed:
+    async with timed_pair(limited(BASE, notification_bytes_max=bytes_max)) as timed:
         leases = [timed.pair.offer([block], f"req-{block}") for block in range(8)]
         tasks = [await timed.start_held_load(lease, [index]) for index, lease in enumerate(leases)]
         timed.consumer_clock.advance(16.0)
@@ -422,7 +422,7 @@ async def test_nothing_is_kept_for_a_ticket_that_cannot_be_right() -> None:
 
 
 async def test_a_connection_stays_while_requests_wait() -> None:
-    async with timed_pair(replace(BASE, peer_idle_s=50.0)) as timed:
+    async with timed_pair(limited(BASE, peer_idle_s=50.0)) as timed:
         lease = timed.pair.offer([3])
         with timed.pair.consumer.runtime.keep_leases(lease.ticket):
             await found(timed)
@@ -484,7 +484,7 @@ async def test_a_reader_is_in_doubt_when_the_lease_may_have_run_out(read_ahead_s
 
 
 async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None:
-    async with timed_pair(replace(BASE, clock_age_s=60.0)) as timed:
+    async with timed_pair(limited(BASE, clock_age_s=60.0)) as timed:
         await timed.load(timed.pair.offer([4], "1"), [1])
         await timed.pass_time(59.0)
         await timed.load(timed.pair.offer([4], "2"), [1])
@@ -641,7 +641,7 @@ async def test_a_producer_that_cannot_be_told_is_no_error() -> None:
 
 
 async def test_a_release_needs_a_ticket() -> None:
-    async with timed_pair(replace(BASE, block_ids_max=2)) as timed:
+    async with timed_pair(limited(BASE, block_ids_max=2)) as timed:
         runtime = timed.pair.consumer.runtime
         lease = timed.pair.offer([3])
         for ticket in ({}, altered(lease.ticket, port=0), altered(lease.ticket, block_ids=(1, 2, 3))):

@@ -250,10 +250,11 @@ async def test_an_unsupported_device_is_a_config_error() -> None:
             await runtime.register_kv_caches(kv_caches, layout)
 
 
-async def test_a_wrong_buffer_device_is_a_config_error() -> None:
+async def test_staging_that_is_needed_and_forbidden_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     kv_caches, layout = small_cache()
-    async with Runtime(config(kv_buffer_device="cuda")) as runtime:
-        with pytest.raises(ConfigError, match="kv_buffer_device: 'cuda' cannot serve a cache on 'cpu'"):
+    monkeypatch.setattr("kvflow.transport.base.DEVICES", {"cpu": False})
+    async with Runtime(config(staging="never")) as runtime:
+        with pytest.raises(ConfigError, match="staging: 'never', but the transport cannot reach a cache on 'cpu'"):
             await runtime.register_kv_caches(kv_caches, layout)
 
 

@@ -13,7 +13,7 @@ import pytest
 import zmq
 import zmq.asyncio
 from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
-from tests_support import WAIT_S
+from tests_support import WAIT_S, limited
 
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
@@ -32,7 +32,7 @@ async def dealer(listener: ZmqListener, source: str = "127.0.0.1") -> AsyncItera
 
 
 async def test_what_comes_too_often_is_not_answered() -> None:
-    config, hands = replace(PLAIN, side_channel_requests_per_s_max=3), Hands()
+    config, hands = limited(PLAIN, side_channel_requests_per_s_max=3), Hands()
     async with listening(config, hands) as listener, dealer(listener) as one, dealer(listener, "127.0.0.2") as two:
         for _ in range(5):
             await one.send_multipart(QUESTION)
@@ -47,7 +47,7 @@ async def test_what_comes_too_often_is_not_answered() -> None:
 
 async def test_nobody_can_choose_the_address_that_it_is_counted_under() -> None:
     """What a peer says of itself comes with its messages too, beside what ZeroMQ knows."""
-    config = replace(PLAIN, side_channel_requests_per_s_max=1)
+    config = limited(PLAIN, side_channel_requests_per_s_max=1)
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
     said = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x0cPeer-Address\x00\x00\x00\x07" + b"9.9.9.9"
     async with listening(config) as listener:
@@ -62,7 +62,7 @@ async def test_nobody_can_choose_the_address_that_it_is_counted_under() -> None:
 
 
 async def test_garbage_counts_as_asking() -> None:
-    config = replace(PLAIN, side_channel_requests_per_s_max=3)
+    config = limited(PLAIN, side_channel_requests_per_s_max=3)
     async with listening(config) as listener, dealer(listener) as one:
         for frames in ([b"x"], [b"x"] * 5, [b"x", b"y"], [b"x", b"y"], QUESTION):
             await one.send_multipart(frames)
@@ -70,7 +70,7 @@ async def test_garbage_counts_as_asking() -> None:
 
 
 async def test_a_request_that_is_too_large_ends_its_connection_unread() -> None:
-    config = replace(PLAIN, side_channel_request_bytes_max=1000)
+    config = limited(PLAIN, side_channel_request_bytes_max=1000)
     async with listening(config) as listener:
         long = messages.LeaseRequest(
             reader="r", target=REQUEST.target, request_id="x" * 1000, num_tokens=1, blocks_digest=b""
@@ -83,7 +83,7 @@ async def test_a_request_that_is_too_large_ends_its_connection_unread() -> None:
 async def test_a_flood_leaves_the_loop_its_turns() -> None:
     """ZeroMQ's sockets do not give way as long as messages are there."""
     steps: list[int] = []
-    async with listening(replace(PLAIN, side_channel_requests_per_s_max=10_000)) as listener:
+    async with listening(limited(PLAIN, side_channel_requests_per_s_max=10_000)) as listener:
         with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
             flood.linger = 0
             flood.connect(f"tcp://127.0.0.1:{listener.port}")
@@ -103,7 +103,7 @@ async def test_a_flood_that_ends_in_a_reset_kills_nobody() -> None:
     ready = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
     ping = b"\x04\x07\x04PING\x00\x00"
     # No limit of requests: the flood comes from the address of the honest reader.
-    async with listening(replace(PLAIN, side_channel_requests_per_s_max=1 << 40)) as listener:
+    async with listening(limited(PLAIN, side_channel_requests_per_s_max=1 << 40)) as listener:
         for _ in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             writer.write(greeting + ready)
@@ -143,7 +143,7 @@ async def test_bytes_that_are_no_message_change_nothing(data: bytes) -> None:
 
 
 async def test_too_many_connections_are_all_dropped_and_the_port_stays() -> None:
-    config = replace(PLAIN, side_channel_connections_max=8)
+    config = limited(PLAIN, side_channel_connections_max=8)
     async with listening(config) as listener:
         port = listener.port
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(9)]

@@ -17,18 +17,23 @@ from pathlib import Path
 import pytest
 from tests_support import small_cache
 
-from kvflow import Config, Lease, LeaseOutcome, LoadRequest, Runtime, RuntimeState, ServeRequest
+from kvflow import Config, Lease, LeaseOutcome, Limits, LoadRequest, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.testing import InprocCluster, Pair, assert_closed, inproc_pair
 
-BRIEF = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05, seal_hold_s=0.01)
+BRIEF = Config(engine_id="any", drain_timeout_s=0.05, cancel_grace_s=0.05, limits=Limits(seal_hold_s=0.01))
 FORGETFUL = Path(__file__).with_name("forgetful.py")
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 OFFER = ServeRequest("req", block_ids=[3], num_tokens=4)
 
 
 def settings(**changes: object) -> Config:
-    options = {"engine_id": "engine", "listen": "tcp://127.0.0.1:0", "transport": "inproc", "seal_hold_s": 0.01}
+    options = {
+        "engine_id": "engine",
+        "listen": "tcp://127.0.0.1:0",
+        "transport": "inproc",
+        "limits": Limits(seal_hold_s=0.01),
+    }
     return Config(**(options | changes))  # type: ignore[arg-type]
 
 

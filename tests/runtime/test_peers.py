@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from hand_overs import free_ports
 from scripted import ScriptedSideChannel, ScriptedWorld, refusal
-from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, in_virtual_time, small_cache
+from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, in_virtual_time, limited, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, ServeRequest, Ticket
 from kvflow.core.plan.topology import Rank
@@ -137,7 +137,7 @@ async def test_a_failed_handshake_fails_all_who_wait_and_the_next_loads_at_once(
     wait_s = caught.value.retry_after_s
     assert wait_s == reader.peer.retry_after_s
     assert wait_s is not None
-    assert CONFIG.peer_backoff_first_s / 2 <= wait_s < CONFIG.peer_backoff_first_s
+    assert CONFIG.limits.peer_backoff_first_s / 2 <= wait_s < CONFIG.limits.peer_backoff_first_s
     assert (reader.peer.state, reader.peer.failures) == (PeerState.BACKING_OFF, 1)
     assert "not today" in reader.peer.last_error
 
@@ -171,7 +171,7 @@ async def test_waits_double_while_it_fails_and_each_ends_with_one_question(
         waits.append(reader.peer.retry_after_s)
         reader.clock.advance(waits[-1])
     for at, wait_s in enumerate(waits):
-        whole_s = min(CONFIG.peer_backoff_first_s * 2**at, CONFIG.peer_backoff_max_s)
+        whole_s = min(CONFIG.limits.peer_backoff_first_s * 2**at, CONFIG.limits.peer_backoff_max_s)
         assert whole_s / 2 <= wait_s <= whole_s + 1e-9
     await reader.load(lease.ticket)
     assert await lease is LeaseOutcome.READ
@@ -430,9 +430,9 @@ async def test_an_unknown_incarnation_asks_once_and_disturbs_nobody(reader: Read
 async def test_a_peer_that_nobody_uses_is_forgotten_after_a_while(reader: Reader) -> None:
     lease = reader.pair.offer([3])
     await reader.load(lease.ticket)
-    reader.clock.advance(CONFIG.peer_idle_s * 0.99)
+    reader.clock.advance(CONFIG.limits.peer_idle_s * 0.99)
     assert reader.peer.state is PeerState.READY
-    reader.clock.advance(CONFIG.peer_idle_s * 0.26)
+    reader.clock.advance(CONFIG.limits.peer_idle_s * 0.26)
     assert reader.runtime.statistics().peers == ()
     await reader.until_agents(0)
     assert reader.clock.pending == 0, "no timer without peers"
@@ -446,7 +446,7 @@ async def test_a_peer_that_failed_is_forgotten_too(reader: Reader) -> None:
     reader.answer(refusal("no"))
     with pytest.raises(PeerRefused):
         await reader.load(lease.ticket)
-    reader.clock.advance(CONFIG.peer_idle_s * 1.25)
+    reader.clock.advance(CONFIG.limits.peer_idle_s * 1.25)
     assert reader.runtime.statistics().peers == ()
     lease.revoke()
 
@@ -457,17 +457,17 @@ async def test_a_peer_in_use_is_not_forgotten(reader: Reader) -> None:
     transport.faults.hold = True
     load = asyncio.create_task(reader.load(lease.ticket))
     await reader.until_held()
-    reader.clock.advance(CONFIG.peer_idle_s * 3)
+    reader.clock.advance(CONFIG.limits.peer_idle_s * 3)
     assert (reader.peer.state, reader.agents) == (PeerState.READY, 1)
     transport.faults.hold = False
     transport.perform()
     await load
-    reader.clock.advance(CONFIG.peer_idle_s * 0.99)
+    reader.clock.advance(CONFIG.limits.peer_idle_s * 0.99)
     assert reader.peer.state is PeerState.READY, "its time begins when its last read has ended"
 
 
 async def test_there_are_never_more_peers_than_the_limit() -> None:
-    async with open_reader(replace(CONFIG, peers_max=2)) as reader:
+    async with open_reader(limited(CONFIG, peers_max=2)) as reader:
         lease = reader.pair.offer([3])
         tickets = [altered(lease.ticket, port=port) for port in (1, 2, 3)]
         for ticket in tickets[:2]:
@@ -483,7 +483,7 @@ async def test_there_are_never_more_peers_than_the_limit() -> None:
 
 
 async def test_peers_that_were_never_met_make_room_before_those_that_were() -> None:
-    async with open_reader(replace(CONFIG, peers_max=2)) as reader:
+    async with open_reader(limited(CONFIG, peers_max=2)) as reader:
         await reader.load(reader.pair.offer([3], "first").ticket)
         lease = reader.pair.offer([4])
         reader.fail_reads(1)
@@ -502,7 +502,7 @@ async def test_peers_that_were_never_met_make_room_before_those_that_were() -> N
 
 
 async def test_peers_that_were_lost_make_room_before_those_that_are_connected() -> None:
-    async with open_reader(replace(CONFIG, peers_max=2)) as reader:
+    async with open_reader(limited(CONFIG, peers_max=2)) as reader:
         lease, lost = reader.pair.offer([3]), reader.pair.offer([4], "lost")
         there = altered(lost.ticket, host="localhost")
         await reader.load(lease.ticket)
@@ -521,7 +521,7 @@ async def test_peers_that_were_lost_make_room_before_those_that_are_connected() 
 
 
 async def test_a_connection_that_was_just_given_to_a_load_stays() -> None:
-    async with open_reader(replace(CONFIG, peers_max=1)) as reader:
+    async with open_reader(limited(CONFIG, peers_max=1)) as reader:
         lease = reader.pair.offer([3])
         await reader.load(lease.ticket)
         with pytest.raises(

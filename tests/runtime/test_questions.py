@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from hand_overs import free_ports
 from side_channels import PLAIN, REQUEST, Hands, listening
+from tests_support import limited
 
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
@@ -42,9 +43,9 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
 async def test_many_questions_at_once() -> None:
     """More than ZeroMQ has sockets for unless it is told to."""
     count = 400
-    config = replace(
-        PLAIN,
-        handshake_timeout_s=10 * PLAIN.handshake_timeout_s,  # the last of them waits for all the others
+    config = limited(
+        # the last of them waits for all the others
+        replace(PLAIN, handshake_timeout_s=10 * PLAIN.handshake_timeout_s),
         side_channel_connections_max=2 * count,
         side_channel_requests_per_s_max=10**6,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, altered, leases_ended
+from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
@@ -75,12 +75,9 @@ async def engines(
     clock: Callable[[], Clock] = SystemClock,
 ) -> AsyncIterator[Engines]:
     network = InprocNetwork()
-    base = replace(
-        PATIENT,
-        engine_id="decode",
-        listen="tcp://127.0.0.1:0",
+    base = limited(
+        replace(PATIENT, engine_id="decode", listen="tcp://127.0.0.1:0", lease_ttl_s=lease_ttl_s),
         lease_wait_s=lease_wait_s,
-        lease_ttl_s=lease_ttl_s,
     )
     async with AsyncExitStack() as stack:
         while True:

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests_support import PATIENT, in_virtual_time, leases_ended, virtual_pair
+from tests_support import PATIENT, in_virtual_time, leases_ended, limited, virtual_pair
 
 from kvflow import LeaseOutcome, LoadReport
 from kvflow.core.protocol import messages
@@ -14,7 +14,9 @@ from kvflow.errors import BlocksBusy, DeadlineExceeded, LeaseExpired, TransferFa
 from kvflow.testing import InprocPair, InprocTransport, inproc_pair
 from kvflow.transport.base import PeerGone, TransportError
 
-SLICED = replace(PATIENT, slice_bytes_max=256, slices_in_flight_max=2, cancel_grace_s=0.05, drain_timeout_s=0.2)
+SLICED = limited(
+    replace(PATIENT, cancel_grace_s=0.05, drain_timeout_s=0.2), slice_bytes_max=256, slices_in_flight_max=2
+)
 
 
 async def start_held_load(pair: InprocPair, lease_blocks: list[int], local: list[int]) -> asyncio.Task[LoadReport]:
@@ -174,7 +176,7 @@ async def test_a_seal_that_another_lease_uses_now_does_not_help_an_old_ticket(pa
 
 
 async def test_a_large_load_of_an_ended_lease_stops_after_its_first_slice() -> None:
-    async with inproc_pair(config=replace(SLICED, slices_in_flight_max=1)) as pair:
+    async with inproc_pair(config=limited(SLICED, slices_in_flight_max=1)) as pair:
         lease = pair.offer(list(range(8)))
         lease.revoke()
         with pytest.raises(LeaseExpired):

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests_support import PATIENT, WAIT_S, altered, small_cache
+from tests_support import PATIENT, WAIT_S, altered, limited, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.layout import BlockShape
@@ -150,7 +150,7 @@ async def test_an_answer_that_is_no_kvflow_message(pair: InprocPair, frames: lis
 
 
 async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
-    config = replace(PATIENT, side_channel_message_bytes_max=1000)
+    config = limited(PATIENT, side_channel_message_bytes_max=1000)
     async with inproc_pair(config=config) as pair, fake_peer(lambda _: [b"x", b"y" * 2000]) as port:
         with pytest.raises(PeerUnreachable):
             await load_from(pair, ticket_for(pair, port))
@@ -328,7 +328,7 @@ async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
 
 
 async def test_garbage_is_counted() -> None:
-    config = replace(PATIENT, side_channel_message_bytes_max=10_000)
+    config = limited(PATIENT, side_channel_message_bytes_max=10_000)
     async with inproc_pair(config=config) as pair:
         runtime = pair.producer.runtime
         valid_header = msgspec.msgpack.encode(messages.our_header(b""))

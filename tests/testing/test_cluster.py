@@ -26,7 +26,7 @@ async def test_engines_of_a_cluster_reach_each_other() -> None:
 def test_a_cluster_works_in_virtual_time_with_staging() -> None:
     async def main() -> None:
         cluster = InprocCluster()
-        staged = Config(engine_id="any", always_stage=True, drain_timeout_s=1.0)
+        staged = Config(engine_id="any", staging="always", drain_timeout_s=1.0)
         async with (
             cluster.engine("producer", config=staged) as producer,
             cluster.engine("consumer", config=staged) as consumer,

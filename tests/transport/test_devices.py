@@ -1,26 +1,25 @@
-"""Which buffer devices serve which caches."""
+"""Which caches go through host buffers."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvflow.errors import ConfigError
-from kvflow.transport.base import BUFFER_DEVICES, choose_buffer_device
+from kvflow.transport.base import DEVICES, is_staged
 
 
-@pytest.mark.parametrize(
-    ("device", "best", "possible"),
-    [("cpu", "cpu", {"cpu"}), ("cuda", "cuda", {"cuda", "cpu"}), ("tpu", "cpu", {"cpu"}), ("xpu", "cpu", {"cpu"})],
-)
-def test_the_table(device: str, best: str, possible: set[str]) -> None:
-    assert choose_buffer_device(device, None) == best
-    assert {choose_buffer_device(device, wanted) for wanted in possible} == possible
-    for wanted in {"cpu", "cuda", "tpu"} - possible:
-        with pytest.raises(ConfigError, match=f"'{wanted}' cannot serve a cache on '{device}'"):
-            choose_buffer_device(device, wanted)
+@pytest.mark.parametrize(("device", "reached"), [("cpu", True), ("cuda", True), ("tpu", False), ("xpu", False)])
+def test_staging(device: str, reached: bool) -> None:
+    assert is_staged(device, "auto") is not reached
+    assert is_staged(device, "always")
+    if reached:
+        assert not is_staged(device, "never")
+    else:
+        with pytest.raises(ConfigError, match=f"^staging: 'never', .* '{device}'"):
+            is_staged(device, "never")
 
 
 def test_an_unknown_device_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="device 'tape' is not supported") as caught:
-        choose_buffer_device("tape", None)
-    assert all(device in str(caught.value) for device in BUFFER_DEVICES)
+        is_staged("tape", "auto")
+    assert all(device in str(caught.value) for device in DEVICES)

@@ -36,7 +36,7 @@ def config_of_rank(side: str, cut: Cut, shape: CacheShape) -> kvflow.Config:
         tp_size=cut.tp_size,
         num_kv_heads=MODEL_KV_HEADS,
         scratch="auto" if cut.scratch else "never",
-        always_stage=cut.staged,
+        staging="always" if cut.staged else "never",
         host_buffer_bytes_max=shape.size_bytes,
     )
 

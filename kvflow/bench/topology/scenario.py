@@ -20,13 +20,13 @@ from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, int
 from kvflow.bench.topology import results
 from kvflow.bench.topology.cuts import CASES, Case, Cut
 from kvflow.bench.topology.ranks import Consumers, LoadResult, config_of_rank, open_consumers
-from kvflow.config import Config
+from kvflow.limits import Limits
 
 UNIT_TOKENS = max(cut.block_size for case in CASES for cut in (case.consumer, *case.producers))
 CONSUMERS = tuple(dict.fromkeys(case.consumer for case in CASES))
 PRODUCERS = tuple(dict.fromkeys(cut for case in CASES for cut in case.producers))
 _PROCESS_BASE_BYTES = 176 << 20
-_LIMITS = Config(engine_id="limits")
+_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,12 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
-from kvflow.config import RANKS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX
+from kvflow.config import RANKS_MAX
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.limits import SEAL_HOLD_S_MAX, SEALS_MAX
 
 PROTOCOL_VERSION = 3
 MAGIC = "kvflow"

@@ -22,10 +22,11 @@ import msgspec
 
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
-from kvflow.config import PORT_MAX, RANKS_MAX, REQUEST_ID_CHARS_MAX, is_host, rank_offset
+from kvflow.config import PORT_MAX, RANKS_MAX, is_host, rank_offset
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.errors import RequestError
+from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
 _NAME_CHARS_MAX = 1024

@@ -115,7 +115,7 @@ class ZmqSideChannel:
         with self._context.socket(zmq.DEALER) as socket, self._context.socket(zmq.PAIR) as monitor:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)  # see `zmq_listener`
-            socket.setsockopt(zmq.MAXMSGSIZE, self._config.side_channel_message_bytes_max)
+            socket.setsockopt(zmq.MAXMSGSIZE, self._config.limits.side_channel_message_bytes_max)
             socket.setsockopt(zmq.IPV6, int("[" in endpoint))
             if keyring is not None:
                 socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)

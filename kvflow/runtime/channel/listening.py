@@ -58,7 +58,9 @@ class ZmqListener:
         self._keyring = keyring
         self._answer = answer
         self._now_s = now_s
-        self._rates = RateLimiter(requests_per_s=config.side_channel_requests_per_s_max, peers_max=_RATED_PEERS_MAX)
+        self._rates = RateLimiter(
+            requests_per_s=config.limits.side_channel_requests_per_s_max, peers_max=_RATED_PEERS_MAX
+        )
         self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
         self._answered = 0
         self._refused = 0
@@ -114,7 +116,7 @@ class ZmqListener:
         config, socket = self._config, self._socket
         for option, value in (
             (zmq.LINGER, 0),
-            (zmq.MAXMSGSIZE, config.side_channel_request_bytes_max),
+            (zmq.MAXMSGSIZE, config.limits.side_channel_request_bytes_max),
             (zmq.RCVHWM, 0),
             (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
             (zmq.IPV6, int(config.listen_host.startswith("["))),
@@ -215,7 +217,7 @@ class ZmqListener:
             match event:
                 case zmq.Event.ACCEPTED:
                     self._connections += 1
-                    if self._connections == self._config.side_channel_connections_max + 1:
+                    if self._connections == self._config.limits.side_channel_connections_max + 1:
                         self._socket.unbind(self._endpoint)
                 case zmq.Event.DISCONNECTED:
                     self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped

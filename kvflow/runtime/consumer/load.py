@@ -217,7 +217,7 @@ class LoadingStatistics:
 
     open_loads: int
     waiting_loads: int
-    """Those of the open loads that wait because Config.loads_max ranks are read from already."""
+    """Those of the open loads that wait because Limits.loads_max ranks are read from already."""
     waiting_reads: int
     """Reads that wait for room in the budgets of Config (`in_flight_bytes_max` and others)."""
     in_flight: InFlight

@@ -113,7 +113,7 @@ class Loader:
         self._remote_leases = remote_leases
         self._route = route
         self._gear = gear
-        self._admissions = FairQueue((context.config.loads_max,))
+        self._admissions = FairQueue((context.config.limits.loads_max,))
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, _Load] = {}
         self._quiet = asyncio.Event()
@@ -190,7 +190,7 @@ class Loader:
         """Check all that can be judged without the peer: from here on the load counts as open, and its time runs."""
         watch = Stopwatch(self._context.clock)
         try:
-            chars_max, ids_max = self._config.request_id_chars_max, self._config.block_ids_max
+            chars_max, ids_max = self._config.limits.request_id_chars_max, self._config.limits.block_ids_max
             plain = checked_load_request(request, chars_max, ids_max)
             what = f"request {plain.request_id!r}"
             ticket = read_ticket(plain.ticket, ids_max)
@@ -317,8 +317,8 @@ class Loader:
     async def _admit(self, load: _Load) -> Permit:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
         what, ranks = f"request {load.request.request_id!r}", len(load.read_from)
-        if ranks > self._config.loads_max:
-            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.loads_max}")
+        if ranks > self._config.limits.loads_max:
+            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.limits.loads_max}")
         permit = self._admissions.ask((ranks,), priority=load.request.priority)
         if permit.state is PermitState.WAITING:
             if self._admissions.waiting > self._config.loads_waiting_max:
@@ -456,9 +456,10 @@ def _of_request(error: KVFlowError, load: _Load) -> KVFlowError:
 
 def reads_in_flight(config: Config) -> FairQueue:
     """What may be in flight at once, in all and from one rank."""
+    limits = config.limits
     return FairQueue(
-        InFlight(config.in_flight_bytes_max, config.in_flight_descriptors_max, config.in_flight_reads_max),
+        InFlight(config.in_flight_bytes_max, limits.in_flight_descriptors_max, limits.in_flight_reads_max),
         InFlight(
-            config.peer_in_flight_bytes_max, config.peer_in_flight_descriptors_max, config.peer_in_flight_reads_max
+            limits.peer_in_flight_bytes_max, limits.peer_in_flight_descriptors_max, limits.peer_in_flight_reads_max
         ),
     )

@@ -61,7 +61,7 @@ class RemoteLeases:
         self._local = local
         self._peers = peers
         self._reach = reach
-        self._batch_max = messages.renewals_max(local.reader, context.config.notification_bytes_max)
+        self._batch_max = messages.renewals_max(local.reader, context.config.limits.notification_bytes_max)
         self._kept: dict[object, list[_Kept]] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf

@@ -112,8 +112,8 @@ class Route:
         for descriptors in plan_slices(
             source.block_map,
             chunks,
-            bytes_max=self._config.slice_bytes_max,
-            descriptors_max=self._config.slice_descriptors_max,
+            bytes_max=self._config.limits.slice_bytes_max,
+            descriptors_max=self._config.limits.slice_descriptors_max,
             head=head,
         ):
             yield Read(source, descriptors, not_staged_max, head is not None)
@@ -135,7 +135,7 @@ class Route:
         self, parts: Sequence[_Part], grouping: Grouping, local_ids: BlockIds
     ) -> AsyncGenerator[CopyGroup, None]:
         """Groups of whole blocks of both sides."""
-        units = grouping.units(self._config.slice_bytes_max, self._scratch.slot_bytes)
+        units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
         for span in grouping.spans(local_ids, units):
             yield await self._group(parts, span)
 

@@ -35,7 +35,7 @@ class FirstContacts:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._patience_s = patience_s(config)
-        self._contacts = Contacts(config.first_contacts_max, self._patience_s)
+        self._contacts = Contacts(config.limits.first_contacts_max, self._patience_s)
         self._bounds: dict[Contact, asyncio.Timeout] = {}
         self._granted: dict[Contact, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -110,6 +110,6 @@ class FirstContacts:
     def _no_turn(self, peer: Address) -> Overloaded:
         why = (
             f"no turn to ask it within {self._config.handshake_timeout_s} s: "
-            f"{self._config.first_contacts_max} other new peers are asked at once (first_contacts_max)"
+            f"{self._config.limits.first_contacts_max} other new peers are asked at once (first_contacts_max)"
         )
         return overloaded(peer, why)

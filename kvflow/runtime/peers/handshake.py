@@ -27,7 +27,7 @@ from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.agents import Agents
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
-from kvflow.transport.base import BUFFER_DEVICES, AgentName, PeerGone, TransportError
+from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Handshakes:
         except messages.WireError as error:
             raise peer.at.failure(ProtocolError, str(error)) from error
         now_s = self._clock.now_s()
-        peer.clock_due_s = now_s + self._config.clock_age_s
+        peer.clock_due_s = now_s + self._config.limits.clock_age_s
         peer.note_clock(
             RemoteClock(incarnation=reply.incarnation, theirs_s=reply.clock_s, sent_s=sent_s, received_s=now_s)
         )
@@ -173,7 +173,7 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> Regio
     ):
         if mine != theirs:
             found.append(f"{name}: ours {mine}, theirs {theirs}")
-    reachable = {kind for kinds in BUFFER_DEVICES.values() for kind in kinds}
+    reachable = {kind for kind, reached in DEVICES.items() if reached}
     if regions.device.kind not in reachable:
         found.append(f"device: ours {sorted(reachable)}, theirs {regions.device.kind}")
     if found:

@@ -73,7 +73,7 @@ class Reach:
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """A ticket that somebody gave us, checked. RequestError names what is wrong with it."""
-        return read_ticket(ticket, self._config.block_ids_max)
+        return read_ticket(ticket, self._config.limits.block_ids_max)
 
     async def reach(self, ticket: Ticket, found: Found) -> list[Source]:
         """Every rank that a load with a checked ticket reads from or reports to, its own stages' layers complete.
@@ -229,7 +229,7 @@ class Reach:
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = _make_plan(self._local.cache_share, parallelism, dp_rank, self._config.load_ranks_max)
+            found = _make_plan(self._local.cache_share, parallelism, dp_rank, self._config.limits.load_ranks_max)
             self._plans[parallelism, dp_rank] = found
         return found
 
@@ -251,10 +251,10 @@ class Reach:
     async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
         """The answer of a rank that a ticket does not name: it may open its lease a moment later, so `ask` again.
 
-        NoLease if the lease has ended, or is still not there after Config.lease_wait_s.
+        NoLease if the lease has ended, or is still not there after Limits.lease_wait_s.
         """
         loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._config.lease_wait_s
+        give_up_s = loop.time() + self._config.limits.lease_wait_s
         pause_s = _ASK_AGAIN_FIRST_S
         while True:
             reply = await ask()
@@ -281,7 +281,7 @@ class Reach:
         if isinstance(reply, messages.NoLease):
             raise LeaseExpired(
                 f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
-                f"for it: {'it has ended' if reply.ended else f'none within {self._config.lease_wait_s} s'}",
+                f"for it: {'it has ended' if reply.ended else f'none within {self._config.limits.lease_wait_s} s'}",
                 request_id=ticket.request_id,
                 peer=peer.address,
             )

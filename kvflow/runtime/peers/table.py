@@ -5,8 +5,8 @@ that fails is backed off from (`core.policy.circuit`): loads that need it fail a
 incarnation that was not tried yet may try at once: it shows that the peer lived after it had failed.
 
 An address in a ticket proves nothing, so peers that have never answered are asked a few at a time
-(`runtime.peers.contacts`), and they are the first to go when there are `Config.peers_max`. Peers that no load has used
-for `Config.peer_idle_s` are forgotten; a timer looks, as long as there are any.
+(`runtime.peers.contacts`), and they are the first to go when there are `Limits.peers_max`. Peers that no load has used
+for `Limits.peer_idle_s` are forgotten; a timer looks, as long as there are any.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Peers:
     def __init__(self, context: RankContext, handshakes: Handshaking) -> None:
         config = context.config
         self._config = config
-        self._back_off = BackOff(config.peer_backoff_first_s, config.peer_backoff_max_s)
+        self._back_off = BackOff(config.limits.peer_backoff_first_s, config.limits.peer_backoff_max_s)
         self._handshakes = handshakes
         self._clock = context.clock
         self._spawn = context.spawn
@@ -108,7 +108,7 @@ class Peers:
         )
 
     def get(self, at: Address) -> Peer:
-        """The one object for this peer. Overloaded if there are `Config.peers_max` others and all in use."""
+        """The one object for this peer. Overloaded if there are `Limits.peers_max` others and all in use."""
         peer = self.known.get(at)
         if peer is None:
             self._make_room(at)
@@ -176,7 +176,7 @@ class Peers:
 
     def read_clock(self, peer: Peer, now_s: float) -> None:
         """Have a peer's clock read again, once for all who find it due; nobody waits for that."""
-        peer.clock_due_s = now_s + self._config.clock_age_s
+        peer.clock_due_s = now_s + self._config.limits.clock_age_s
         self._spawn(self._handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     def failed(self, connection: Connection, why: str) -> None:
@@ -364,7 +364,7 @@ class Peers:
 
     def _make_room(self, newcomer: Address) -> None:
         """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
-        if len(self.known) < self._config.peers_max:
+        if len(self.known) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()
         asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
@@ -377,14 +377,14 @@ class Peers:
         self._drop(peer, why)
 
     def _sweep_later(self) -> None:
-        self._sweep_timer = self._clock.call_later(self._config.peer_idle_s / 4, self._sweep)
+        self._sweep_timer = self._clock.call_later(self._config.limits.peer_idle_s / 4, self._sweep)
 
     def _sweep(self) -> None:
         """The timer: forget who was not used for long enough."""
-        idle_before_s = self._clock.now_s() - self._config.peer_idle_s
+        idle_before_s = self._clock.now_s() - self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= idle_before_s:
-                self._drop(peer, f"not used for {self._config.peer_idle_s} s")
+                self._drop(peer, f"not used for {self._config.limits.peer_idle_s} s")
         self._sweep_timer = None
         if self.known:
             self._sweep_later()

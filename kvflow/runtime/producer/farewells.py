@@ -1,7 +1,7 @@
 """Goodbyes: the readers that have connected to us are told when we close, so that they drop their connections at once.
 
 Best effort, on the side channel: a reader that is not told finds out when its next read or handshake fails. An address
-is a reader's own word for it, so at most `Config.readers_max` are remembered, and nothing but one `Goodbye` is ever
+is a reader's own word for it, so at most `Limits.readers_max` are remembered, and nothing but one `Goodbye` is ever
 sent there.
 """
 
@@ -44,20 +44,20 @@ class Farewells:
             return
         self._callers[caller] = None
         self._callers.move_to_end(caller)
-        if len(self._callers) > self._config.readers_max:
+        if len(self._callers) > self._config.limits.readers_max:
             self._callers.popitem(last=False)
 
     async def tell(self) -> None:
-        """Say goodbye to all, within `Config.goodbye_timeout_s`. Who cannot be reached is forgotten."""
+        """Say goodbye to all, within `Limits.goodbye_timeout_s`. Who cannot be reached is forgotten."""
         room = asyncio.Semaphore(_AT_ONCE_MAX)
         try:
-            async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(self._config.limits.goodbye_timeout_s), asyncio.TaskGroup() as group:
                 for caller in self._callers:
                     name = f"kvflow-goodbye {caller.address}"
                     group.create_task(self._tell(caller, room), name=name)
         except TimeoutError:
             logger.info(
-                "not all readers could be told within %s s that this rank closes", self._config.goodbye_timeout_s
+                "not all readers could be told within %s s that this rank closes", self._config.limits.goodbye_timeout_s
             )
 
     async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:

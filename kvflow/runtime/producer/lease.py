@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,9 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
     RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
     """
     given = checks.instance(request, ServeRequest, "serve_blocks")
-    request_id = checks.request_id(given.request_id, config.request_id_chars_max)
+    request_id = checks.request_id(given.request_id, config.limits.request_id_chars_max)
     try:
-        checks.count(given.block_ids, "block_ids", most=config.block_ids_max)
+        checks.count(given.block_ids, "block_ids", most=config.limits.block_ids_max)
         return ServeRequest(
             request_id,
             given.block_ids,
@@ -69,13 +66,6 @@ class LeaseOutcome(enum.StrEnum):
     READ = "read"
     EXPIRED = "expired"
     REVOKED = "revoked"
-
-
-_OUTCOMES = {
-    LeaseState.READ: LeaseOutcome.READ,
-    LeaseState.EXPIRED: LeaseOutcome.EXPIRED,
-    LeaseState.REVOKED: LeaseOutcome.REVOKED,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +89,13 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(self, ticket: Ticket, entry: LeaseEntry, revoke: Callable[[], None]) -> None:
+    def __init__(
+        self, ticket: Ticket, entry: LeaseEntry, outcome: asyncio.Future[LeaseOutcome], revoke: Callable[[], None]
+    ) -> None:
         self.ticket = ticket
         self._entry = entry
+        self._outcome = outcome
         self._revoke = revoke
-        self._outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
@@ -151,13 +143,3 @@ class Lease:
 
     def _require_here(self, what: str) -> None:
         require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")
-
-    def end(self) -> None:
-        """Only for `Serving`: it is not offered any more."""
-        logger.info("lease %s: offered -> %s", self.request_id, self.state)
-
-    def settle(self) -> LeaseOutcome:
-        """Only for `Serving`: the blocks are free; wake who awaits."""
-        outcome = _OUTCOMES[self.state]
-        self._outcome.set_result(outcome)
-        return outcome

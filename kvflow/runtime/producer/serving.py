@@ -1,14 +1,11 @@
-"""The producer's side: what the lease book decides, carried out: seals, blocks, host copies, timers, handles.
+"""The producer's side: what the lease book decides, carried out: blocks taken and given back, a timer, handles.
 
 An engine of several ranks serves a request on each of them, under the same id: each rank's lease is its own, and
 readers that were given another rank's ticket find it by the request (`find`).
 
-With host staging a lease is open before its blocks can be read: they are copied to host blocks group by group, and the
-seal says how many are still missing. A failed copy revokes the lease.
-
 A lease is in the book, and its seal set, before `serve` returns, so a fast reader can never beat it. Whatever ends it
-wipes the seal at once; the blocks are given back after the hold, and after a copy that still runs (invariant I3). Late,
-duplicate and malformed notifications are counted and change nothing.
+wipes the seal at once; the blocks are given back after the hold (invariant I3). A lease whose blocks cannot be staged
+is revoked. Late, duplicate and malformed notifications are counted and change nothing.
 
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
@@ -24,92 +21,51 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from kvflow.config import Config
 from kvflow.core.plan import topology
-from kvflow.core.plan.descriptors import BlockIds, check_block_ids
-from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.plan.topology import CacheShare
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
-from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import LeaseEvent
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.freshness import SealTable
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
-from kvflow.runtime.clock import Clock, Timer
-from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.host_buffers import HostBuffers
+from kvflow.runtime.clock import Timer
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, checked_serve_request
-from kvflow.runtime.records import LeaseRecord, Observers
+from kvflow.runtime.records import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
-    """A lease in the book, its handle, and what is given back after it."""
+    """A lease that is open or holds its blocks: its handle, what it has taken, and who waits for its end."""
 
-    entry: LeaseEntry
     lease: Lease
-    ids: BlockIds
-    staged: _Staged | None
-    held: bool = True
-    """Until the book says that the hold is over."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Staged:
-    """The host blocks of a lease and how far they are filled."""
-
-    host_ids: BlockIds
-    copied: int = 0
-    copying: bool = False
+    held: HeldBlocks
+    outcome: asyncio.Future[LeaseOutcome]
 
 
 class Serving:
     """All open leases of a runtime."""
 
-    def __init__(
-        self,
-        config: Config,
-        cache_share: CacheShare,
-        ledger: BlockLedger,
-        seals: SealTable,
-        *,
-        num_blocks: int,
-        block_size_bytes: int,
-        staging: HostBuffers | None,
-        copier: CopyThread,
-        clock: Clock,
-        token_hex: Callable[[int], str],
-        observers: Observers,
-        incarnation: str,
-        port: int,
-    ) -> None:
-        self._config = config
+    def __init__(self, context: RankContext, cache_share: CacheShare, blocks: OfferedBlocks) -> None:
+        self._context = context
+        self._config = context.config
+        self._clock = context.clock
         self._cache_share = cache_share
-        self._num_blocks = num_blocks
-        self._ledger = ledger
-        self._staging = staging
-        self._copier = copier
-        self._clock = clock
-        self._token_hex = token_hex
-        self._observers = observers
-        self._seals = seals
-        self._incarnation = incarnation
-        self._port = port
-        self._book = LeaseBook(hold_s=config.seal_hold_s, lifetime_s=config.lease_lifetime_s)
+        self._blocks = blocks
+        self._book = LeaseBook(hold_s=context.config.limits.seal_hold_s, lifetime_s=context.config.lease_lifetime_s)
         self._offers: dict[LeaseEntry, _Offer] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
         self._outcomes = dict.fromkeys(LeaseOutcome, 0)
         self._renewals = 0
         self._counted = dict.fromkeys(Counted, 0)
-        self._group_blocks = max(config.slice_bytes_max // block_size_bytes, 1)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -134,36 +90,36 @@ class Serving:
     def serve(self, request: ServeRequest) -> Lease:
         """Open a lease. Raises RequestError, and changes nothing then."""
         request = checked_serve_request(request, self._config)
-        ids = self._check(request)
+        if self._book.serving(request.request_id) is not None:
+            raise RequestError(f"request {request.request_id!r}: it is being served already")
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
-        ttl_s = self._config.lease_ttl_s if request.ttl_s is None else request.ttl_s
-        seal_index = self._seals.take()
-        if seal_index is None:
-            raise RequestError(f"request {request.request_id!r}: {self._seals.count} leases are open (leases_max)")
-        try:
-            self._ledger.lease(ids)
-        except RequestError:
-            self._seals.give_back(seal_index)
-            raise
-        try:
-            staged = self._take_host_blocks(request, len(ids))
-        except RequestError:
-            self._ledger.release(ids)
-            self._seals.give_back(seal_index)
-            raise
-        ticket = self._make_ticket(request, ids, staged, seal_index, ttl_s, digest)
-        offer = self._open(request, ticket, ids, staged)
-        if staged is not None:
-            self._copy_next(offer, staged)
-        if len(ids) == 0:
-            self._end(offer, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
+        held = self._blocks.take(request, self._context.token_hex(messages.LEASE_ID_CHARS // 2))
+        offered_s = self._clock.now_s()
+        ticket = _ticket(self._context, self._cache_share, request, held, digest=digest, now_s=offered_s)
+        entry = self._book.open(
+            LeaseTerms(
+                lease_id=held.lease_id,
+                request_id=request.request_id,
+                ttl_s=ticket.ttl_s,
+                reader_count=request.reader_count,
+                holds_blocks=len(held.ids) > 0,
+            ),
+            offered_s,
+        )
+        outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
+        lease = Lease(ticket, entry, outcome, partial(self._revoke, entry))
+        self._offers[entry] = _Offer(lease, held, outcome)
+        self._all_ended.clear()
+        self._blocks.open(held, partial(self._not_staged, entry))
+        if len(held.ids) == 0:
+            self._end(entry, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
         self._set_timer()
-        return offer.lease
+        return lease
 
     def on_notification(self, payload: bytes) -> None:
         """Take a reader's message: the one way in for what peers say about leases."""
         try:
-            if len(payload) > self._config.notification_bytes_max:
+            if len(payload) > self._config.limits.notification_bytes_max:
                 raise messages.WireError(f"{len(payload)} bytes")
             message = messages.decode_notification(payload)
         except messages.WireError as error:
@@ -214,7 +170,7 @@ class Serving:
                     return found
                 lease_id = found.lease_id
             self._note_read(messages.ReadDone(lease_id, question.reader, *share))
-        return messages.Released(incarnation=self._incarnation)
+        return messages.Released(incarnation=self._context.identity.incarnation)
 
     async def drained(self) -> None:
         """Wait until no lease is open."""
@@ -222,8 +178,8 @@ class Serving:
 
     def close(self) -> None:
         """Revoke what is still open."""
-        for offer in list(self._offers.values()):
-            self._end(offer, LeaseEvent.REVOKE)
+        for entry in list(self._offers):
+            self._end(entry, LeaseEvent.REVOKE)
         self._set_timer()
 
     def _note_read(self, message: messages.ReadDone) -> None:
@@ -232,7 +188,7 @@ class Serving:
         counted = self._book.read(message.lease_id, message.reader, share, self._clock.now_s())
         self._counted[counted] += 1
         if counted is Counted.NOTED and entry is not None and not entry.is_open:
-            self._ended(self._offers[entry])
+            self._ended(entry)
             self._set_timer()
 
     def _renew(self, lease_id: str, reader: str) -> None:
@@ -240,124 +196,26 @@ class Serving:
         self._counted[counted] += 1
         self._renewals += counted is Counted.NOTED
 
-    def _check(self, request: ServeRequest) -> BlockIds:
-        """What cannot be right with this cache and these leases; the block ids, if all can."""
-        what = f"request {request.request_id!r}"
-        if self._book.serving(request.request_id) is not None:
-            raise RequestError(f"{what}: it is being served already")
-        ids = check_block_ids(request.block_ids, num_blocks=self._num_blocks, what=f"{what}: block_ids")
-        size = self._cache_share.block_size
-        if len(ids) > -(-request.num_tokens // size):
-            raise RequestError(
-                f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {request.num_tokens} fill"
-            )
-        return ids
-
-    def _take_host_blocks(self, request: ServeRequest, count: int) -> _Staged | None:
-        """Host blocks for a lease; RequestError if there are not enough now."""
-        if self._staging is None or count == 0:
-            return None
-        host_ids = self._staging.pool.take_nowait(count)
-        if host_ids is None:
-            pool = self._staging.pool
-            room = f"{pool.size - pool.used} of {pool.size} are free (host_buffer_bytes_max)"
-            raise RequestError(f"request {request.request_id!r}: {count} host blocks are needed, {room}")
-        return _Staged(host_ids=host_ids)
-
-    def _copy_next(self, offer: _Offer, staged: _Staged) -> None:
-        """Copy the next group of blocks to the host, until all are there or the lease has ended."""
-        assert self._staging is not None
-        ids = offer.ids[staged.copied : staged.copied + self._group_blocks]
-        if not offer.entry.is_open or len(ids) == 0:
-            return
-        host_ids = staged.host_ids[staged.copied : staged.copied + len(ids)]
-        staged.copying = True
-        self._copier.submit(
-            partial(self._staging.to_host, ids, host_ids), partial(self._copied, offer, staged, len(ids))
-        )
-
-    def _copied(self, offer: _Offer, staged: _Staged, count: int, error: BaseException | None) -> None:
-        """One group has been copied: readers may have it. A lease that has ended waited for this with its blocks."""
-        staged.copying = False
-        if error is not None:
-            logger.error("request %s: its blocks cannot be copied", offer.lease.request_id, exc_info=error)
-            self._end(offer, LeaseEvent.REVOKE)
-            self._set_timer()
-        elif offer.entry.is_open:
-            staged.copied += count
-            own = offer.lease.ticket.first
-            self._seals.seal(own.seal_index, own.lease_id, len(offer.ids) - staged.copied)
-            self._copy_next(offer, staged)
-        if not offer.held:
-            self._give_back(offer)
-
-    def _make_ticket(
-        self, request: ServeRequest, ids: BlockIds, staged: _Staged | None, seal_index: int, ttl_s: float, digest: str
-    ) -> Ticket:
-        config, cache_share = self._config, self._cache_share
-        own = RankLease(
-            pp_rank=config.pp_rank,
-            tp_rank=config.tp_rank,
-            lease_id=self._token_hex(messages.LEASE_ID_CHARS // 2),
-            seal_index=seal_index,
-            incarnation=self._incarnation,
-            expires_s=self._clock.now_s() + ttl_s,
-            host=config.advertise_host or config.listen_host,
-            port=self._port,
-            block_ids=None if staged is None else tuple(staged.host_ids.tolist()),
-        )
-        return Ticket(
-            engine_id=config.engine_id,
-            request_id=request.request_id,
-            block_ids=tuple(ids.tolist()),
-            num_tokens=request.num_tokens,
-            ttl_s=ttl_s,
-            tp_size=config.tp_size,
-            pp_size=config.pp_size,
-            dp_rank=config.dp_rank,
-            block_size=cache_share.block_size,
-            kv_heads=cache_share.kv_heads,
-            model_kv_heads=cache_share.model_kv_heads,
-            fixed_ports=config.listen_port > 0,
-            ranks=(own,),
-            traceparent=request.traceparent,
-            prompt_digest=digest,
-        )
-
-    def _open(self, request: ServeRequest, ticket: Ticket, ids: BlockIds, staged: _Staged | None) -> _Offer:
-        own = ticket.first
-        terms = LeaseTerms(
-            lease_id=own.lease_id,
-            request_id=request.request_id,
-            ttl_s=ticket.ttl_s,
-            reader_count=request.reader_count,
-            holds_blocks=len(ids) > 0,
-        )
-        entry = self._book.open(terms, own.expires_s - ticket.ttl_s)
-        lease = Lease(ticket, entry, partial(self._revoke, entry))
-        offer = self._offers[entry] = _Offer(entry=entry, lease=lease, ids=ids, staged=staged)
-        self._seals.seal(own.seal_index, own.lease_id, 0 if staged is None else len(ids))
-        self._all_ended.clear()
-        return offer
-
     def _revoke(self, entry: LeaseEntry) -> None:
         """See `Lease.revoke`."""
-        offer = self._offers.get(entry)
-        if offer is not None:
-            self._end(offer, LeaseEvent.REVOKE)
-            self._set_timer()
+        self._end(entry, LeaseEvent.REVOKE)
+        self._set_timer()
 
-    def _end(self, offer: _Offer, event: LeaseEvent) -> None:
+    def _not_staged(self, entry: LeaseEntry, error: BaseException) -> None:
+        logger.error("request %s: its blocks cannot be copied", entry.terms.request_id, exc_info=error)
+        self._revoke(entry)
+
+    def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
         """End a lease, unless it has ended."""
-        if self._book.end(offer.entry, event, self._clock.now_s()):
-            self._ended(offer)
+        if self._book.end(entry, event, self._clock.now_s()):
+            self._ended(entry)
 
-    def _ended(self, offer: _Offer) -> None:
+    def _ended(self, entry: LeaseEntry) -> None:
         """The book has ended a lease: its seal is wiped now, its blocks are given back after the hold."""
-        self._seals.give_back(offer.lease.ticket.first.seal_index)
-        offer.lease.end()
-        if not offer.entry.terms.holds_blocks:
-            self._hold_over(offer)
+        self._blocks.close(self._offers[entry].held)
+        logger.info("lease %s: offered -> %s", entry.terms.request_id, entry.state)
+        if not entry.terms.holds_blocks:
+            self._give_back(entry)
 
     def _set_timer(self) -> None:
         """Have the book looked at when it next has something to do."""
@@ -376,45 +234,69 @@ class Serving:
         self._timer, self._timer_due_s = None, math.inf
         now_s = self._clock.now_s()
         for entry in self._book.expire(now_s):
-            self._ended(self._offers[entry])
+            self._ended(entry)
         for entry in self._book.release(now_s):
-            self._hold_over(self._offers[entry])
+            self._give_back(entry)
         self._set_timer()
 
-    def _hold_over(self, offer: _Offer) -> None:
-        """No read can take the blocks for good any more; a copy that still runs is waited for."""
-        offer.held = False
-        if offer.staged is None or not offer.staged.copying:
-            self._give_back(offer)
+    def _give_back(self, entry: LeaseEntry) -> None:
+        """The hold is over."""
+        self._blocks.give_back(self._offers[entry].held, partial(self._settle, entry))
 
-    def _give_back(self, offer: _Offer) -> None:
-        """The producer may reuse the blocks (invariant I3)."""
-        del self._offers[offer.entry]
-        self._ledger.release(offer.ids)
-        if offer.staged is not None and self._staging is not None:
-            self._staging.pool.give_back(offer.staged.host_ids)
-        outcome = offer.lease.settle()
+    def _settle(self, entry: LeaseEntry) -> None:
+        """The blocks are free: wake who awaits the lease, and tell the observers how it has ended."""
+        offer, outcome = self._offers.pop(entry), LeaseOutcome(entry.state)
+        offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
-        self._record(offer, outcome)
+        if self._context.observers.any:
+            self._context.observers.lease_ended(self._record(entry, offer.lease.ticket, outcome))
         if not self._offers:
             self._all_ended.set()
 
-    def _record(self, offer: _Offer, outcome: LeaseOutcome) -> None:
-        """Tell the observers how a lease has ended."""
-        if not self._observers.any:
-            return
-        lease, entry = offer.lease, offer.entry
-        seconds = {"offered": entry.ended_s - entry.offered_s, "held": self._clock.now_s() - entry.ended_s}
-        self._observers.lease_ended(
-            LeaseRecord(
-                engine_id=self._config.engine_id,
-                rank=Rank.of(self._config),
-                request_id=lease.request_id,
-                outcome=outcome,
-                blocks=len(offer.ids),
-                tokens=lease.ticket.num_tokens,
-                readers=lease.readers_done,
-                seconds=seconds,
-                traceparent=lease.ticket.traceparent,
-            )
+    def _record(self, entry: LeaseEntry, ticket: Ticket, outcome: LeaseOutcome) -> LeaseRecord:
+        return LeaseRecord(
+            engine_id=self._config.engine_id,
+            rank=self._context.identity.rank,
+            request_id=ticket.request_id,
+            outcome=outcome,
+            blocks=len(ticket.block_ids),
+            tokens=ticket.num_tokens,
+            readers=len(entry.readers),
+            seconds={"offered": entry.ended_s - entry.offered_s, "held": self._clock.now_s() - entry.ended_s},
+            traceparent=ticket.traceparent,
         )
+
+
+def _ticket(
+    context: RankContext, share: CacheShare, request: ServeRequest, held: HeldBlocks, *, digest: str, now_s: float
+) -> Ticket:
+    config, identity = context.config, context.identity
+    ttl_s = config.lease_ttl_s if request.ttl_s is None else request.ttl_s
+    own = RankLease(
+        pp_rank=config.pp_rank,
+        tp_rank=config.tp_rank,
+        lease_id=held.lease_id,
+        seal_index=held.seal_index,
+        incarnation=identity.incarnation,
+        expires_s=now_s + ttl_s,
+        host=identity.host,
+        port=identity.port,
+        block_ids=None if held.host_ids is None else tuple(held.host_ids.tolist()),
+    )
+    return Ticket(
+        engine_id=config.engine_id,
+        request_id=request.request_id,
+        block_ids=tuple(held.ids.tolist()),
+        num_tokens=request.num_tokens,
+        ttl_s=ttl_s,
+        tp_size=config.tp_size,
+        pp_size=config.pp_size,
+        dp_rank=config.dp_rank,
+        block_size=share.block_size,
+        kv_heads=share.kv_heads,
+        model_kv_heads=share.model_kv_heads,
+        fixed_ports=config.listen_port > 0,
+        ranks=(own,),
+        traceparent=request.traceparent,
+        prompt_digest=digest,
+    )

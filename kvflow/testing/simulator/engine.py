@@ -94,7 +94,7 @@ class Engine:
         clock = LoopClock(offset_s=self.shape.clock_offset_s, rate=self.shape.clock_rate)
         for rank, cache in enumerate(self._caches):
             settings = self._simulation.settings
-            config: Config = replace(settings.limits, **settings.config(self.shape, self._address, rank))  # type: ignore[arg-type]
+            config: Config = replace(settings.base, **settings.config(self.shape, self._address, rank))  # type: ignore[arg-type]
             world = make_world(self._network, self.host, clock)
             cache.poison_all(self._simulation.next_poison())
             runtime = Runtime(config, world=world)
@@ -117,9 +117,9 @@ class Engine:
     async def close(self) -> bool:
         """Close all ranks as an engine that shuts down; in a task of its life. Whether the memory may be reused."""
         self.running = False
-        limits = self._simulation.settings.limits
-        bound_s = self._drain_bound_s(limits.drain_timeout_s) + limits.goodbye_timeout_s
-        with self._simulation.bounded(self, "aclose", bound_s + limits.transport_close_timeout_s):
+        base = self._simulation.settings.base
+        bound_s = self._drain_bound_s(base.drain_timeout_s) + base.limits.goodbye_timeout_s
+        with self._simulation.bounded(self, "aclose", bound_s + base.limits.transport_close_timeout_s):
             endings = await asyncio.gather(*(rank.runtime.aclose() for rank in self.ranks), return_exceptions=True)
         for ending in endings:
             if isinstance(ending, RuntimeBroken):
@@ -139,13 +139,13 @@ class Engine:
 
     async def forget(self, other: Engine) -> None:
         """Forget a peer; in a task of its life."""
-        bound_s = 2 * self._simulation.settings.limits.handshake_timeout_s
+        bound_s = 2 * self._simulation.settings.base.handshake_timeout_s
         await self._on_all_ranks("forget_peer", bound_s, lambda runtime: runtime.forget_peer(other.name))
 
     async def prewarm(self, other: Engine) -> None:
         """Connect to a peer; in a task of its life."""
         address = PeerAddress(engine_id=other.name, address=f"{other.host.address}:5600")
-        bound_s = self._simulation.settings.limits.handshake_timeout_s * (1 + other.shape.tp_size)
+        bound_s = self._simulation.settings.base.handshake_timeout_s * (1 + other.shape.tp_size)
         await self._on_all_ranks("prewarm", bound_s, lambda runtime: runtime.prewarm([address]))
 
     async def _on_all_ranks(
@@ -163,9 +163,9 @@ class Engine:
         await asyncio.gather(*map(on_one, self.ranks))
 
     def _drain_bound_s(self, deadline_s: float) -> float:
-        limits = self._simulation.settings.limits
-        ending_s = limits.seal_hold_s * _DRIFT + limits.cancel_grace_s + limits.drain_timeout_s
-        return max(deadline_s + ending_s, limits.goodbye_timeout_s) + self._simulation.copy_bound_s
+        base = self._simulation.settings.base
+        ending_s = base.limits.seal_hold_s * _DRIFT + base.cancel_grace_s + base.drain_timeout_s
+        return max(deadline_s + ending_s, base.limits.goodbye_timeout_s) + self._simulation.copy_bound_s
 
     def renew(self) -> None:
         """Make a new life for a process that starts after one that has ended."""
@@ -249,9 +249,9 @@ class Engine:
 
     async def finish_offer(self, offer: Offer) -> None:
         """Wait for the leases of all ranks, then take the blocks back."""
-        limits = self._simulation.settings.limits
-        longest_s = max(offer.ttl_s, limits.lease_lifetime_s)  # readers renew it up to that
-        bound_s = (longest_s + limits.seal_hold_s) * _DRIFT + self._simulation.copy_bound_s
+        base = self._simulation.settings.base
+        longest_s = max(offer.ttl_s, base.lease_lifetime_s)  # readers renew it up to that
+        bound_s = (longest_s + base.limits.seal_hold_s) * _DRIFT + self._simulation.copy_bound_s
         for lease in list(offer.leases):
             with self._simulation.bounded(self, f"lease of {offer.request_id}", bound_s):
                 outcome = await lease
@@ -308,10 +308,10 @@ class Engine:
         """Give an offer up unread, as for a request that was aborted before it was decoded."""
         if not self.running:
             return
-        limits = self._simulation.settings.limits
+        base = self._simulation.settings.base
         for rank in list(self.ranks):
             try:
-                with self._simulation.bounded(self, f"release of {offer.request_id}", limits.handshake_timeout_s):
+                with self._simulation.bounded(self, f"release of {offer.request_id}", base.handshake_timeout_s):
                     told = await rank.runtime.release_blocks(ticket.to_params())
             except KVFlowError as error:
                 self._judge_refusal(offer.request_id, error)
@@ -333,12 +333,12 @@ class Engine:
 
     async def _load_on(self, rank: Rank, load: Load, request: LoadRequest) -> Ending:
         """One rank's load: its report, or what it raised. Success is judged in the very moment it is reported."""
-        limits = self._simulation.settings.limits
-        deadline_s = limits.load_deadline_s if request.deadline_s is None else request.deadline_s
+        base = self._simulation.settings.base
+        deadline_s = base.load_deadline_s if request.deadline_s is None else request.deadline_s
         mine = RankLoad(load)
         LOAD.set(mine)
         try:
-            with self._simulation.bounded(self, request.request_id, deadline_s + limits.cancel_grace_s):
+            with self._simulation.bounded(self, request.request_id, deadline_s + base.cancel_grace_s):
                 report = await rank.runtime.load_blocks(request)
         except (KVFlowError, asyncio.CancelledError) as error:
             return error

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from kvflow.config import Config
+from kvflow.limits import Limits
 
 MODEL_KV_HEADS = 2
 
@@ -66,7 +68,7 @@ class Settings:
 
     seed: int
     shapes: tuple[Shape, ...]
-    limits: Config
+    base: Config
     weather: Weather
     requests: int
     span_s: float
@@ -75,14 +77,14 @@ class Settings:
     """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
 
     def config(self, shape: Shape, host: str, tp_rank: int) -> dict[str, object]:
-        """What differs from `limits` for one rank."""
+        """What differs from `base` for one rank."""
         return {
             "engine_id": shape.name,
             "listen": f"tcp://{host}:5600",
             "tp_rank": tp_rank,
             "tp_size": shape.tp_size,
             "num_kv_heads": MODEL_KV_HEADS,
-            "always_stage": shape.staged,
+            "staging": "always" if shape.staged else "auto",
             "scratch": shape.scratch,
         }
 
@@ -97,7 +99,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
     settings = Settings(
         seed=seed,
         shapes=shapes,
-        limits=_draw_limits(rng),
+        base=_draw_base(rng),
         weather=_draw_weather(rng),
         requests=rng.randint(20, 40),
         span_s=rng.uniform(0.3, 2.0),
@@ -127,33 +129,34 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
     )
 
 
-def _draw_limits(rng: random.Random) -> Config:
-    return Config(
-        engine_id="any",
-        lease_ttl_s=rng.choice((0.05, 0.2, 1.0)),
-        lease_lifetime_s=rng.choice((0.5, 5.0)),
-        clock_age_s=rng.choice((0.1, 60.0)),
-        load_deadline_s=rng.choice((0.1, 0.5, 2.0)),
-        handshake_timeout_s=rng.choice((0.05, 0.2, 0.5)),
-        lease_wait_s=rng.choice((0.02, 0.1)),
-        peer_backoff_first_s=rng.choice((0.005, 0.05)),
-        peer_backoff_max_s=rng.choice((0.05, 1.0)),
-        peer_idle_s=rng.choice((0.02, 0.2, 600.0)),
-        peers_max=rng.choice((2, 1024)),
-        goodbye_timeout_s=rng.choice((0.005, 0.1)),
-        readers_max=rng.choice((1, 1024)),
-        cancel_grace_s=rng.choice((0.005, 0.05, 0.2)),
-        drain_timeout_s=rng.choice((0.05, 0.3)),
-        transport_close_timeout_s=rng.choice((0.1, 0.5)),
-        seal_hold_s=rng.choice((0.002, 0.01, 0.05)),
-        leases_max=64,
-        loads_max=64,
-        slice_bytes_max=rng.choice((64, 256, 1024, 1 << 20)),
-        slices_in_flight_max=rng.choice((1, 2, 4)),
-        scratch_slot_bytes_max=rng.choice((1 << 10, 1 << 14)),
-        scratch_slots_max=rng.choice((1, 3)),
-        host_buffer_bytes_max=rng.choice((1 << 11, 1 << 16)),
-    )
+def _draw_base(rng: random.Random) -> Config:
+    drawn: dict[str, Any] = {
+        "lease_ttl_s": rng.choice((0.05, 0.2, 1.0)),
+        "lease_lifetime_s": rng.choice((0.5, 5.0)),
+        "clock_age_s": rng.choice((0.1, 60.0)),
+        "load_deadline_s": rng.choice((0.1, 0.5, 2.0)),
+        "handshake_timeout_s": rng.choice((0.05, 0.2, 0.5)),
+        "lease_wait_s": rng.choice((0.02, 0.1)),
+        "peer_backoff_first_s": rng.choice((0.005, 0.05)),
+        "peer_backoff_max_s": rng.choice((0.05, 1.0)),
+        "peer_idle_s": rng.choice((0.02, 0.2, 600.0)),
+        "peers_max": rng.choice((2, 1024)),
+        "goodbye_timeout_s": rng.choice((0.005, 0.1)),
+        "readers_max": rng.choice((1, 1024)),
+        "cancel_grace_s": rng.choice((0.005, 0.05, 0.2)),
+        "drain_timeout_s": rng.choice((0.05, 0.3)),
+        "transport_close_timeout_s": rng.choice((0.1, 0.5)),
+        "seal_hold_s": rng.choice((0.002, 0.01, 0.05)),
+        "leases_max": 64,
+        "loads_max": 64,
+        "slice_bytes_max": rng.choice((64, 256, 1024, 1 << 20)),
+        "slices_in_flight_max": rng.choice((1, 2, 4)),
+        "scratch_slot_bytes_max": rng.choice((1 << 10, 1 << 14)),
+        "scratch_slots_max": rng.choice((1, 3)),
+        "host_buffer_bytes_max": rng.choice((1 << 11, 1 << 16)),
+    }
+    limits = {entry.name: drawn.pop(entry.name) for entry in fields(Limits) if entry.name in drawn}
+    return Config(engine_id="any", limits=Limits(**limits), **drawn)
 
 
 def _draw_weather(rng: random.Random) -> Weather:

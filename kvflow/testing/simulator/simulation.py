@@ -166,9 +166,9 @@ class Simulation:
 
     async def _produce(self, producer: Engine, number: int) -> None:
         """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
-        rng, limits = self.rng, self.settings.limits
+        rng, base = self.rng, self.settings.base
         tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
-        ttl_s = limits.lease_ttl_s * rng.uniform(0.2, 1.5)
+        ttl_s = base.lease_ttl_s * rng.uniform(0.2, 1.5)
         pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
         offer = await producer.offer(number, tokens, ttl_s, pause_s)
         if offer is None:
@@ -195,11 +195,11 @@ class Simulation:
             self.network.later(late_s, deliver, self, consumer, offer, ticket)
 
     def plan_load(self, consumer: Engine, offer: Offer) -> LoadPlan:
-        rng, limits = self.rng, self.settings.limits
+        rng, base = self.rng, self.settings.base
         blocks = -(-offer.tokens // consumer.shape.block_size)
         return LoadPlan(
             cached_blocks=rng.randint(0, blocks) if rng.random() < 0.3 else 0,
-            deadline_s=rng.uniform(0.0005, limits.load_deadline_s) if rng.random() < 0.2 else None,
+            deadline_s=rng.uniform(0.0005, base.load_deadline_s) if rng.random() < 0.2 else None,
             cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,
             use_s=rng.expovariate(1 / 0.05),
         )
@@ -402,7 +402,7 @@ def describe(result: Result) -> str:
     settings, violation = result.settings, result.violation
     lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
     lines += [f"  {shape}" for shape in settings.shapes]
-    lines += [f"  {settings.weather}", f"  {settings.limits}"]
+    lines += [f"  {settings.weather}", f"  {settings.base}"]
     lines += [f"  {event}" for event in result.events]
     if violation is not None:
         lines.append(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}")
