@@ -6,8 +6,9 @@ quick. One that raises is logged and changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -86,6 +87,15 @@ class Observers:
                 f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
             )
         self._observers = listed
+
+    @contextlib.contextmanager
+    def one_more(self, observer: Observer) -> Iterator[None]:
+        """Tell another observer, too, inside the block."""
+        self._observers += (observer,)
+        try:
+            yield
+        finally:
+            self._observers = tuple(other for other in self._observers if other is not observer)
 
     @property
     def any(self) -> bool:

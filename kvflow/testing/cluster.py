@@ -47,7 +47,7 @@ class InprocCluster:
     async def engine(
         self, engine_id: str, *, config: Config | None = None, size: CacheSize = _SMALL
     ) -> AsyncIterator[TestEngine]:
-        """An open runtime with a small registered cache, all of whose elements are -1.
+        """An open runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
 
         `config` gives limits and timeouts. After a clean exit nothing may be left (`assert_closed`).
         """
