@@ -6,6 +6,7 @@ from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import CacheSize, InprocPair, NixlPair, Pair, TestEngine, inproc_pair, nixl_pair
+from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
 from kvflow.testing.watch import BlockWatch, OfferWatch, watch_blocks, watch_offers
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
@@ -27,6 +28,7 @@ __all__ = [
     "PatternCache",
     "TestEngine",
     "VirtualLoop",
+    "Weather",
     "assert_blocks_equal",
     "assert_closed",
     "assert_conserved",

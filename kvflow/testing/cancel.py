@@ -13,7 +13,7 @@ Scenario: TypeAlias = Callable[[], AbstractAsyncContextManager[Coroutine[Any, An
 
 
 def cancel_everywhere(make_scenario: Scenario, *, runs_max: int = 10_000) -> int:
-    """Run a coroutine again and again, and cancel it after the 1st, 2nd, 3rd ... step of the loop that it waits through.
+    """Run a coroutine again and again; cancel it after the 1st, 2nd, 3rd ... step of the loop that it waits through.
 
     So it is cancelled at each of its awaits, and at each thing that happens elsewhere while it waits there. The last
     run is the one that it gets through.

@@ -99,9 +99,9 @@ def watch_offers(runtime: Runtime, cache: PatternCache) -> Iterator[OfferWatch]:
         watch.offer(lease)
         return lease
 
-    with runtime.observed_by(watch), _replaced(runtime, "serve_blocks", serve_watched):
-        with _final(watch.assert_unchanged, watch.assert_unchanged):
-            yield watch
+    final = _final(watch.assert_unchanged, watch.assert_unchanged)
+    with runtime.observed_by(watch), _replaced(runtime, "serve_blocks", serve_watched), final:
+        yield watch
 
 
 class BlockWatch:
@@ -142,7 +142,7 @@ class BlockWatch:
         self._findings.assert_none()
 
     def assert_conserved(self) -> None:
-        """Free and taken blocks are all blocks, each once, and the runtime uses taken ones only. Legal at any moment."""
+        """Free and taken blocks are all blocks, each once, and the runtime uses taken ones. Legal at any moment."""
         self._findings.assert_none()
         free = sorted(self._free_blocks())
         for block in sorted(self._all):
@@ -198,9 +198,9 @@ def watch_blocks(
         watch.give_back(freed)
         return get_back(freed, *arguments, **options)
 
-    with _replaced(allocator, take, take_watched), _replaced(allocator, free, free_watched):
-        with _final(watch.assert_all_free, watch.assert_nothing_found):
-            yield watch
+    final = _final(watch.assert_all_free, watch.assert_nothing_found)
+    with _replaced(allocator, take, take_watched), _replaced(allocator, free, free_watched), final:
+        yield watch
 
 
 @contextlib.contextmanager

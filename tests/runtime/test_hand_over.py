@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.errors import BlocksBusy, PromptMismatch, RequestError

@@ -1,4 +1,4 @@
-"""Bugs that are planted into the toy engine: tests of a few lines find each, and name the place; without it they pass."""
+"""Bugs planted into the toy engine: tests of a few lines find each, and name the place; without it they pass."""
 
 from __future__ import annotations
 
