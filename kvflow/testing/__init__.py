@@ -1,7 +1,7 @@
 """What tests of code that uses kvflow need: engines in one process, faults and time to script, checks of the books."""
 
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
-from kvflow.testing.caches import PatternCache, assert_blocks_equal, compare_blocks
+from kvflow.testing.caches import PatternCache, assert_blocks_equal, assert_loaded, compare_blocks
 from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
@@ -32,6 +32,7 @@ __all__ = [
     "assert_blocks_equal",
     "assert_closed",
     "assert_conserved",
+    "assert_loaded",
     "assert_quiet",
     "cancel_everywhere",
     "compare_blocks",

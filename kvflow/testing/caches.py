@@ -62,7 +62,7 @@ class PatternCache:
             self.slots(layer, part)[ids] = self._pattern(layer, part, ids)
 
     def assert_untouched(self, block_ids: Sequence[int] | None = None, *, first_slot: int = 0) -> None:
-        """All blocks, or some, hold what `fill` wrote, from `first_slot` on; AssertionError names the first that does not."""
+        """All blocks, or some, hold what `fill` wrote, from `first_slot` on; AssertionError names the place."""
         ids = self._ids(block_ids)
         for layer, part in self._regions():
             found = self.slots(layer, part)[ids]
@@ -179,3 +179,19 @@ def assert_blocks_equal(
     """AssertionError with what `compare_blocks` says, unless every element is right."""
     problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
     assert problem is None, problem
+
+
+def assert_loaded(
+    ours: PatternCache,
+    our_ids: Sequence[int],
+    theirs: PatternCache,
+    their_ids: Sequence[int],
+    *,
+    num_tokens: int | None = None,
+) -> None:
+    """The blocks are equal, as by `assert_blocks_equal`, and everything else in `ours` still holds its own pattern."""
+    assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
+    wanted = set(our_ids)
+    ours.assert_untouched([block for block in range(ours.layout.num_blocks) if block not in wanted])
+    if num_tokens is not None and num_tokens % ours.layout.block_size:
+        ours.assert_untouched(our_ids[-1:], first_slot=num_tokens % ours.layout.block_size)

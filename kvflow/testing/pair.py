@@ -17,7 +17,7 @@ from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed
-from kvflow.testing.caches import PatternCache, assert_blocks_equal
+from kvflow.testing.caches import PatternCache, assert_loaded
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -26,11 +26,24 @@ TransportT = TypeVar("TransportT", bound=Transport)
 
 
 class CacheSize(NamedTuple):
-    """How large a test's cache is."""
+    """How large a test's cache is, and the order of its axes; K and V come first."""
 
     layers: int = 2
     num_blocks: int = 16
     block_size: int = 4
+    order: str = "HND"
+    kv_heads: int = 2
+    head_size: int = 8
+
+    def make(self, engine_id: str) -> tuple[dict[str, torch.Tensor], PatternCache]:
+        """The tensors of a cache, filled with the engine's pattern."""
+        inner = (self.block_size, self.kv_heads) if self.order == "NHD" else (self.kv_heads, self.block_size)
+        shape = (2, self.num_blocks, *inner, self.head_size)
+        kv_caches = {f"layers.{index}": torch.empty(shape) for index in range(self.layers)}
+        layout = CacheLayout.infer(kv_caches, order=self.order, block_size=self.block_size, style="kv_first")
+        cache = PatternCache(engine_id, kv_caches, layout)
+        cache.fill()
+        return kv_caches, cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +85,9 @@ class Pair(Generic[TransportT]):
             lease.request_id, ticket=lease.ticket.to_params(), block_ids=block_ids, deadline_s=deadline_s
         )
 
-    def assert_loaded(
-        self, local_ids: Sequence[int], remote_ids: Sequence[int], *, num_tokens: int | None = None
-    ) -> None:
-        """The consumer's `local_ids` equal the producer's `remote_ids`, up to `num_tokens`; all else is untouched."""
-        cache, layout = self.consumer.cache, self.consumer.layout
-        assert_blocks_equal(cache, local_ids, self.producer.cache, remote_ids, num_tokens=num_tokens)
-        wanted = set(local_ids)
-        cache.assert_untouched([block for block in range(layout.num_blocks) if block not in wanted])
-        if num_tokens is not None and num_tokens % layout.block_size:
-            cache.assert_untouched(local_ids[-1:], first_slot=num_tokens % layout.block_size)
+    def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
+        """The consumer's `local_ids` equal the producer's `remote_ids`; all its other blocks are untouched."""
+        assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
 TestEngine: TypeAlias = Engine[InprocTransport]
@@ -145,11 +151,7 @@ async def open_engine(
     may be left.
     """
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
-    shape = (2, size.num_blocks, 2, size.block_size, 8)
-    kv_caches = {f"layers.{index}": torch.empty(shape) for index in range(size.layers)}
-    layout = CacheLayout.infer(kv_caches, order="HND", block_size=size.block_size)
-    cache = PatternCache(engine_id, kv_caches, layout)
-    cache.fill()
+    kv_caches, cache = size.make(engine_id)
     made: list[TransportT] = []
 
     def make_and_keep(config: Config, agent_name: str) -> TransportT:
@@ -157,6 +159,6 @@ async def open_engine(
         return made[0]
 
     async with Runtime(config, observers=observers, world=replace(world, transport=make_and_keep)) as runtime:
-        await runtime.register_kv_caches(kv_caches, layout)
-        yield Engine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout, cache=cache)
+        await runtime.register_kv_caches(kv_caches, cache.layout)
+        yield Engine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=cache.layout, cache=cache)
     assert_closed(runtime.statistics())

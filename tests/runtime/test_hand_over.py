@@ -10,7 +10,7 @@ import pytest
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.errors import BlocksBusy, PromptMismatch, RequestError
-from kvflow.testing import InprocPair
+from kvflow.testing import InprocPair, assert_loaded
 
 
 async def test_a_full_load_fills_the_blocks_and_releases_the_lease(pair: InprocPair) -> None:
@@ -87,7 +87,7 @@ async def test_a_partly_filled_last_block_is_offered_too(pair: InprocPair) -> No
     assert lease.ticket.num_tokens == 5
     report = await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0, 1]))
     assert (report.blocks, report.tokens) == (2, 5)
-    pair.assert_loaded([0, 1], [2, 8], num_tokens=5)
+    assert_loaded(pair.consumer.cache, [0, 1], pair.producer.cache, [2, 8], num_tokens=5)
 
 
 async def test_a_lease_can_be_awaited_as_written_in_the_contract(pair: InprocPair) -> None:
