@@ -144,7 +144,7 @@ def compare_blocks(
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
     stop = min(len(their_ids) * their_size, len(their_ids) * their_size if num_tokens is None else num_tokens)
-    start = max(-(-stop // size) - len(our_ids), 0) * size
+    start = min(max(-(-stop // size) - len(our_ids), 0) * size, stop)
     tokens = torch.arange(start, stop)
     places = torch.tensor(our_ids, dtype=torch.int64)[(tokens - start) // size], (tokens - start) % size
     their_places = torch.tensor(their_ids, dtype=torch.int64)[tokens // their_size], tokens % their_size
