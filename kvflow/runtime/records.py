@@ -86,21 +86,21 @@ class Observers:
             raise ConfigError(
                 f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
             )
-        self._observers = listed
+        self._set(listed)
 
     @contextlib.contextmanager
     def one_more(self, observer: Observer) -> Iterator[None]:
         """Tell another observer, too, inside the block."""
-        self._observers += (observer,)
+        self._set((*self._observers, observer))
         try:
             yield
         finally:
-            self._observers = tuple(other for other in self._observers if other is not observer)
+            self._set(tuple(other for other in self._observers if other is not observer))
 
-    @property
-    def any(self) -> bool:
+    def _set(self, observers: tuple[Observer, ...]) -> None:
+        self._observers = observers
+        self.any = bool(observers)
         """Whether there is somebody to tell."""
-        return bool(self._observers)
 
     def load_ended(self, record: LoadRecord) -> None:
         for observer in self._observers:
