@@ -22,7 +22,7 @@ from kvflow import Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeR
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
-from tests.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache, Reference
+from tests.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache
 from tests.tests_support import PATIENT, WAIT_S, limited
 
 _FIRST_PORT, _LAST_PORT = 12000, 32000  # below the ports that systems give to outgoing connections
@@ -95,12 +95,11 @@ class _Rank:
 
 async def run(case: HandOver, world: World | None = None) -> None:
     """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be."""
-    reference = Reference(case.producer.model, case.num_tokens)
     async with AsyncExitStack() as stack:
         replicas = await open_producer(stack, case, world)
         producers = replicas[case.producer.dp_rank]
         for rank in producers:
-            rank.cache.write(reference, _offered_tokens(case), case.offered)
+            rank.cache.pattern.fill(case.offered)
         before = [rank.cache.snapshot() for rank in itertools.chain(*replicas)]
         consumers = await open_consumer(stack, case, world)
         leases = serve(case, producers)
@@ -110,7 +109,7 @@ async def run(case: HandOver, world: World | None = None) -> None:
         names = [f"{rank}{rank.runtime.address}" for rank in producers]
     for rank in itertools.chain(*replicas, consumers):
         assert_closed(rank.runtime.statistics())
-    _check_bytes(case, reference, consumers)
+    _check_bytes(case, producers, consumers)
     for rank, snapshot in zip(itertools.chain(*replicas), before, strict=True):
         assert rank.cache.snapshot() == snapshot, f"producer {rank.place}: its cache was written to"
     for rank, report in zip(consumers, reports, strict=True):
@@ -211,10 +210,6 @@ def free_ports(count: int) -> int:
     raise OSError(f"no {count} free ports in a row")
 
 
-def _offered_tokens(case: HandOver) -> range:
-    return range(min(case.num_tokens, len(case.offered) * case.producer.block_size))
-
-
 async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) -> list[LoadReport]:
     """Every rank's report, in the order of the ranks."""
     request = LoadRequest("request", ticket=ticket, block_ids=case.wanted)
@@ -239,12 +234,11 @@ async def _all_read(leases: list[Lease]) -> None:
     assert set(outcomes) == {LeaseOutcome.READ}, outcomes
 
 
-def _check_bytes(case: HandOver, reference: Reference, consumers: Iterable[_Rank]) -> None:
+def _check_bytes(case: HandOver, producers: Iterable[_Rank], consumers: Iterable[_Rank]) -> None:
     """Every token that must be there is, and no other byte has changed."""
     for rank in consumers:
-        right = RankCache(case.consumer, rank.place, CONSUMER_FILL)
-        right.write(reference, case.tokens, case.wanted)
-        difference = rank.cache.difference(right)
+        source = [other.cache for other in producers]
+        difference = rank.cache.difference(source, case.offered, case.wanted, case.tokens.stop)
         assert not difference, f"consumer {difference}"
 
 

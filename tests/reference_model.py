@@ -1,14 +1,14 @@
-"""The whole KV cache of an imaginary model, and engines that hold it in parts: what hand-overs are judged by.
+"""An imaginary model, and engines that hold its KV cache in parts: what hand-overs are judged by.
 
-`Reference` is one array of random bytes: what every layer, head and token of a prompt should be. An `Engine` says how
-the model is cut into ranks and how each rank's cache looks. A `RankCache` is one rank's memory; it is written and
-compared through torch indexing only, so nothing here knows what kvflow's planner thinks. Memory that nobody should
-touch holds a sentinel.
+An `Engine` says how the model is cut into ranks and how each cache looks. A `RankCache` is one rank's memory; its
+pattern is written and compared through torch indexing only, so nothing here knows what kvflow's planner thinks. Memory
+that nobody should touch holds a sentinel, which no element of a pattern equals.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,10 +16,10 @@ import torch
 
 from kvflow import CacheLayout
 from kvflow.core.cache.layout import KVStyle
+from kvflow.testing import PatternCache, compare_blocks
 from tests.core.caches import Cache, Recipe
 
 PRODUCER_FILL, CONSUMER_FILL = 0x5A, 0xC3
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +41,6 @@ class Model:
     def head_bytes(self) -> int:
         """Of one token in one layer, all parts."""
         return self.parts * self.head_size * self.dtype.itemsize
-
-
-class Reference:
-    """The true cache of one prompt, as integers of the dtype's size: (layer, part, token, head, element)."""
-
-    def __init__(self, model: Model, num_tokens: int, seed: int = 0) -> None:
-        shape = (model.layers, model.parts, num_tokens, model.kv_heads, model.head_size)
-        size = torch.Size(shape).numel() * model.dtype.itemsize
-        noise = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-        self.values = noise.view(_INTEGERS[model.dtype.itemsize]).view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +124,7 @@ class RankCache:
     """One rank's memory, all of it `fill` at first."""
 
     def __init__(self, engine: Engine, place: Place, fill: int) -> None:
-        self.engine, self.place = engine, place
+        self.engine, self.place, self._fill = engine, place, fill
         self._cache = Cache(engine.recipe(place))
         for storage in self._cache.storages:
             storage.fill_(fill)
@@ -149,56 +139,32 @@ class RankCache:
             layer_indices=None if look.layers_named else self._cache.recipe.indices,
         )
 
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """The model's layers, in the order of the tensors."""
-        return self._cache.recipe.indices
-
-    def slots(self, layer: int, part: int) -> torch.Tensor:
-        """A part of the cache's layer number `layer` as integers: (block, token, head, element), a view."""
-        recipe = self._cache.recipe
-        tensors = list(self.tensors.values())[layer]
-        whole = tensors[part] if isinstance(tensors, tuple) else tensors
-        match recipe.style:
-            case KVStyle.KV_FIRST:
-                whole = whole[part]
-            case KVStyle.BLOCKS_FIRST:
-                whole = whole[:, part]
-            case KVStyle.FUSED:
-                half = recipe.dim // 2
-                whole = whole[..., part * half : (part + 1) * half]
-            case KVStyle.MLA:
-                whole = whole.unsqueeze(2)
-        if recipe.order == "HND" and recipe.style is not KVStyle.MLA:
-            whole = whole.transpose(1, 2)
-        return whole.view(_INTEGERS[recipe.dtype.itemsize])
-
-    def write(self, reference: Reference, tokens: range, block_ids: Sequence[int]) -> None:
-        """Put this rank's share of `tokens` of the prompt into `block_ids`, from the first block's first token on."""
-        position = torch.arange(len(tokens))
-        blocks = torch.tensor(block_ids, dtype=torch.int64)[position // self.engine.block_size]
-        inside = position % self.engine.block_size
-        heads = self.engine.heads(self.place)
-        for at, layer in enumerate(self.layers):
-            for part in range(self.engine.model.parts):
-                share = reference.values[layer, part, tokens.start : tokens.stop, heads.start : heads.stop]
-                self.slots(at, part)[blocks, inside] = share
+        self.pattern = PatternCache("prefill", self.tensors, self.layout, first_head=engine.heads(place).start)
+        """Of the producer, whoever holds it: all replicas of a head hold the same."""
 
     def snapshot(self) -> list[bytes]:
         """All bytes, those that no block has included."""
         return self._cache.snapshot()
 
-    def difference(self, right: RankCache) -> str:
-        """Where this cache is not as it should be; "" if every byte is right."""
-        if self.snapshot() == right.snapshot():
-            return ""
-        for at, layer in enumerate(self.layers):
-            for part in range(self.engine.model.parts):
-                wrong = (self.slots(at, part) != right.slots(at, part)).nonzero().tolist()
-                if wrong:
-                    block, token, head, element = wrong[0]
-                    return (
-                        f"{self.place}: layer {layer} part {part} block {block} token {token} head {head} element "
-                        f"{element} is the first of {len(wrong)} that differ"
-                    )
-        return f"{self.place}: bytes outside of all blocks differ"
+    def difference(
+        self, source: Iterable[RankCache], offered: Sequence[int], loaded: Sequence[int], num_tokens: int
+    ) -> str:
+        """Where these blocks do not hold the last blocks of a prompt, or another byte was written; "" if all is right.
+
+        What was compared is overwritten.
+        """
+        for other in source:
+            problem = compare_blocks(self.pattern, loaded, other.pattern, offered, num_tokens=num_tokens)
+            if problem is not None:
+                return f"{self.place}: {problem}"
+        size = self.engine.block_size
+        sentinel = torch.full((self.layout.itemsize,), self._fill, dtype=torch.uint8)
+        for layer, part in itertools.product(range(len(self.layout.layer_names)), range(self.engine.model.parts)):
+            slots = self.pattern.slots(layer, part)
+            for index, block in enumerate(loaded, -(-num_tokens // size) - len(loaded)):
+                filled = slots[block, : num_tokens - index * size]
+                if (filled == sentinel.view(slots.dtype)).any():
+                    return f"{self.place}: layer {layer} part {part} block {block} was not written"
+                filled[:] = sentinel.view(slots.dtype)
+        right = all((storage == self._fill).all() for storage in self._cache.storages)
+        return "" if right else f"{self.place}: bytes were written that do not belong to the prompt"

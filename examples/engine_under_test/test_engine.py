@@ -6,26 +6,45 @@ Run them with `pytest examples/engine_under_test`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import pytest
 from toy_engine import Engine
 
 from kvflow.errors import LeaseExpired
-from kvflow.testing import InprocCluster, InprocPair, assert_closed, assert_conserved, assert_quiet, run_virtual
+from kvflow.testing import (
+    InprocCluster,
+    InprocPair,
+    PatternCache,
+    assert_closed,
+    assert_conserved,
+    assert_quiet,
+    run_virtual,
+    watch_blocks,
+    watch_offers,
+)
 
 PROMPT = [11, 12, 13, 14, 15, 16]
 
 
 @asynccontextmanager
 async def engines(cluster: InprocCluster) -> AsyncIterator[tuple[Engine, Engine]]:
-    """A prefill and a decode engine; afterwards every block has come back."""
-    async with Engine("prefill", world=cluster.world()) as prefill, Engine("decode", world=cluster.world()) as decode:
-        yield prefill, decode
+    """A prefill and a decode engine: offers stay as they are, and afterwards every block has come back."""
+    prefill, decode = Engine("prefill", world=cluster.world()), Engine("decode", world=cluster.world())
+    with watched(prefill), watched(decode):
+        async with prefill, decode:
+            yield prefill, decode
     for engine in (prefill, decode):
         assert_closed(engine.runtime.statistics())
-        assert sorted(engine.free) == list(range(engine.num_blocks)), "blocks were lost"
+
+
+@contextmanager
+def watched(engine: Engine) -> Iterator[None]:
+    cache = PatternCache(engine.runtime.config.engine_id, engine.kv_caches, engine.layout)
+    blocks = watch_blocks(engine.runtime, engine, take="take", free="give_back", free_blocks=lambda: engine.free)
+    with watch_offers(engine.runtime, cache), blocks:
+        yield
 
 
 async def test_a_prompt_is_handed_over(kvflow_cluster: InprocCluster) -> None:

@@ -27,14 +27,13 @@ class Engine:
         self.free = list(range(num_blocks))
         self.num_blocks = num_blocks
         self.leases: set[Lease] = set()
-        self._cache = torch.zeros((2, num_blocks, BLOCK_SIZE, 1, 4), dtype=torch.float32)
+        self.kv_caches = {"layers.0": torch.zeros((2, num_blocks, BLOCK_SIZE, 1, 4), dtype=torch.float32)}
+        self.layout = CacheLayout.infer(self.kv_caches, order="NHD", block_size=BLOCK_SIZE)
         self._background: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         await self.runtime.__aenter__()
-        kv_caches = {"layers.0": self._cache}
-        layout = CacheLayout.infer(kv_caches, order="NHD", block_size=BLOCK_SIZE)
-        await self.runtime.register_kv_caches(kv_caches, layout)
+        await self.runtime.register_kv_caches(self.kv_caches, self.layout)
         return self
 
     async def __aexit__(
@@ -45,9 +44,9 @@ class Engine:
 
     def prefill(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any]:
         """Compute a prompt and offer it; returns the ticket. The blocks are free again when the lease has ended."""
-        blocks = self._take(len(prompt))
+        blocks = self.take(len(prompt))
         for index, token in enumerate(prompt):
-            self._cache[:, blocks[index // BLOCK_SIZE], index % BLOCK_SIZE] = float(token)
+            self.kv_caches["layers.0"][:, blocks[index // BLOCK_SIZE], index % BLOCK_SIZE] = float(token)
         lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids=blocks, num_tokens=len(prompt)))
         self.leases.add(lease)
         self._in_background(self._free_after(lease, blocks))
@@ -55,35 +54,35 @@ class Engine:
 
     async def decode(self, request_id: str, ticket: Mapping[str, Any], num_tokens: int) -> list[int]:
         """Load a prompt and "decode" it: returns its tokens, as they are in the cache."""
-        blocks = self._take(num_tokens)
+        blocks = self.take(num_tokens)
         load = self.runtime.start_load(LoadRequest(request_id, ticket=ticket, block_ids=blocks))
         try:
             await load
-            rows = self._cache[0, blocks].flatten(0, 1)[:num_tokens]
+            rows = self.kv_caches["layers.0"][0, blocks].flatten(0, 1)[:num_tokens]
             return [int(row.flatten()[0]) for row in rows]
         finally:
             self._in_background(self._free_when_settled(load, blocks))
 
-    def _take(self, num_tokens: int) -> list[int]:
+    def take(self, num_tokens: int) -> list[int]:
         count = -(-num_tokens // BLOCK_SIZE)
         if count > len(self.free):
             raise MemoryError(f"{count} blocks are needed, {len(self.free)} are free")
         taken, self.free = self.free[:count], self.free[count:]
         return taken
 
-    def _give_back(self, blocks: Sequence[int]) -> None:
-        self._cache[:, list(blocks)] = -1.0  # as the next owner would
+    def give_back(self, blocks: Sequence[int]) -> None:
+        self.kv_caches["layers.0"][:, list(blocks)] = -1.0  # as the next owner would
         self.free.extend(blocks)
 
     async def _free_after(self, lease: Lease, blocks: Sequence[int]) -> None:
         await lease
         self.leases.discard(lease)
-        self._give_back(blocks)
+        self.give_back(blocks)
 
     async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
         """A load that was cancelled may leave blocks in which bytes still land: they must not be reused before."""
         await load.settled()
-        self._give_back(blocks)
+        self.give_back(blocks)
 
     def _in_background(self, body: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(body)

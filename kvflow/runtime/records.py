@@ -6,8 +6,9 @@ quick. One that raises is logged and changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -85,8 +86,20 @@ class Observers:
             raise ConfigError(
                 f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
             )
-        self._observers = listed
-        self.any = bool(listed)
+        self._set(listed)
+
+    @contextlib.contextmanager
+    def one_more(self, observer: Observer) -> Iterator[None]:
+        """Tell another observer, too, inside the block."""
+        self._set((*self._observers, observer))
+        try:
+            yield
+        finally:
+            self._set(tuple(other for other in self._observers if other is not observer))
+
+    def _set(self, observers: tuple[Observer, ...]) -> None:
+        self._observers = observers
+        self.any = bool(observers)
         """Whether there is somebody to tell."""
 
     def load_ended(self, record: LoadRecord) -> None:

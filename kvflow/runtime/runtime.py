@@ -49,7 +49,8 @@ class Runtime:
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         checks.instance(world, World, "world", error=ConfigError)
-        self._supervisor = Supervisor(config, Observers(observers), world)
+        self._observers = Observers(observers)
+        self._supervisor = Supervisor(config, self._observers, world)
         self._registering = False
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
@@ -225,6 +226,10 @@ class Runtime:
         self._require_here("drain")
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
+
+    def observed_by(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tell `observer`, too, how loads and leases end, as in `with runtime.observed_by(observer): ...`."""
+        return self._observers.one_more(observer)
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""

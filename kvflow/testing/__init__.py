@@ -1,13 +1,18 @@
 """What tests of code that uses kvflow need: engines in one process, faults and time to script, checks of the books."""
 
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
+from kvflow.testing.caches import PatternCache, assert_blocks_equal, assert_loaded, compare_blocks
+from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import CacheSize, InprocPair, NixlPair, Pair, TestEngine, inproc_pair, nixl_pair
+from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
+from kvflow.testing.watch import BlockWatch, OfferWatch, watch_blocks, watch_offers
 from kvflow.transport.inproc import InprocFaults, InprocNetwork, InprocTransport
 
 __all__ = [
+    "BlockWatch",
     "CacheSize",
     "Deadlock",
     "InprocCluster",
@@ -18,14 +23,23 @@ __all__ = [
     "LoopClock",
     "ManualClock",
     "NixlPair",
+    "OfferWatch",
     "Pair",
+    "PatternCache",
     "TestEngine",
     "VirtualLoop",
+    "Weather",
+    "assert_blocks_equal",
     "assert_closed",
     "assert_conserved",
+    "assert_loaded",
     "assert_quiet",
+    "cancel_everywhere",
+    "compare_blocks",
     "inproc_pair",
     "new_virtual_loop",
     "nixl_pair",
     "run_virtual",
+    "watch_blocks",
+    "watch_offers",
 ]

@@ -1,38 +1,55 @@
 """Several engines in one process, without NIXL, sockets or threads: on any event loop, in real or in virtual time.
 
 Give your own engine a world of the cluster, `Runtime(config, world=cluster.world())`, or take a ready one from
-`cluster.engine`. Faults are those of the in-process transport, one set per rank (`cluster.transport`).
+`cluster.engine`. Faults are those of the in-process transport, one set per rank (`cluster.transport`), or come by a
+seed, in virtual time: `InprocCluster(seed=7)`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
+from kvflow.errors import UsageError
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
+from kvflow.testing.faults import Faults
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine
 from kvflow.testing.side_channel import Exchange, InprocSideChannel
+from kvflow.testing.simulator.settings import Weather
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+
+ResultT = TypeVar("ResultT")
 
 _FIRST_RANK = Rank(0, 0, 0)
 _SMALL = CacheSize(layers=1)
 
 
 class InprocCluster:
-    """The network and the side channel that runtimes of one process share."""
+    """The network and the side channel that runtimes of one process share.
 
-    def __init__(self) -> None:
+    Args:
+        seed: With one, everything that engines send each other is slow, torn, lost, repeated, late, refused or garbled
+            as the simulator does it, the same in every run; it needs virtual time. None is a perfect network.
+        weather: How bad that is; drawn from the seed if None.
+    """
+
+    def __init__(self, seed: int | None = None, *, weather: Weather | None = None) -> None:
         self.network = InprocNetwork()
         self._exchange = Exchange()
+        self._faults = None if seed is None else Faults(seed, weather)
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
         """What a runtime needs to be part of the cluster. Copies run on the event loop: keep caches small."""
+        if self._faults is not None:
+            return replace(self._faults.world(clock), transport=self._make)
         return World(
             transport=self._make,
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
@@ -48,7 +65,7 @@ class InprocCluster:
     async def engine(
         self, engine_id: str, *, config: Config | None = None, size: CacheSize = _SMALL
     ) -> AsyncIterator[TestEngine]:
-        """An open runtime with a small registered cache, all of whose elements are -1.
+        """An open runtime with a small registered cache, filled with its pattern (`TestEngine.cache`).
 
         `config` gives limits and timeouts. After a clean exit nothing may be left (`assert_closed`).
         """
@@ -56,7 +73,37 @@ class InprocCluster:
         async with open_engine(engine_id, base, self._make, world=self.world(), size=size) as engine:
             yield engine
 
+    async def run_process(
+        self,
+        engine_id: str,
+        body: Callable[[], Coroutine[Any, Any, ResultT]],
+        *,
+        crashes: int = 1,
+        within_s: float = 0.1,
+    ) -> ResultT:
+        """Run an engine as a process that is killed and starts again under its name, at moments drawn from the seed.
+
+        Args:
+            engine_id: Of the runtimes that `body` opens.
+            body: One life, from opening the engine on. When it is killed nothing of it runs any more, no `finally`
+                either, and its memory cannot be reached.
+            crashes: How often it is killed at most.
+            within_s: It is killed at most so long after its start, and starts again at most so long after that.
+
+        Returns:
+            What the life that came to its end returned; what that raised is raised. Cancelling cancels it.
+
+        Raises:
+            UsageError: The cluster has no seed.
+        """
+        if self._faults is None:
+            raise UsageError("run_process: crashes come by a seed, as in InprocCluster(seed=7)")
+        return await self._faults.run_process(engine_id, body, crashes, within_s)
+
     def _make(self, config: Config, agent_name: str) -> InprocTransport:
-        made = InprocTransport(agent_name, self.network)
+        if self._faults is None:
+            made = InprocTransport(agent_name, self.network)
+        else:
+            made = self._faults.network.attach(self._faults.host(config), agent_name)
         self._transports[config.engine_id, Rank.of(config)] = made
         return made

@@ -17,21 +17,33 @@ from kvflow.runtime.records import Observer
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed
+from kvflow.testing.caches import PatternCache, assert_loaded
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 TransportT = TypeVar("TransportT", bound=Transport)
 
-_UNTOUCHED = -1.0
-
 
 class CacheSize(NamedTuple):
-    """How large a test's cache is."""
+    """How large a test's cache is, and the order of its axes; K and V come first."""
 
     layers: int = 2
     num_blocks: int = 16
     block_size: int = 4
+    order: str = "HND"
+    kv_heads: int = 2
+    head_size: int = 8
+
+    def make(self, engine_id: str) -> tuple[dict[str, torch.Tensor], PatternCache]:
+        """The tensors of a cache, filled with the engine's pattern."""
+        inner = (self.block_size, self.kv_heads) if self.order == "NHD" else (self.kv_heads, self.block_size)
+        shape = (2, self.num_blocks, *inner, self.head_size)
+        kv_caches = {f"layers.{index}": torch.empty(shape) for index in range(self.layers)}
+        layout = CacheLayout.infer(kv_caches, order=self.order, block_size=self.block_size, style="kv_first")
+        cache = PatternCache(engine_id, kv_caches, layout)
+        cache.fill()
+        return kv_caches, cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +54,13 @@ class Engine(Generic[TransportT]):
     transport: TransportT
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
+    cache: PatternCache
+    """The same tensors; each element says that it is this engine's, until it is written to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair(Generic[TransportT]):
-    """A producer whose every element is different, and a consumer whose every element is -1."""
+    """A producer and a consumer, each with a pattern in its cache."""
 
     producer: Engine[TransportT]
     consumer: Engine[TransportT]
@@ -73,11 +87,7 @@ class Pair(Generic[TransportT]):
 
     def assert_loaded(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         """The consumer's `local_ids` equal the producer's `remote_ids`; all its other blocks are untouched."""
-        others = [block for block in range(self.consumer.layout.num_blocks) if block not in set(local_ids)]
-        for name, ours in self.consumer.kv_caches.items():
-            theirs = self.producer.kv_caches[name]
-            assert torch.equal(ours[:, list(local_ids)], theirs[:, list(remote_ids)]), f"{name}: blocks differ"
-            assert (ours[:, others] == _UNTOUCHED).all(), f"{name}: a block was written that was not asked for"
+        assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
 TestEngine: TypeAlias = Engine[InprocTransport]
@@ -113,7 +123,6 @@ async def inproc_pair(
         open_engine("producer", base, make, world=producer_world, observers=observers, size=size) as producer,
         open_engine("consumer", base, make, world=consumer_world, observers=observers, size=size) as consumer,
     ):
-        _number_elements(producer.kv_caches)
         yield Pair(producer=producer, consumer=consumer)
 
 
@@ -125,7 +134,6 @@ async def nixl_pair(*, config: Config | None = None, size: CacheSize = CacheSize
         open_engine("producer", base, make_transport, size=size) as producer,
         open_engine("consumer", base, make_transport, size=size) as consumer,
     ):
-        _number_elements(producer.kv_caches)
         yield Pair(producer=producer, consumer=consumer)
 
 
@@ -139,11 +147,11 @@ async def open_engine(
     observers: Sequence[Observer] = (),
     size: CacheSize = CacheSize(),  # noqa: B008 - frozen
 ) -> AsyncIterator[Engine[TransportT]]:
-    """An open runtime on a transport of its own, with a registered cache; after a clean exit nothing may be left."""
+    """An open runtime on a transport of its own, its registered cache full of its pattern; after a clean exit nothing
+    may be left.
+    """
     config = replace(base, engine_id=engine_id, listen="tcp://127.0.0.1:0")
-    shape = (2, size.num_blocks, 2, size.block_size, 8)
-    kv_caches = {f"layers.{index}": torch.full(shape, _UNTOUCHED) for index in range(size.layers)}
-    layout = CacheLayout.infer(kv_caches, order="HND", block_size=size.block_size)
+    kv_caches, cache = size.make(engine_id)
     made: list[TransportT] = []
 
     def make_and_keep(config: Config, agent_name: str) -> TransportT:
@@ -151,11 +159,6 @@ async def open_engine(
         return made[0]
 
     async with Runtime(config, observers=observers, world=replace(world, transport=make_and_keep)) as runtime:
-        await runtime.register_kv_caches(kv_caches, layout)
-        yield Engine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=layout)
+        await runtime.register_kv_caches(kv_caches, cache.layout)
+        yield Engine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=cache.layout, cache=cache)
     assert_closed(runtime.statistics())
-
-
-def _number_elements(kv_caches: dict[str, torch.Tensor]) -> None:
-    for index, tensor in enumerate(kv_caches.values()):
-        tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + index * tensor.numel())

@@ -12,6 +12,7 @@ by SIGSTOP and SIGCONT, or killed, after which nothing of it runs any more, not 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import heapq
 import itertools
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+_ENDING_S = 60.0
+_ROUNDS_MAX = 10
 
 Awaited: TypeAlias = Generator[Any, None, T] | Coroutine[Any, Any, T]
 
@@ -110,6 +114,11 @@ class Life:
         self._waiting = deque()
 
 
+def life_of(context: Context) -> Life | None:
+    """Whose a context is."""
+    return context.get(_LIFE)
+
+
 class _Call(asyncio.TimerHandle):
     """A callback that is due. Cancelled ones are passed over when their turn comes."""
 
@@ -118,8 +127,7 @@ class _Call(asyncio.TimerHandle):
 
     @property
     def life(self) -> Life | None:
-        context: Context = self._context  # type: ignore[attr-defined]
-        return context.get(_LIFE)
+        return life_of(self._context)  # type: ignore[attr-defined]
 
     def run(self) -> None:
         self._run()
@@ -229,13 +237,33 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         else:
             self._stopped_lives.pop(life, None)
 
+    @property
+    def any_stopped(self) -> bool:
+        """Whether a life is frozen or dead."""
+        return bool(self._stopped_lives)
+
     def run_again(self, calls: deque[Any]) -> None:
         """Only for `Life`: what was put off is ready now."""
         self._ready.extend(calls)
 
-    def drop_timers(self) -> None:
-        """After a test: nothing that was set for later happens any more."""
+    def end_all(self) -> None:
+        """After a test: let everything end that is still there, dead lives included; how, concerns nobody."""
+        self.after_step = None
+        self.set_exception_handler(lambda *_: None)
+        for life in list(self._stopped_lives):
+            life.bury()
         self._timers.clear()
+        for _ in range(_ROUNDS_MAX):  # what ends may begin something
+            tasks = self.tasks()
+            if not tasks:
+                return
+            for task in tasks:
+                task.cancel()
+            ends = asyncio.gather(*tasks, return_exceptions=True)
+            stop = self.call_later(_ENDING_S, ends.cancel)
+            with contextlib.suppress(Deadlock, asyncio.CancelledError):
+                self.run_until_complete(ends)
+            stop.cancel()
 
     # --- running
 
@@ -355,4 +383,9 @@ def new_virtual_loop() -> VirtualLoop:
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time. Raises what it raises, or Deadlock."""
     with asyncio.Runner(loop_factory=new_virtual_loop) as runner:
-        return runner.run(body)
+        try:
+            return runner.run(body)
+        finally:
+            loop = runner.get_loop()
+            if isinstance(loop, VirtualLoop) and loop.any_stopped:
+                loop.end_all()

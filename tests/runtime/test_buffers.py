@@ -26,50 +26,28 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.memory.copies import canonical_parts, copy_blocks
+from kvflow.runtime.memory.copies import copy_blocks
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.world import World
-from kvflow.testing import InprocCluster, assert_closed, assert_quiet
+from kvflow.testing import (
+    CacheSize,
+    InprocCluster,
+    TestEngine,
+    assert_blocks_equal,
+    assert_closed,
+    assert_loaded,
+    assert_quiet,
+)
 from kvflow.testing.copier import InlineCopier
+from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 HEADS, HEAD_SIZE, LAYERS, BLOCKS = 4, 8, 2, 12
-UNTOUCHED = -1.0
 PROMPT = 37
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One engine of one rank and its cache, K and V first."""
-
-    runtime: Runtime
-    transport: InprocTransport
-    caches: dict[str, torch.Tensor]
-    layout: CacheLayout
-
-    def tokens(self, block_ids: Sequence[int], count: int) -> torch.Tensor:
-        """(layer and part, token, head, element) of the first tokens in these blocks."""
-        parts = [part for layer in self.caches.values() for part in canonical_parts(layer, self.layout)]
-        return torch.stack([part[list(block_ids)].flatten(0, 1)[:count] for part in parts])
-
-
-@contextlib.asynccontextmanager
-async def engine(network: InprocNetwork, config: Config, order: str, block_size: int) -> AsyncIterator[Side]:
-    inner = (block_size, HEADS) if order == "NHD" else (HEADS, block_size)
-    caches = {f"layers.{index}": torch.full((2, BLOCKS, *inner, HEAD_SIZE), UNTOUCHED) for index in range(LAYERS)}
-    layout = CacheLayout.infer(caches, order=order, block_size=block_size)
-    made: list[InprocTransport] = []
-
-    def make(_: Config, name: str) -> InprocTransport:
-        made.append(InprocTransport(name, network))
-        return made[0]
-
-    async with Runtime(config, world=World(transport=make)) as runtime:
-        await runtime.register_kv_caches(caches, layout)
-        yield Side(runtime, made[0], caches, layout)
-        if runtime.statistics().serving is not None:
-            assert_quiet(runtime.statistics())
-    assert_closed(runtime.statistics())
+Side = TestEngine
+SIZE = CacheSize(layers=LAYERS, num_blocks=BLOCKS, kv_heads=HEADS, head_size=HEAD_SIZE)
 
 
 @contextlib.asynccontextmanager
@@ -77,13 +55,21 @@ async def engines(
     producer: Config, consumer: Config, orders: tuple[str, str] = ("NHD", "HND"), sizes: tuple[int, int] = (4, 4)
 ) -> AsyncIterator[tuple[Side, Side]]:
     network = InprocNetwork()
+
+    def make(_: Config, name: str) -> InprocTransport:
+        return InprocTransport(name, network)
+
+    one_size, other_size = (
+        SIZE._replace(order=order, block_size=size) for order, size in zip(orders, sizes, strict=True)
+    )
     async with (
-        engine(network, replace(producer, engine_id="producer"), orders[0], sizes[0]) as one,
-        engine(network, replace(consumer, engine_id="consumer"), orders[1], sizes[1]) as other,
+        open_engine("producer", producer, make, size=one_size) as one,
+        open_engine("consumer", consumer, make, size=other_size) as other,
     ):
-        for index, tensor in enumerate(one.caches.values()):
-            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + index * tensor.numel())
         yield one, other
+        for side in (one, other):
+            if side.runtime.statistics().serving is not None:
+                assert_quiet(side.runtime.statistics())
 
 
 BASE = replace(PATIENT, listen="tcp://127.0.0.1:0", transport="inproc")
@@ -96,19 +82,13 @@ async def hand_over(one: Side, other: Side, prefix_blocks: int = 0) -> LoadRepor
     ours, theirs = other.layout.block_size, one.layout.block_size
     offered = list(range(BLOCKS))[::-1][: -(-PROMPT // theirs)]
     local = [(7 * block + 3) % BLOCKS for block in range(-(-PROMPT // ours))]
-    before = other.tokens(range(BLOCKS), BLOCKS * ours).clone()
     lease = one.runtime.serve_blocks(ServeRequest("req", block_ids=offered, num_tokens=PROMPT))
     wanted = local[prefix_blocks:]
     report = await other.runtime.load_blocks(LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=wanted))
     assert await lease is LeaseOutcome.READ
     start = prefix_blocks * ours
     assert report.tokens == PROMPT - start
-    assert torch.equal(other.tokens(local, PROMPT)[:, start:], one.tokens(offered, PROMPT)[:, start:])
-    expected = before.unflatten(1, (BLOCKS, ours))
-    for position, block in enumerate(wanted, prefix_blocks):
-        filled = min(PROMPT - position * ours, ours)
-        expected[:, block, :filled] = one.tokens(offered, PROMPT)[:, position * ours : position * ours + filled]
-    assert torch.equal(other.tokens(range(BLOCKS), BLOCKS * ours).unflatten(1, (BLOCKS, ours)), expected)
+    assert_loaded(other.cache, wanted, one.cache, offered, num_tokens=PROMPT)
     return report
 
 
@@ -182,24 +162,19 @@ class EngineCopier:
         device_ids, host_ids = (np.array(ids, dtype=np.int64) for ids in zip(*pairs, strict=True))
         layout = self.side.layout
         if direction is CopyDirection.TO_HOST:
-            copy_blocks(self.side.caches, host_caches, layout, device_ids, host_ids)
+            copy_blocks(self.side.kv_caches, host_caches, layout, device_ids, host_ids)
         else:
-            copy_blocks(host_caches, self.side.caches, layout, host_ids, device_ids)
+            copy_blocks(host_caches, self.side.kv_caches, layout, host_ids, device_ids)
 
 
 @contextlib.asynccontextmanager
 async def unreachable(
     network: InprocNetwork,
     config: Config,
-    fill: float | None,
     world: World = World(),  # noqa: B008 - frozen
 ) -> AsyncIterator[tuple[Side, EngineCopier]]:
     """An engine whose cache the transport cannot reach."""
-    caches = {f"layers.{index}": torch.full((2, BLOCKS, HEADS, 4, HEAD_SIZE), UNTOUCHED) for index in range(LAYERS)}
-    if fill is None:
-        for index, tensor in enumerate(caches.values()):
-            tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + index * tensor.numel())
-    layout = CacheLayout.infer(caches, order="HND", block_size=4)
+    caches, cache = SIZE.make(config.engine_id)
     made: list[InprocTransport] = []
 
     def make(_: Config, name: str) -> InprocTransport:
@@ -207,10 +182,10 @@ async def unreachable(
         return made[0]
 
     async with Runtime(config, world=replace(world, transport=make)) as runtime:
-        side = Side(runtime, made[0], caches, layout)
+        side = Engine(runtime=runtime, transport=made[0], kv_caches=caches, layout=cache.layout, cache=cache)
         copier = EngineCopier(side)
         outside: KVCaches = {name: Elsewhere(tensor) for name, tensor in caches.items()}
-        await runtime.register_kv_caches(outside, layout, copy_blocks=copier)
+        await runtime.register_kv_caches(outside, cache.layout, copy_blocks=copier)
         yield side, copier
         copier.gate.set()
         await leases_ended(runtime)
@@ -228,8 +203,8 @@ async def unreachable_pair(
     """The consumer may have a config of its own."""
     network = InprocNetwork()
     async with (
-        unreachable(network, replace(config, engine_id="producer"), None, world) as giver,
-        unreachable(network, replace(consumer or config, engine_id="consumer"), UNTOUCHED, world) as taker,
+        unreachable(network, replace(config, engine_id="producer"), world) as giver,
+        unreachable(network, replace(consumer or config, engine_id="consumer"), world) as taker,
     ):
         yield giver, taker
 
@@ -254,8 +229,7 @@ async def test_an_engine_copies_for_a_device_that_no_transport_reaches() -> None
         assert lease.ticket.block_ids == (3, 7, 9)
         await other.runtime.load_blocks(wanted(lease, [5, 0, 2]))
         assert await ended(lease) is LeaseOutcome.READ
-        assert torch.equal(other.tokens([5, 0, 2], 12), one.tokens([3, 7, 9], 12))
-        assert (other.tokens([1, 3, 4, 6, 7, 8, 9, 10, 11], 36) == UNTOUCHED).all()
+        assert_loaded(other.cache, [5, 0, 2], one.cache, [3, 7, 9])
         assert [block for pairs, _ in saved.calls for block, _ in pairs] == [3, 7, 9]
         assert {direction for _, direction in saved.calls} == {CopyDirection.TO_HOST}
         assert [block for pairs, _ in loaded.calls for block, _ in pairs] == [5, 0, 2]
@@ -274,7 +248,7 @@ async def test_a_reader_that_comes_early_waits_for_the_blocks() -> None:
         assert seen.bytes_read == 16 * (seen.reads - seen.open_reads)  # seals, and nothing else
         saved.gate.set()
         assert (await load).blocks == 2
-        assert torch.equal(other.tokens([0, 1], 8), one.tokens([3, 7], 8))
+        assert_blocks_equal(other.cache, [0, 1], one.cache, [3, 7])
 
 
 @in_virtual_time
@@ -302,7 +276,7 @@ async def test_nothing_is_reported_before_it_is_on_the_device() -> None:
         assert blocks.in_flight == 1
         loaded.gate.set()
         await load
-        assert torch.equal(other.tokens([0], 4), one.tokens([3], 4))
+        assert_blocks_equal(other.cache, [0], one.cache, [3])
 
 
 async def test_closing_says_that_a_copy_still_writes() -> None:
@@ -345,7 +319,7 @@ async def test_a_failed_copy_to_the_device_fails_the_load_and_blames_no_peer() -
             await other.runtime.load_blocks(wanted(lease, [0]))
         loaded.problem = None
         await other.runtime.load_blocks(wanted(lease, [0]))
-        assert torch.equal(other.tokens([0], 4), one.tokens([3], 4))
+        assert_blocks_equal(other.cache, [0], one.cache, [3])
         listener = one.runtime.statistics().listener
         assert listener is not None
         assert listener.answered == 1  # no second handshake
@@ -441,18 +415,18 @@ async def test_host_buffers_are_bounded_for_offers() -> None:
 
 
 async def test_loads_larger_than_the_host_buffers_take_turns() -> None:
-    async with unreachable(InprocNetwork(), replace(BASE, engine_id="x"), None):
+    async with unreachable(InprocNetwork(), replace(BASE, engine_id="x")):
         pass
     network = InprocNetwork()
     async with (
-        unreachable(network, replace(BASE, engine_id="producer"), None) as (one, _),
-        unreachable(network, replace(SMALL, engine_id="consumer"), UNTOUCHED) as (other, loaded),
+        unreachable(network, replace(BASE, engine_id="producer")) as (one, _),
+        unreachable(network, replace(SMALL, engine_id="consumer")) as (other, loaded),
     ):
         leases = [offer(one, range(6), "a"), offer(one, range(6, 12), "b")]
         async with asyncio.TaskGroup() as group:
             group.create_task(other.runtime.load_blocks(wanted(leases[0], range(6))))
             group.create_task(other.runtime.load_blocks(wanted(leases[1], range(6, 12))))
-        assert torch.equal(other.tokens(range(12), 48), one.tokens(range(12), 48))
+        assert_blocks_equal(other.cache, range(12), one.cache, range(12))
         assert max(host for pairs, _ in loaded.calls for _, host in pairs) < 3
         assert [await ended(lease) for lease in leases] == [LeaseOutcome.READ] * 2
 

@@ -25,7 +25,7 @@ from kvflow.runtime.world import World
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.core.caches import DTYPES
 from tests.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
-from tests.reference_model import CONSUMER_FILL, Engine, Look, Model, RankCache
+from tests.reference_model import Engine, Look, Model
 
 EXAMPLES_EACH = 300  # of 5 families, on 2 event loops
 RANKS_MAX = 16  # of both engines together
@@ -369,4 +369,4 @@ async def refuse(producer: Engine, consumer: Engine, message: str) -> None:
         for lease in leases:
             lease.revoke()
     for rank in consumers:
-        assert not rank.cache.difference(RankCache(consumer, rank.place, CONSUMER_FILL))
+        assert not rank.cache.difference([], (), (), 0)

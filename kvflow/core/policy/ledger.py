@@ -77,8 +77,12 @@ class BlockLedger:
             quarantined=int((self._use == _QUARANTINED).sum()),
         )
 
+    def use_of(self, block: int) -> str:
+        """How a block is used now, as messages say it; "" for a free one, or one that is not of this cache."""
+        use = int(self._use[block]) if 0 <= block < len(self._use) else _FREE
+        return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
+
     def _refuse(self, ids: BlockIds, busy: npt.NDArray[np.bool_], verb: str) -> NoReturn:
         block = int(ids[busy][0])
-        writer = _WRITER_TEXT.get(int(self._use[block]))
-        use = f"it is {writer} by another request" if writer else "it is leased to readers"
-        raise BlocksBusy(f"block {block} cannot be {verb}: {use}")
+        by_whom = " by another request" if self._use[block] < _FREE else ""
+        raise BlocksBusy(f"block {block} cannot be {verb}: it is {self.use_of(block)}{by_whom}")

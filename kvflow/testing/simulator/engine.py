@@ -95,7 +95,7 @@ class Engine:
         for rank, cache in enumerate(self._caches):
             settings = self._simulation.settings
             config: Config = replace(settings.base, **settings.config(self.shape, self._address, rank))  # type: ignore[arg-type]
-            world = make_world(self._network, self.host, clock)
+            world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
             cache.poison_all(self._simulation.next_poison())
             runtime = Runtime(config, world=world)
             await runtime.__aenter__()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvflow.testing.side_channel import Exchange
 from kvflow.testing.simulator.settings import CALM, Weather
-from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop
+from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop, life_of
 from kvflow.transport.base import PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
@@ -92,8 +92,9 @@ class Network:
             self.agents.agents.pop(agent.name, None)
             del self._hosts[agent]
         host.agents.clear()
-        for address in [address for address in self.exchange.listeners if self.host_at(address) is host]:
-            del self.exchange.listeners[address]
+        listeners = self.exchange.listeners
+        for address in [address for address, one in listeners.items() if life_of(one.context) is host.life]:
+            del listeners[address]
 
     def host_at(self, address: str) -> Host | None:
         """Whose address of the side channel this is."""

@@ -100,7 +100,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         seed=seed,
         shapes=shapes,
         base=_draw_base(rng),
-        weather=_draw_weather(rng),
+        weather=draw_weather(rng),
         requests=rng.randint(20, 40),
         span_s=rng.uniform(0.3, 2.0),
         trouble=rng.choice((0, 1, 2, 3, 4, 6)),
@@ -159,7 +159,7 @@ def _draw_base(rng: random.Random) -> Config:
     return Config(engine_id="any", limits=Limits(**limits), **drawn)
 
 
-def _draw_weather(rng: random.Random) -> Weather:
+def draw_weather(rng: random.Random) -> Weather:
     """A third of the seeds have no bad weather, only trouble."""
 
     def share(*choices: float) -> float:

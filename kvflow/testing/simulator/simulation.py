@@ -30,7 +30,6 @@ from kvflow.transport.inproc import Row
 _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
-_ROUNDS_MAX = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,26 +329,9 @@ class Simulation:
             logging.getLogger(__name__).debug("unhandled", exc_info=error)
 
     def tear_down(self) -> None:
-        """After the result: let everything end that is still there, dead processes included."""
+        """After the result."""
         self._over = True
-        self.loop.after_step = None
-        self.loop.set_exception_handler(lambda *_: None)
-        for engine in self.engines:
-            engine.host.life.bury()
-            for life, _ in engine.graves:
-                life.bury()
-        self.loop.drop_timers()
-        for _ in range(_ROUNDS_MAX):  # what ends may begin something
-            tasks = self.loop.tasks()
-            if not tasks:
-                return
-            for task in tasks:
-                task.cancel()
-            ends = asyncio.gather(*tasks, return_exceptions=True)
-            stop = self.loop.call_later(_SETTLE_S, ends.cancel)
-            with contextlib.suppress(Deadlock, asyncio.CancelledError):
-                self.loop.run_until_complete(ends)
-            stop.cancel()
+        self.loop.end_all()
 
     def result(self) -> Result:
         return Result(

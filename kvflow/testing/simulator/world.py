@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from kvflow.config import Config
 from kvflow.core.protocol import messages
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
-from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.side_channel import Frames, InprocSideChannel, settle
 from kvflow.testing.simulator.network import Host, Network
@@ -66,18 +67,17 @@ def garbled(network: Network, frames: Frames) -> Frames:
             return [header, body, body]
 
 
-def make_world(network: Network, host: Host, clock: LoopClock) -> World:
-    """What a runtime on this host gets."""
-    rng = network.rng
+def make_world(network: Callable[[], Network], host: Callable[[Config], Host], clock: Callable[[], Clock]) -> World:
+    """What a runtime gets on the host of its engine."""
 
     def side_channel(config: Config) -> InprocSideChannel:
-        return InprocSideChannel(network.exchange, config, send=Questions(network, host).send)
+        return InprocSideChannel(network().exchange, config, send=Questions(network(), host(config)).send)
 
     return World(
-        transport=lambda _, name: network.attach(host, name),
+        transport=lambda config, name: network().attach(host(config), name),
         side_channel=side_channel,
-        clock=lambda: clock,
-        token_hex=lambda count: rng.randbytes(count).hex(),
-        copier=lambda name: InlineCopier(name, lambda: rng.expovariate(1 / network.weather.read_s)),
+        clock=clock,
+        token_hex=lambda count: network().rng.randbytes(count).hex(),
+        copier=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().weather.read_s)),
         real=False,
     )

@@ -1,0 +1,197 @@
+"""Caches whose every element says where it belongs, and comparisons that name the place of the first difference.
+
+A slot is the place of one token in a block. The pattern of an element is a hash of its engine, layer of the model, K or
+V, block, slot, head of the model and element, cut to the dtype's size and finite in every float format. So it is the
+same in every layout, order and cut of a model, and bytes that are missing, stale or in a wrong place show. All of it
+goes by torch indexing over the tensors' shapes and works on bits: what nan is to a dtype does not matter.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+
+from kvflow.core.cache.layout import CacheLayout, KVStyle, axes_of
+from kvflow.core.cache.tensors import KVCaches, tensors_of
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PRIMES = (2654435761, 40503, 2246822519, 3266489917, 668265263, 374761393, 3367900313)
+
+
+class PatternCache:
+    """One rank's cache, seen slot by slot whatever its layout.
+
+    Args:
+        engine_id: Whose it is: part of the pattern, and how messages name it.
+        kv_caches: The tensors that were registered.
+        layout: Their layout.
+        first_head: The model's number of the rank's first KV head. Layers go by `layout.layer_indices`.
+    """
+
+    def __init__(self, engine_id: str, kv_caches: KVCaches, layout: CacheLayout, *, first_head: int = 0) -> None:
+        self.engine_id = engine_id
+        self.layout = layout
+        self.heads = range(first_head, first_head + layout.num_kv_heads)
+        self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
+
+    @property
+    def parts(self) -> Sequence[str]:
+        return ("latent",) if self.layout.latent else ("K", "V")
+
+    def slots(self, layer: int, part: int) -> torch.Tensor:
+        """K (0) or V (1), or the latent, of the `layer`th tensor: a view of integers (block, slot, head, element)."""
+        layout, tensors = self.layout, self._layers[layer]
+        whole, axes = tensors[part % len(tensors)], axes_of(layout.style, layout.order)
+        if "kv" in axes:
+            whole = whole.select(axes.index("kv"), part)
+        if "head" not in axes:
+            whole = whole.unsqueeze(2)
+        elif layout.order == "HND":
+            whole = whole.transpose(1, 2)
+        if layout.style is KVStyle.FUSED:
+            whole = whole[..., part * layout.kv_head_size : (part + 1) * layout.kv_head_size]
+        return whole.view(_INTEGERS[layout.itemsize])
+
+    def fill(self, block_ids: Sequence[int] | None = None) -> None:
+        """Write the pattern into all blocks, or into some."""
+        for layer, part in self._regions():
+            ids = self._ids(block_ids)
+            self.slots(layer, part)[ids] = self._pattern(layer, part, ids)
+
+    def assert_untouched(self, block_ids: Sequence[int] | None = None, *, first_slot: int = 0) -> None:
+        """All blocks, or some, hold what `fill` wrote, from `first_slot` on; AssertionError names the place."""
+        ids = self._ids(block_ids)
+        for layer, part in self._regions():
+            found = self.slots(layer, part)[ids]
+            wrong = (found != self._pattern(layer, part, ids))[:, first_slot:].nonzero().tolist()
+            if wrong:
+                block, slot, head, _ = wrong[0]
+                place = self.name_of(layer, part, int(ids[block]), first_slot + slot, head)
+                raise AssertionError(f"{place} was written to, and {len(wrong) - 1} elements more")
+
+    def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A number for each slot (layer, part, block, slot), which changes with any one element of it."""
+        layout = self.layout
+        weights = 2 * torch.arange(layout.num_kv_heads * layout.kv_head_size) * _PRIMES[0] + 1
+        weights = weights.view(layout.num_kv_heads, layout.kv_head_size)
+        ids = self._ids(block_ids)
+        rows = [
+            (self.slots(layer, part)[ids].to(torch.int64) * weights.to(ids.device)).sum((2, 3))
+            for layer, part in self._regions()
+        ]
+        return torch.stack(rows).view(len(self._layers), len(self.parts), len(ids), layout.block_size)
+
+    def name_of(self, layer: int, part: int, block: int, slot: int, head: int | None = None) -> str:
+        """A place, as messages name it; `head` counts from the rank's first."""
+        of_head = "" if head is None else f" head {self.heads[head]}"
+        name = self.layout.layer_names[layer]
+        return f"engine {self.engine_id!r}, layer {name!r}, {self.parts[part]}, block {block}, slot {slot}{of_head}"
+
+    def find(self, elements: torch.Tensor) -> str | None:
+        """The first place that holds these elements of one head of one slot; None if no place does."""
+        for layer, part in self._regions():
+            held = (self.slots(layer, part).cpu() == elements.cpu()).all(-1).nonzero().tolist()
+            if held:
+                return self.name_of(layer, part, *held[0])
+        return None
+
+    def _regions(self) -> Iterator[tuple[int, int]]:
+        return ((layer, part) for layer in range(len(self._layers)) for part in range(len(self.parts)))
+
+    def _ids(self, block_ids: Sequence[int] | None) -> torch.Tensor:
+        chosen = range(self.layout.num_blocks) if block_ids is None else block_ids
+        return torch.tensor([int(block) for block in chosen], dtype=torch.int64, device=self._layers[0][0].device)
+
+    def _pattern(self, layer: int, part: int, ids: torch.Tensor) -> torch.Tensor:
+        """What the blocks `ids` are filled with: (block, slot, head, element)."""
+        layout = self.layout
+        axes = [ids, *(torch.arange(size) for size in (layout.block_size, layout.num_kv_heads, layout.kv_head_size))]
+        axes[2] = axes[2] + self.heads.start
+        key = zlib.crc32(self.engine_id.encode()) * _PRIMES[0] + layout.layer_indices[layer] * _PRIMES[1]
+        mixed = torch.tensor((key + part * _PRIMES[2]) % (1 << 62), device=ids.device)
+        for place, axis in enumerate(axes):
+            shape = [1, 1, 1, 1]
+            shape[place] = -1
+            mixed = mixed + axis.to(ids.device).view(shape) * _PRIMES[3 + place]
+        for prime in _PRIMES[:2]:
+            mixed = (mixed ^ (mixed >> 29)) * (prime << 16 | 0x5BD1)
+        mixed = (mixed ^ (mixed >> 32)) & ~(1 << (8 * layout.itemsize - 2))
+        return mixed.unsqueeze(-1).view(_INTEGERS[layout.itemsize])[..., 0]
+
+
+def compare_blocks(
+    ours: PatternCache,
+    our_ids: Sequence[int],
+    theirs: PatternCache,
+    their_ids: Sequence[int],
+    *,
+    num_tokens: int | None = None,
+) -> str | None:
+    """What is wrong with blocks that were loaded: None, or the first place that differs and what lies there instead.
+
+    Args:
+        ours: The consumer's cache.
+        our_ids: The blocks that were loaded; fewer than the prompt's are its last ones.
+        theirs: The producer's. Layers and heads that both ranks have are compared; their block sizes may differ.
+        their_ids: The blocks that were offered.
+        num_tokens: How long the prompt is; None stands for full blocks.
+
+    Returns:
+        A sentence that names engine, layer, block and slot on both sides; None if every element is right.
+    """
+    size, their_size = ours.layout.block_size, theirs.layout.block_size
+    stop = min(len(their_ids) * their_size, len(their_ids) * their_size if num_tokens is None else num_tokens)
+    start = min(max(-(-stop // size) - len(our_ids), 0) * size, stop)
+    tokens = torch.arange(start, stop)
+    places = torch.tensor(our_ids, dtype=torch.int64)[(tokens - start) // size], (tokens - start) % size
+    their_places = torch.tensor(their_ids, dtype=torch.int64)[tokens // their_size], tokens % their_size
+    heads = [head for head in ours.heads if head in theirs.heads]
+    here, there = ([cache.heads.index(head) for head in heads] for cache in (ours, theirs))
+    for layer, index in enumerate(ours.layout.layer_indices):
+        if index not in theirs.layout.layer_indices or not heads:
+            continue
+        their_layer = theirs.layout.layer_indices.index(index)
+        for part in range(len(ours.parts)):
+            found = ours.slots(layer, part)[places][:, here].cpu()
+            wrong = (found != theirs.slots(their_layer, part)[their_places][:, there].cpu()).nonzero().tolist()
+            if wrong:
+                token, head, _ = wrong[0]
+                mine, other = ((int(blocks[token]), int(slots[token])) for blocks, slots in (places, their_places))
+                holds = theirs.find(found[token, head]) or f"no place of engine {theirs.engine_id!r}"
+                return (
+                    f"{ours.name_of(layer, part, *mine, here[head])} is not token {start + token} of the prompt, as in "
+                    f"{theirs.name_of(their_layer, part, *other, there[head])}; it holds what is in {holds}"
+                )
+    return None
+
+
+def assert_blocks_equal(
+    ours: PatternCache,
+    our_ids: Sequence[int],
+    theirs: PatternCache,
+    their_ids: Sequence[int],
+    *,
+    num_tokens: int | None = None,
+) -> None:
+    """AssertionError with what `compare_blocks` says, unless every element is right."""
+    problem = compare_blocks(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
+    assert problem is None, problem
+
+
+def assert_loaded(
+    ours: PatternCache,
+    our_ids: Sequence[int],
+    theirs: PatternCache,
+    their_ids: Sequence[int],
+    *,
+    num_tokens: int | None = None,
+) -> None:
+    """The blocks are equal, as by `assert_blocks_equal`, and everything else in `ours` still holds its own pattern."""
+    assert_blocks_equal(ours, our_ids, theirs, their_ids, num_tokens=num_tokens)
+    wanted = set(our_ids)
+    ours.assert_untouched([block for block in range(ours.layout.num_blocks) if block not in wanted])
+    if num_tokens is not None and num_tokens % ours.layout.block_size:
+        ours.assert_untouched(our_ids[-1:], first_slot=num_tokens % ours.layout.block_size)

@@ -1,0 +1,239 @@
+"""Watches that a test opens around an engine: bytes of offered blocks, and who has which block of its allocator.
+
+Both find what went wrong without knowing where to look. What is found is raised where the watch is closed, too: an
+error in some background task of an engine may have been swallowed there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from kvflow.core.plan.topology import Rank
+from kvflow.runtime.producer.lease import Lease, ServeRequest
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.runtime.runtime import Runtime
+from kvflow.testing.caches import PatternCache
+
+
+class Findings:
+    """What a watch has found so far."""
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def add(self, what: str) -> None:
+        self._found.append(what)
+
+    def assert_none(self) -> None:
+        more = f" ({len(self._found) - 1} more were found)" if len(self._found) > 1 else ""
+        assert not self._found, self._found[0] + more
+
+
+class OfferWatch:
+    """What `watch_offers` opens; an observer of its runtime."""
+
+    def __init__(self, cache: PatternCache) -> None:
+        self._cache = cache
+        self._findings = Findings()
+        self._offered: dict[Lease, torch.Tensor] = {}
+
+    def assert_unchanged(self) -> None:
+        """No offer has changed so far; AssertionError names the first place that has. Legal at any moment."""
+        for lease in self._offered:
+            self._compare(lease, "while it was offered")
+        self._findings.assert_none()
+
+    def offer(self, lease: Lease) -> None:
+        """Remember what a new lease offers."""
+        if not lease.done:
+            self._offered[lease] = self._cache.digests(lease.block_ids)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        """See `Observer`: told in the step that gives the blocks back, before anybody else can know."""
+        for lease in [lease for lease in self._offered if lease.done]:
+            self._compare(lease, f"before its lease was over ({record.outcome})")
+            del self._offered[lease]
+
+    def load_ended(self, record: LoadRecord) -> None:
+        """See `Observer`."""
+
+    def _compare(self, lease: Lease, when: str) -> None:
+        before, size = self._offered[lease], self._cache.layout.block_size
+        now = self._cache.digests(lease.block_ids)
+        places = [
+            place for place in (before != now).nonzero().tolist() if _token(place, size) < lease.ticket.num_tokens
+        ]
+        if places:
+            layer, part, index, slot = places[0]
+            where = self._cache.name_of(layer, part, lease.block_ids[index], slot)
+            token = _token(places[0], size)
+            self._findings.add(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
+            self._offered[lease] = now
+
+
+@contextlib.contextmanager
+def watch_offers(runtime: Runtime, cache: PatternCache) -> Iterator[OfferWatch]:
+    """Nothing may change in the blocks that `runtime` offers, until their lease has ended and its hold is over.
+
+    Digests of every slot are taken when `serve_blocks` returns, and compared in the step in which the blocks are given
+    back, at the end of the block, and whenever `assert_unchanged` is called. What lies behind a prompt's last token may
+    change. Works with every transport; costs a pass over the offered blocks.
+
+    Args:
+        runtime: The producer's; its `serve_blocks` is watched from here on, under any name that is looked up later.
+        cache: What it has registered; the content is the engine's own and need not be a pattern.
+
+    Raises:
+        AssertionError: At the end, if an offer has changed, also when an error of the engine comes through; it names
+            engine, layer, block, slot, token and request.
+    """
+    watch, serve = OfferWatch(cache), runtime.serve_blocks
+
+    def serve_watched(request: ServeRequest) -> Lease:
+        lease = serve(request)
+        watch.offer(lease)
+        return lease
+
+    final = _final(watch.assert_unchanged, watch.assert_unchanged)
+    with runtime.observed_by(watch), _replaced(runtime, "serve_blocks", serve_watched), final:
+        yield watch
+
+
+class BlockWatch:
+    """What `watch_blocks` opens: who has taken which block."""
+
+    def __init__(self, runtime: Runtime, free_blocks: Callable[[], Collection[int]]) -> None:
+        self._runtime = runtime
+        self._free_blocks = free_blocks
+        self._all = frozenset(free_blocks())
+        self._taken: dict[int, str] = {}
+        self._findings = Findings()
+
+    def take(self, block_ids: Iterable[int]) -> None:
+        """The allocator gives blocks out; AssertionError if one is not its to give."""
+        where = _caller()
+        for block in block_ids:
+            if block in self._taken:
+                self._fail(block, f"was given out twice: at {self._taken[block]} and at {where}")
+            elif block not in self._all:
+                self._fail(block, f"was given out at {where}; free were {len(self._all)} others when the watch began")
+            elif use := self._use_of(block):
+                self._fail(block, f"was given out at {where} while it is {use}")
+            self._taken[block] = where
+
+    def give_back(self, block_ids: Iterable[int]) -> None:
+        """The allocator gets blocks back; AssertionError if one is free already, or in use by the runtime."""
+        where = _caller()
+        for block in block_ids:
+            taken = self._taken.pop(block, None)
+            if taken is None:
+                self._fail(block, f"was freed at {where}, but nobody had it: it was freed before")
+            elif use := self._use_of(block):
+                self._fail(block, f"was freed at {where} while it is {use}; it was taken at {taken}")
+        self._findings.assert_none()
+
+    def assert_nothing_found(self) -> None:
+        """Nothing was wrong so far with what was taken and freed."""
+        self._findings.assert_none()
+
+    def assert_conserved(self) -> None:
+        """Free and taken blocks are all blocks, each once, and the runtime uses taken ones. Legal at any moment."""
+        self._findings.assert_none()
+        free = sorted(self._free_blocks())
+        for block in sorted(self._all):
+            count = free.count(block) + (block in self._taken)
+            if count != 1:
+                self._fail(block, f"is free {free.count(block)} times, taken at {self._taken.get(block, 'no place')}")
+            if block not in self._taken and (use := self._use_of(block)):
+                self._fail(block, f"is free, but {use}")
+
+    def assert_all_free(self) -> None:
+        """Every block has come back; AssertionError says where the first that has not was taken."""
+        self.assert_conserved()
+        for block, where in sorted(self._taken.items()):
+            self._fail(block, f"was taken at {where} and never freed, as {len(self._taken) - 1} others")
+
+    def _use_of(self, block: int) -> str:
+        cache = self._runtime._supervisor.cache
+        return cache.ledger.use_of(block) if cache else ""
+
+    def _fail(self, block: int, what: str) -> None:
+        config = self._runtime.config
+        self._findings.add(f"engine {config.engine_id!r} ({Rank.of(config)}): block {block} {what}")
+        self._findings.assert_none()
+
+
+@contextlib.contextmanager
+def watch_blocks(
+    runtime: Runtime, allocator: object, *, take: str, free: str, free_blocks: Callable[[], Collection[int]]
+) -> Iterator[BlockWatch]:
+    """Every block of an engine's own allocator is free or taken, once, and none is freed under a lease or a load.
+
+    Args:
+        runtime: Whose leases, loads and quarantines the blocks may be in.
+        allocator: The object that gives blocks out.
+        take: The name of its method that returns the ids of blocks it gives out.
+        free: The name of its method that gets them back: its first argument.
+        free_blocks: Returns those that are free now. All of the allocator's must be, or are not watched.
+
+    Raises:
+        AssertionError: Where blocks are given out twice, freed twice, or freed while the runtime uses them; at the end
+            for that, too, and for blocks that were not freed. It names the block and the lines that took and freed it.
+    """
+    watch = BlockWatch(runtime, free_blocks)
+    give_out, get_back = getattr(allocator, take), getattr(allocator, free)
+
+    def take_watched(*arguments: Any, **options: Any) -> Any:
+        given = give_out(*arguments, **options)
+        watch.take(given or ())
+        return given
+
+    def free_watched(block_ids: Iterable[int], *arguments: Any, **options: Any) -> Any:
+        freed = list(block_ids)
+        watch.give_back(freed)
+        return get_back(freed, *arguments, **options)
+
+    final = _final(watch.assert_all_free, watch.assert_nothing_found)
+    with _replaced(allocator, take, take_watched), _replaced(allocator, free, free_watched), final:
+        yield watch
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    before = vars(owner).get(name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if before is None else setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _final(check: Callable[[], None], after_error: Callable[[], None]) -> Iterator[None]:
+    """Check at the end; what is found goes before an error that came of it."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            after_error()
+        except AssertionError as found:
+            raise found from error
+        raise
+    check()
+
+
+def _token(place: list[int], block_size: int) -> int:
+    return place[2] * block_size + place[3]
+
+
+def _caller() -> str:
+    """The line of the engine that called its allocator."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"

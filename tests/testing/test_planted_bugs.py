@@ -1,0 +1,144 @@
+"""Bugs planted into the toy engine: tests of a few lines find each, and name the place; without it they pass."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from toy_engine import Engine
+
+from kvflow import Lease, Load, LoadRequest
+from kvflow.testing import (
+    BlockWatch,
+    InprocCluster,
+    PatternCache,
+    assert_blocks_equal,
+    cancel_everywhere,
+    run_virtual,
+    watch_blocks,
+    watch_offers,
+)
+
+PROMPT = [11, 12, 13, 14, 15, 16]
+
+
+class FreesEarly(Engine):
+    async def _free_after(self, lease: Lease, blocks: Sequence[int]) -> None:
+        self.give_back(blocks)
+        await lease
+
+
+class ForgetsARelease(Engine):
+    async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
+        await load  # raises, if that was cancelled, before the blocks are given back
+        self.give_back(blocks)
+
+
+class LoadsIntoWrongBlocks(Engine):
+    async def __aenter__(self) -> Engine:
+        start_load = self.runtime.start_load
+
+        def start(request: LoadRequest) -> Load:
+            return start_load(replace(request, block_ids=[block + 1 for block in request.block_ids]))
+
+        vars(self.runtime)["start_load"] = start
+        return await super().__aenter__()
+
+
+def blocks_watched(engine: Engine) -> AbstractContextManager[BlockWatch]:
+    return watch_blocks(engine.runtime, engine, take="take", free="give_back", free_blocks=lambda: engine.free)
+
+
+def pattern(engine: Engine) -> PatternCache:
+    return PatternCache(engine.runtime.config.engine_id, engine.kv_caches, engine.layout)
+
+
+# --- the obvious tests
+
+
+async def offers_stay(cluster: InprocCluster, kind: type[Engine]) -> None:
+    prefill, decode = kind("prefill", world=cluster.world()), Engine("decode", world=cluster.world())
+    with watch_offers(prefill.runtime, pattern(prefill)):
+        async with prefill, decode:
+            await decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+
+
+async def blocks_come_back(cluster: InprocCluster, kind: type[Engine]) -> None:
+    prefill, decode = kind("prefill", world=cluster.world()), Engine("decode", world=cluster.world())
+    with blocks_watched(prefill), blocks_watched(decode):
+        async with prefill, decode:
+            await decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+
+
+async def blocks_are_loaded(cluster: InprocCluster, kind: type[Engine]) -> None:
+    prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
+    async with prefill, decode:
+        await decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+        assert_blocks_equal(pattern(decode), [0, 1], pattern(prefill), [0, 1], num_tokens=len(PROMPT))
+
+
+def cancelled_anywhere(kind: type[Engine]) -> int:
+    @asynccontextmanager
+    async def scenario() -> AsyncIterator[Coroutine[Any, Any, object]]:
+        cluster = InprocCluster()
+        prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
+        with blocks_watched(prefill), blocks_watched(decode):
+            async with prefill, decode:
+                yield decode.decode("request", prefill.prefill("request", PROMPT), len(PROMPT))
+
+    return cancel_everywhere(scenario)
+
+
+# --- what they find
+
+Test = Callable[[InprocCluster, type[Engine]], Coroutine[Any, Any, None]]
+
+SLOT = r"engine 'prefill', layer 'layers\.0', K, block 0, slot 0"
+FOUND = [
+    (offers_stay, FreesEarly, SLOT + r": token 0 of request 'request' was overwritten before its lease was over"),
+    (
+        blocks_come_back,
+        FreesEarly,
+        r"engine 'prefill' .*: block 0 was freed at .*\(_free_after\) while it is leased to readers; "
+        r"it was taken at .*toy_engine\.py:\d+ \(prefill\)",
+    ),
+    (
+        blocks_are_loaded,
+        LoadsIntoWrongBlocks,
+        r"engine 'decode', layer 'layers\.0', K, block 0, slot 0 head 0 is not token 0 of the prompt, as in " + SLOT,
+    ),
+]
+
+
+@pytest.mark.parametrize(("test", "bug", "message"), FOUND)
+def test_a_planted_bug_is_found(test: Test, bug: type[Engine], message: str) -> None:
+    run_virtual(test(InprocCluster(), Engine))
+    with pytest.raises(AssertionError, match=message):
+        run_virtual(test(InprocCluster(), bug))
+
+
+def test_a_release_that_is_forgotten_is_found_wherever_the_engine_is_cancelled() -> None:
+    assert cancelled_anywhere(Engine) > 10
+    message = r"engine 'decode' .*: block 0 was taken at .*toy_engine\.py:\d+ \(decode\) and never freed, as 1 others"
+    with pytest.raises(AssertionError, match=message) as caught:
+        cancelled_anywhere(ForgetsARelease)
+    (note,) = caught.value.__notes__
+    assert re.search(r"cancelled at moment 2: .*toy_engine\.py:\d+ \(decode\)", note)
+
+
+def test_a_coroutine_that_never_ends_is_given_up() -> None:
+    @asynccontextmanager
+    async def scenario() -> AsyncIterator[Coroutine[Any, Any, object]]:
+        yield forever()
+
+    async def forever() -> None:
+        while True:
+            await asyncio.sleep(0)
+
+    with pytest.raises(AssertionError, match="cancelled 5 times and has never run through"):
+        cancel_everywhere(scenario, runs_max=5)
