@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -13,15 +12,11 @@ import pytest
 from tests_support import PATIENT, altered, limited
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
-from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.freshness import RemoteClock
-from kvflow.core.protocol.ticket import RankLease
 from kvflow.errors import LeaseExpired, RequestError
-from kvflow.runtime.channel.protocol import Address, ListenerStatistics
+from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.consumer.load import LoadingStatistics
-from kvflow.runtime.peers.peer import Peer
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocPair, ManualClock, assert_quiet, inproc_pair
@@ -498,18 +493,6 @@ async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None
             await asyncio.sleep(0)
         await timed.load(timed.pair.offer([4], "6"), [1])
         assert timed.listener.answered == 2
-
-
-def test_what_is_sure_about_a_clock_says_nothing_about_another_incarnation_of_its_peer() -> None:
-    peer = Peer(Address("producer", Rank(0, 0, 0), "tcp://127.0.0.1:1"), 0.0)
-
-    def lease(incarnation: str) -> RankLease:
-        return RankLease(pp_rank=0, tp_rank=0, lease_id="", seal_index=0, incarnation=incarnation, expires_s=50.0)
-
-    assert peer.not_expired_before_s(lease("new")) == -math.inf
-    peer.note_clock(RemoteClock(incarnation="new", theirs_s=10.0, sent_s=1.0, received_s=1.5))
-    assert peer.not_expired_before_s(lease("new")) == pytest.approx(41.0, abs=0.01)
-    assert peer.not_expired_before_s(lease("old")) == -math.inf
 
 
 # --- revoking

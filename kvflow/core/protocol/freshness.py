@@ -30,6 +30,7 @@ deadline for sure, however long the question and its answer took.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,18 +123,23 @@ class RemoteClock:
         """Half of the time between question and answer, and what the clocks may drift apart in it."""
         return (self.received_s - self.sent_s) * (0.5 + DRIFT_MAX)
 
-    def not_expired_before_s(self, theirs_s: float) -> float:
-        """While our clock shows less than this, theirs has not reached `theirs_s`; for moments after the reading.
+    def not_expired_before_s(self, incarnation: str, theirs_s: float) -> float:
+        """While our clock shows less than this, that of this incarnation has not reached `theirs_s`; -inf if unknown.
 
-        It takes the answer to be as old as it can be, and their clock to be as fast as it can be.
+        For moments after the reading. It takes the answer to be as old as it can be, and their clock to be as fast as
+        it can be.
         """
+        if incarnation != self.incarnation:
+            return -math.inf
         return self.sent_s + (theirs_s - self.theirs_s) / (1 + DRIFT_MAX)
 
     def combined(self, newer: RemoteClock) -> RemoteClock:
         """The reading that says more; they are compared where their drift makes them equal, so always alike."""
         if self.incarnation != newer.incarnation:
             return newer
-        ours_ahead = newer.not_expired_before_s(0.0) - self.not_expired_before_s(0.0)
+        ours_ahead = newer.not_expired_before_s(self.incarnation, 0.0) - self.not_expired_before_s(
+            self.incarnation, 0.0
+        )
         return newer if ours_ahead > 0 else self
 
 

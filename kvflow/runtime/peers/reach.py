@@ -118,8 +118,8 @@ class Reach:
             source = None
             if connection.report_share.numerator > 0:
                 surely_s = -math.inf
-                if clock is not None and clock.incarnation == lease.incarnation:
-                    surely_s = clock.not_expired_before_s(lease.expires_s)
+                if clock is not None:
+                    surely_s = clock.not_expired_before_s(lease.incarnation, lease.expires_s)
                 address = seals.address + lease.seal_index * SEAL_SIZE_BYTES
                 source = Source(peer, connection, lease, surely_s, address)
             reached.append(_Reached(peer, connection, source))
@@ -327,8 +327,7 @@ def _found(peer: Peer, connection: Connection, lease: RankLease, found: Found) -
     seals, clock = connection.seals, peer.clock
     if not 0 <= lease.seal_index < seals.count:
         raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
-    known = clock is not None and clock.incarnation == lease.incarnation
-    surely_s = clock.not_expired_before_s(lease.expires_s) if clock is not None and known else -math.inf
+    surely_s = clock.not_expired_before_s(lease.incarnation, lease.expires_s) if clock is not None else -math.inf
     source = Source(peer, connection, lease, surely_s, seals.address + lease.seal_index * SEAL_SIZE_BYTES)
     found(source)
     return source

@@ -47,7 +47,7 @@ def test_a_deadline_is_never_believed_to_be_later_than_it_is(
 ) -> None:
     known = read(ours, theirs, Fraction(5), there, back)
     end = Fraction(5) + there + back + lasts  # true time
-    not_expired_before_s = known.not_expired_before_s(float(theirs.at(end)))
+    not_expired_before_s = known.not_expired_before_s(known.incarnation, float(theirs.at(end)))
     assert not_expired_before_s <= float(ours.at(end)) + _ROUNDING_S
 
 
@@ -58,7 +58,7 @@ def test_it_is_not_believed_to_be_much_earlier_either(
     """What is lost is the time that the question took to get there, and the drift since."""
     known = read(ours, theirs, Fraction(5), there, back)
     end = Fraction(5) + there + back + lasts
-    lost_s = float(ours.at(end)) - known.not_expired_before_s(float(theirs.at(end)))
+    lost_s = float(ours.at(end)) - known.not_expired_before_s(known.incarnation, float(theirs.at(end)))
     assert lost_s <= float(there) * (1 + DRIFT_MAX) + 2 * DRIFT_MAX * float(back + lasts) + _ROUNDING_S
 
 
@@ -90,9 +90,13 @@ def test_several_readings_say_what_the_best_of_them_says(
         known = known.combined(newer)
     end_s = float(theirs.at(now + 100))
     assert (
-        abs(known.not_expired_before_s(end_s) - max(one.not_expired_before_s(end_s) for one in readings)) <= _ROUNDING_S
+        abs(
+            known.not_expired_before_s(known.incarnation, end_s)
+            - max(one.not_expired_before_s(one.incarnation, end_s) for one in readings)
+        )
+        <= _ROUNDING_S
     )
-    assert known.not_expired_before_s(end_s) <= float(ours.at(now + 100)) + _ROUNDING_S
+    assert known.not_expired_before_s(known.incarnation, end_s) <= float(ours.at(now + 100)) + _ROUNDING_S
 
 
 def test_a_restarted_peer_has_another_clock() -> None:
@@ -104,4 +108,10 @@ def test_a_restarted_peer_has_another_clock() -> None:
 def test_in_numbers() -> None:
     known = RemoteClock(incarnation="i", theirs_s=1000.0, sent_s=10.0, received_s=10.2)
     assert (known.offset_s, round(known.uncertainty_s, 6)) == (989.9, 0.10004)
-    assert abs(known.not_expired_before_s(1030.0) - (40.0 - 30 * DRIFT_MAX)) < 1e-5
+    assert abs(known.not_expired_before_s(known.incarnation, 1030.0) - (40.0 - 30 * DRIFT_MAX)) < 1e-5
+
+
+def test_what_is_sure_about_a_clock_says_nothing_about_another_incarnation() -> None:
+    known = RemoteClock(incarnation="new", theirs_s=10.0, sent_s=1.0, received_s=1.5)
+    assert known.not_expired_before_s("new", 50.0) == pytest.approx(41.0, abs=0.01)
+    assert known.not_expired_before_s("old", 50.0) == -math.inf
