@@ -418,7 +418,7 @@ class TestRealModel:
 
     def test_streamed_text_grows_to_the_whole_text(self, smollm2: tuple[Path, Greedy]) -> None:
         tokenizer = ChatTokenizer(smollm2[0])
-        token_ids = tokenizer._tokenizer.encode("Größe, 日本, 🙂!", add_special_tokens=False)
+        token_ids = tokenizer.encode_text("Größe, 日本, 🙂!")
         stream = TextStream(tokenizer)
         pieces = [stream.push(token_id) for token_id in token_ids]
         assert pieces[-1] == "Größe, 日本, 🙂!"
