@@ -1,4 +1,4 @@
-"""`kvflow demo`: one process offers the blocks of a prompt, another one loads them over NIXL, and all bytes are compared.
+"""`kvflow demo`: one process offers the blocks of a prompt, another loads them over NIXL, and all bytes are compared.
 
 There is no model: the "prompt" is random bytes. It shows that an installation works, and what a hand-over looks like.
 """
