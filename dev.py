@@ -96,6 +96,7 @@ def types(options: list[str]) -> int:
 
 
 def docs(options: list[str]) -> int:
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # what its theme says of another program
     return run(ensure("docs"), "-m", "mkdocs", *(options or ["build", "--strict"]))
 
 

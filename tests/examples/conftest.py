@@ -105,7 +105,7 @@ def smollm2_packages() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
-    """SmolLM2 as the demo writes it, and transformers' answers; loading it takes some 15 s."""
+    """SmolLM2 as the demo writes it, and transformers' answers; loading it takes some seconds."""
     from paged_engine.weights import GGUF_NAME, package_directory, write_checkpoint
     from transformers import LlamaForCausalLM
 
