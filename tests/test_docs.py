@@ -74,12 +74,12 @@ def test_messages_quoted_in_troubleshooting_are_those_of_the_code() -> None:
     assert [piece for piece in pieces if piece.rstrip(": ") not in source] == []
 
 
-def test_modules_named_in_the_architecture_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    house = text.split("## Tasks")[0]
-    for folder, name in re.findall(r"`((?:core|transport|runtime)/)?(\w+\.py)`", house):
-        found = list((ROOT / "kvflow" / folder).rglob(name))
-        assert found, f"{folder}{name}"
+def test_paths_named_within_the_text_exist() -> None:
+    """In the checkout, in the package or among the examples."""
+    folders = [ROOT, ROOT / "kvflow", ROOT / "examples"]
+    named = {(page, path) for page, file in PAGES.items() for path in _PATH.findall(file.read_text())}
+    assert len(named) > 20
+    assert sorted((page, path) for page, path in named if not any((at / path).exists() for at in folders)) == []
 
 
 def test_settings_named_in_operations_exist() -> None:
@@ -90,6 +90,7 @@ def test_settings_named_in_operations_exist() -> None:
     assert set(named) <= {field.name for field in fields(Config)}
 
 
+_PATH = re.compile(r"`((?:\w+/)+\w+(?:\.py)?)`")
 GROUPS = {errors.KVFlowError, errors.InvalidInput, errors.RuntimeUnavailable, errors.PeerError, errors.LoadError}
 RAISED = {
     kind

@@ -35,7 +35,7 @@ _SECRET_BYTES = 12  # of an id; the rest of its word also counts
 
 
 class SealTable:
-    """Words of host memory and which of them are free. A producer's seals, or a reader's landing places for them."""
+    """Words of host memory and which of them are free. A producer's seals, or a reader's places to fetch them into."""
 
     def __init__(self, count: int) -> None:
         self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
