@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from doc_blocks import PAGES, ROOT, blocks_of, check_blocks, check_command, inline_commands
 from doc_engines import SURROUNDINGS, nothing
 
@@ -80,6 +82,22 @@ def test_paths_named_within_the_text_exist() -> None:
     named = {(page, path) for page, file in PAGES.items() for path in _PATH.findall(file.read_text())}
     assert len(named) > 20
     assert sorted((page, path) for page, path in named if not any((at / path).exists() for at in folders)) == []
+
+
+def test_public_hosting_calls_commands_that_exist() -> None:
+    """Workflows, forms and hooks are read; each command is one of dev.py's, with every value of a job's matrix."""
+    files = [ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
+    read = {path.name: yaml.safe_load(path.read_text()) for path in files}
+    assert len(read) > 3
+    for name in ("test.yml", "thorough.yml"):
+        for job in read[name]["jobs"].values():
+            for step in job["steps"]:
+                for command in job["strategy"]["matrix"].get("command", [""]):
+                    if "run" in step:
+                        check_command(shlex.split(step["run"].replace("${{ matrix.command }}", command)))
+    form = {part.get("id"): part for part in read["bug.yml"]["body"]}
+    assert form["doctor"]["attributes"]["label"] == "kvflow doctor --json"
+    assert form["doctor"]["validations"]["required"]
 
 
 def test_settings_named_in_operations_exist() -> None:
