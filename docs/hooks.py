@@ -12,7 +12,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,8 @@ def default_of(entry: Field[Any]) -> str:
     value = entry.default if entry.default_factory is MISSING else entry.default_factory()
     if value is MISSING:
         return "required"
+    if is_dataclass(value):
+        return f"{type(value).__name__}()"
     if isinstance(value, int) and "bytes" in entry.name:
         shift, unit = next((shift, unit) for shift, unit in _UNITS if value % (1 << shift) == 0)
         return f"{value >> shift} {unit}"
