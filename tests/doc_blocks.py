@@ -32,7 +32,10 @@ from kvflow import Config
 from kvflow.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = {path.relative_to(ROOT).as_posix(): path for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
+TOP = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path for path in [*(ROOT / page for page in TOP), *(ROOT / "docs").rglob("*.md")]
+}
 
 _FENCED = re.compile(r"(?:^<!-- ([^\n]*?) -->\n)?^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _FENCE = re.compile(r"^\s*(```|~~~)", re.MULTILINE)
@@ -166,8 +169,10 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_kvflow(rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
-        case ["python", "-m", "pytest", *_]:
+        case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
+        case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
+            check_command([Path(command).name, *rest])
         case ["python", script, *rest]:
             check_script(script, rest)
         case ["pip", "install", project]:
@@ -204,6 +209,7 @@ def started_by_dev(words: list[str]) -> list[str]:
     exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command))
     vars(dev).update(os=system, run=start, check=start, ensure=lambda _: "python", ensure_vllm=lambda _: "python")
+    vars(dev).update(make_environment=lambda _: Path("python"), install_torch=start)
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
 

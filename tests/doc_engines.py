@@ -140,6 +140,31 @@ async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
 
 
 @asynccontextmanager
+async def asyncio_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The page has all that it needs, and closes it."""
+    names: Names = {}
+    yield names
+    assert names["outcome"] is LeaseOutcome.READ
+    assert names["report"].tokens == TOKENS
+    assert not names["refused"].retryable
+    assert names["outcome_of_cancelled"] is LeaseOutcome.REVOKED
+    assert names["prefill"].state is names["decode"].state is kvflow.RuntimeState.CLOSED
+
+
+@asynccontextmanager
+async def synchronous_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The same, with runtimes that have threads."""
+    network = InprocNetwork()
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
+    names: Names = {}
+    yield names
+    assert names["outcome"] is LeaseOutcome.READ
+    assert names["report"].tokens == TOKENS
+    assert names["aborted"] is LeaseOutcome.REVOKED
+
+
+@asynccontextmanager
 async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
     """Two servers as a router sees them: HTTP clients, behind which are real runtimes."""
     async with cluster.engine("prefill-0", size=SIZE) as prefill, cluster.engine("decode-0", size=SIZE) as decode:
@@ -212,5 +237,9 @@ SURROUNDINGS: dict[str, Surroundings] = {
     "docs/operations.md": operations,
     "docs/security.md": security,
     "docs/server.md": server,
+    "docs/tutorials/asyncio.md": asyncio_tutorial,
+    "docs/tutorials/server.md": server,
+    "docs/tutorials/synchronous.md": synchronous_tutorial,
+    "docs/tutorials/vllm.md": vllm,
     "docs/vllm.md": vllm,
 }

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from doc_blocks import PAGES, ROOT, blocks_of, check_blocks, check_command, inline_commands
 from doc_engines import SURROUNDINGS, nothing
 
@@ -36,19 +42,62 @@ def test_state_diagrams_are_those_of_the_tables(name: str) -> None:
 
 
 def test_links_between_the_docs_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    for page in pages:
+    for page in PAGES.values():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_modules_named_in_the_architecture_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    house = text.split("## Tasks")[0]
-    for folder, name in re.findall(r"`((?:core|transport|runtime)/)?(\w+\.py)`", house):
-        found = list((ROOT / "kvflow" / folder).rglob(name))
-        assert found, f"{folder}{name}"
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs kvflow[docs]; python3 dev.py docs installs it")
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every link and anchor leads somewhere, every page has its place, every public name has a docstring's page."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "reference/api/index.html").read_text()
+    missing = [name for name in kvflow.__all__ if name != "errors" and f'id="kvflow.{name}"' not in api]
+    assert missing == []
+    settings = (tmp_path / "reference/config/index.html").read_text()
+    assert [entry.name for entry in fields(Config) if f"<code>{entry.name}</code>" not in settings] == []
+    table = (tmp_path / "reference/errors/index.html").read_text().split("</table>")[0]
+    assert table.count("<tr>") == 1 + len(RAISED) + len(GROUPS)
+    assert "<code>(2, B, H, N, D)</code>" in (tmp_path / "reference/tensors/index.html").read_text()
+
+
+def test_messages_quoted_in_troubleshooting_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "troubleshooting.md").read_text().split("## By error")[1].split("## ")[0]
+    source = "".join(path.read_text() for path in (ROOT / "kvflow").rglob("*.py"))
+    quoted = [
+        piece for cell in re.findall(r"^\| (\".*?) \|", text, re.MULTILINE) for piece in re.findall(r'"(.*?)"', cell)
+    ]
+    assert len(quoted) > 8
+    pieces = {piece.strip() for message in quoted for piece in re.split(r"\.\.\.|(?<=: )ours|, theirs", message)}
+    assert [piece for piece in pieces if piece.rstrip(": ") not in source] == []
+
+
+def test_paths_named_within_the_text_exist() -> None:
+    """In the checkout, in the package or among the examples."""
+    folders = [ROOT, ROOT / "kvflow", ROOT / "examples"]
+    named = {(page, path) for page, file in PAGES.items() for path in _PATH.findall(file.read_text())}
+    assert len(named) > 20
+    assert sorted((page, path) for page, path in named if not any((at / path).exists() for at in folders)) == []
+
+
+def test_public_hosting_calls_commands_that_exist() -> None:
+    """Workflows, forms and hooks are read; each command is one of dev.py's, with every value of a job's matrix."""
+    files = [ROOT / ".pre-commit-config.yaml", *(ROOT / ".github").rglob("*.yml")]
+    read = {path.name: yaml.safe_load(path.read_text()) for path in files}
+    assert len(read) > 3
+    for name in ("test.yml", "thorough.yml"):
+        for job in read[name]["jobs"].values():
+            for step in job["steps"]:
+                for command in job["strategy"]["matrix"].get("command", [""]):
+                    if "run" in step:
+                        check_command(shlex.split(step["run"].replace("${{ matrix.command }}", command)))
+    form = {part.get("id"): part for part in read["bug.yml"]["body"]}
+    assert form["doctor"]["attributes"]["label"] == "kvflow doctor --json"
+    assert form["doctor"]["validations"]["required"]
 
 
 def test_settings_named_in_operations_exist() -> None:
@@ -60,7 +109,13 @@ def test_settings_named_in_operations_exist() -> None:
     assert set(named) <= limits | {field.name for field in fields(Config)}
 
 
+_PATH = re.compile(r"`((?:\w+/)+\w+(?:\.py)?)`")
 GROUPS = {errors.KVFlowError, errors.InvalidInput, errors.RuntimeUnavailable, errors.PeerError, errors.LoadError}
+RAISED = {
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.KVFlowError) and kind not in GROUPS
+}
 
 
 def test_operations_says_of_each_error_what_the_error_says() -> None:
@@ -69,12 +124,7 @@ def test_operations_says_of_each_error_what_the_error_says() -> None:
     said = {}
     for names, whose, again in re.findall(r"^\| (`[^|]*) \| (\w+) \| (\w[\w ]*) \|", table, re.MULTILINE):
         said |= dict.fromkeys(re.findall(r"`(\w+)`", names), (whose, again))
-    raised = {
-        kind
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, errors.KVFlowError) and kind not in GROUPS
-    }
-    assert said == {kind.__name__: (str(kind.blame), "retry" if kind.retryable else "do not retry") for kind in raised}
+    assert said == {kind.__name__: (str(kind.blame), "retry" if kind.retryable else "do not retry") for kind in RAISED}
     assert all(f"`{kind.__name__}`" in table for kind in GROUPS)
 
 

@@ -67,7 +67,7 @@ def unpacked_model(screen: Screen) -> Iterator[Path]:
     """The model's files for as long as the `with`, unpacked once for all processes."""
     with tempfile.TemporaryDirectory(prefix="kvflow-example-") as directory:
         checkpoint = Path(directory)
-        with screen.busy(f"unpacking {MODEL_NAME}, some 15 seconds"):
+        with screen.busy(f"unpacking {MODEL_NAME}, some seconds"):
             write_checkpoint(checkpoint)
         yield checkpoint
 

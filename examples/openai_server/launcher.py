@@ -45,7 +45,7 @@ class ServiceSettings:
     port: int
     """The router's; 0 takes any free one, as workers do."""
     checkpoint: Path | None
-    """A directory with the unpacked model; None unpacks it, which takes some 15 seconds."""
+    """A directory with the unpacked model; None unpacks it, which takes some seconds."""
     deadline_s: float
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paged_engine.weights import require_modules
+from paged_engine.weights import TEMPLATE_NAME, TOKENIZER_NAME, require_modules
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -14,10 +14,13 @@ class ChatTokenizer:
     """The tokenizer that `write_checkpoint` left beside the weights."""
 
     def __init__(self, directory: Path) -> None:
-        require_modules("transformers")
-        from transformers import AutoTokenizer
+        require_modules("tokenizers", "jinja2")
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from tokenizers import Tokenizer
 
-        self._tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self._tokenizer = Tokenizer.from_file(str(directory / TOKENIZER_NAME))
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        self._template = environment.from_string((directory / TEMPLATE_NAME).read_text())
 
     def encode_chat(self, prompt: str) -> list[int]:
         """One user message in the chat template, ready for the assistant's answer."""
@@ -25,20 +28,18 @@ class ChatTokenizer:
 
     def encode_messages(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A conversation of messages with role and content in the chat template, ready for the next answer."""
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-        )
-        return self.encode_text(str(text))
+        text = self._template.render(messages=[dict(message) for message in messages], add_generation_prompt=True)
+        return self.encode_text(text)
 
     def encode_text(self, text: str) -> list[int]:
         """The text as it is."""
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return token_ids
 
     @property
     def token_count(self) -> int:
         """How many tokens there are: ids are below."""
-        return len(self._tokenizer)
+        return int(self._tokenizer.get_vocab_size())
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

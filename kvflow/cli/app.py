@@ -10,7 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from kvflow.bench.child import BenchError
+from kvflow.bench.loads import Transport
 from kvflow.cli.bench import bench
+from kvflow.cli.demo import TOKENS_MAX, hand_over
 from kvflow.cli.notes import told
 from kvflow.config import Config
 from kvflow.doctor import report as doctor_report
@@ -58,6 +61,17 @@ def new(
         f'Config(engine_id="{name}", ...,\n    curve_secret_key_file="{secret}",\n    curve_peers_dir="{folder}")',
         markup=False,
     )
+
+
+@app.command()
+def demo(
+    tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="How long the prompt is.")] = 500,
+    transport: Annotated[Transport, typer.Option(help="What NIXL moves it over.")] = Transport.SHM,
+) -> None:
+    """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
+    with told("demo", BenchError):
+        same = hand_over(tokens, transport, Console(highlight=False))
+    raise typer.Exit(code=0 if same else 1)
 
 
 @app.command()

@@ -50,12 +50,29 @@ def greedy_of(model: Any) -> Greedy:
     return greedy
 
 
+def write_llama(model: Any, directory: Path) -> None:
+    """A Llama of transformers, as the examples' engine reads it."""
+    from paged_engine.model import ModelConfig
+    from paged_engine.weights import write_weights
+
+    config = model.config.to_dict()
+    ours = ModelConfig(
+        layer_count=config["num_hidden_layers"],
+        kv_head_count=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        norm_eps=config["rms_norm_eps"],
+        rope_theta=config["rope_parameters"]["rope_theta"],
+        position_count_max=config["max_position_embeddings"],
+        eos_token_id=config["eos_token_id"],
+    )
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    write_weights(tensors, ours, directory)
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
     """A random Llama with two query heads per KV head: its checkpoint, and transformers' answers."""
     transformers = pytest.importorskip("transformers")
-    from paged_engine.weights import write_weights
-
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=97,
@@ -74,7 +91,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     directory = tmp_path_factory.mktemp("tiny")
-    write_weights(model, directory)
+    write_llama(model, directory)
     return directory, greedy_of(model)
 
 
@@ -88,13 +105,13 @@ def smollm2_packages() -> None:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
-    """SmolLM2 as the demo writes it, and transformers' answers; loading it takes some 15 s."""
-    from paged_engine.weights import load_pretrained, write_weights
+    """SmolLM2 as the demo writes it, and transformers' answers; loading it takes some seconds."""
+    from paged_engine.weights import GGUF_NAME, package_directory, write_checkpoint
+    from transformers import LlamaForCausalLM
 
-    model, tokenizer = load_pretrained()
     directory = tmp_path_factory.mktemp("smollm2")
-    write_weights(model, directory)
-    tokenizer.save_pretrained(directory)
+    write_checkpoint(directory)
+    model = LlamaForCausalLM.from_pretrained(package_directory(), gguf_file=GGUF_NAME, dtype=torch.float32)
     return directory, greedy_of(model)
 
 

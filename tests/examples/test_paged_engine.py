@@ -416,9 +416,24 @@ class TestRealModel:
 
         assert run(scenario()) == greedy(token_ids, 12)
 
+    def test_tokens_are_those_of_transformers(self, smollm2: tuple[Path, Greedy]) -> None:
+        from paged_engine.weights import GGUF_NAME, package_directory
+        from transformers import AutoTokenizer
+
+        ours = ChatTokenizer(smollm2[0])
+        theirs = AutoTokenizer.from_pretrained(package_directory(), gguf_file=GGUF_NAME)
+        assert ours.token_count == len(theirs)
+        for text in ("Größe, 日本, 🙂!", "In 1984, 3.14159  x", "def f(x):\n\treturn x\n", "<|im_start|>user\nhi"):
+            token_ids = ours.encode_text(text)
+            assert token_ids == theirs.encode(text, add_special_tokens=False)
+            assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why 42?"}]
+        text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert ours.encode_messages(messages) == theirs.encode(text, add_special_tokens=False)
+
     def test_streamed_text_grows_to_the_whole_text(self, smollm2: tuple[Path, Greedy]) -> None:
         tokenizer = ChatTokenizer(smollm2[0])
-        token_ids = tokenizer._tokenizer.encode("Größe, 日本, 🙂!", add_special_tokens=False)
+        token_ids = tokenizer.encode_text("Größe, 日本, 🙂!")
         stream = TextStream(tokenizer)
         pieces = [stream.push(token_id) for token_id in token_ids]
         assert pieces[-1] == "Größe, 日本, 🙂!"

@@ -7,7 +7,7 @@ as the bytes of one block of one region are dense and the elements of a head lie
 
 The canonical form is a list of regions (`core.cache.regions`): one for each layer and part (K, V, or the one latent or
 fused part), each a base address and a block stride, and one `BlockShape` that says where a token's heads lie in any
-block. A tensor that stacks K and V next to each other in a block is two regions too; `pairing` fuses neighbours again
+block. A tensor that stacks K and V next to each other in a block is two regions too; `block_map` fuses neighbours again
 where both sides allow it.
 """
 

@@ -209,8 +209,8 @@ def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tu
 def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
     """Join region pairs of one piece that are neighbours in every block of both sides; also each one's size.
 
-    Fusing keeps to one registered span: a fused block is no longer than the stride, so the extents of its regions
-    overlap, and overlapping extents are registered as one (see `regions.map_spans`).
+    Fusing keeps to one registered span: a fused block is no longer than the stride, so the memory of its regions
+    overlaps, and memory that overlaps is registered as one (see `regions.map_spans`).
     """
     fused: list[list[int]] = []
     for pair in rows.T.tolist():

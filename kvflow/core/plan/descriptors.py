@@ -1,7 +1,7 @@
 """Once per load: from block ids to descriptors, which bytes to read from where to where, as numpy arrays.
 
 `match_chunks` finds out which chunk of tokens of their blocks belongs where in ours, whatever the two block sizes are
-and however far the last block is filled. `plan_slices` multiplies the chunks with the region pairs that `pairing`
+and however far the last block is filled. `plan_slices` multiplies the chunks with the region pairs that `block_map`
 found for the peer, slice by slice, and joins what is contiguous on both sides. A block id is checked before it becomes
 an address (invariant I8).
 """

@@ -37,7 +37,7 @@ class ScratchShape(NamedTuple):
 
 
 class WholeBlocks:
-    """The contiguous extent of a block in each remote region that we read from."""
+    """Remote blocks entire: one contiguous piece in each region that we read from."""
 
     def __init__(self, remote: Regions, heads: HeadSlice, layers: Sequence[int]) -> None:
         """`layers` are positions among the remote regions' layers, in the order in which they are wanted."""

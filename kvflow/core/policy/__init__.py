@@ -1,1 +1,1 @@
-"""What is decided about lives, turns, failures and leases."""
+"""What is decided about states, leases, blocks, queues, failures and first contacts."""

@@ -1,0 +1,53 @@
+"""An engine of the next version of the wire, as a program: `test_versions.py` runs it beside engines of this version.
+
+It prints a ticket of its own, reads one of ours, and prints what came of loading that: as it is, and with its version
+changed, so that the question reaches our listener.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from kvflow import Config, LoadRequest, ServeRequest
+from kvflow.core.protocol import messages, ticket
+from kvflow.errors import KVFlowError
+from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
+from kvflow.testing.pair import Engine, open_engine
+
+NEXT = messages.PROTOCOL_VERSION + 1
+
+
+def changed(params: dict[str, Any], version: int) -> dict[str, Any]:
+    """The same ticket as one of another version."""
+    return {**params, "kvflow": {**params["kvflow"], "version": version}}
+
+
+async def refused(engine: Engine[InprocTransport], params: dict[str, Any]) -> list[str]:
+    """The error's class and message; everything of the engine is quiet after it."""
+    try:
+        await engine.runtime.load_blocks(LoadRequest("req", params, block_ids=[0]))
+    except KVFlowError as error:
+        assert_quiet(engine.runtime.statistics())
+        return [type(error).__name__, str(error)]
+    raise AssertionError("a load between two versions has succeeded")
+
+
+async def main() -> None:
+    network = InprocNetwork()
+    config = Config(engine_id="any", transport="inproc")
+    async with open_engine("next", config, lambda _, name: InprocTransport(name, network)) as engine:
+        lease = engine.runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
+        print(json.dumps(lease.ticket.to_params()), flush=True)
+        ours = json.loads(await asyncio.to_thread(sys.stdin.readline))
+        lease.revoke()
+        await lease
+        results = [await refused(engine, params) for params in (ours, changed(ours, NEXT))]
+        print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    messages.PROTOCOL_VERSION = ticket.PROTOCOL_VERSION = NEXT
+    asyncio.run(main())
