@@ -51,16 +51,18 @@ class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
     local: LocalRank
-    answers: Answers
     ledger: BlockLedger
     serving: Serving
     loader: Loader
     remote_leases: RemoteLeases
     reach: Reach
     peers: Peers
-    farewells: Farewells
+    readers: Farewells
     staging: HostBuffers | None
     scratch: Scratch
+    metadata: messages.Metadata
+    """What readers are told of this rank, but for what its clock shows then."""
+    answers: Answers
 
     @property
     def buffers_used(self) -> int:
@@ -150,11 +152,10 @@ async def _register(
         incarnation=context.identity.incarnation,
         port=context.identity.port,
     )
-    farewells = Farewells(context, local)
+    readers = Farewells(context, local)
     metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
     return RegisteredCache(
         local=local,
-        answers=Answers(context, local, serving, peers, farewells, metadata),
         ledger=ledger,
         serving=serving,
         loader=Loader(
@@ -174,9 +175,11 @@ async def _register(
         remote_leases=remote_leases,
         reach=reach,
         peers=peers,
-        farewells=farewells,
+        readers=readers,
         staging=staging,
         scratch=scratch,
+        metadata=metadata,
+        answers=Answers(context.clock, local, metadata, serving, peers, readers),
     )
 
 
