@@ -1,13 +1,12 @@
-"""The clock that a runtime lives by: one machine's time, and callbacks that are due later."""
+"""One machine's time, as the runtime reads it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class Timer(Protocol):
@@ -29,8 +28,7 @@ class Clock(Protocol):
 class SystemClock:
     """This machine's clock; it goes on while the machine is suspended, where there is one that does."""
 
-    def now_s(self) -> float:
-        return time.clock_gettime(_CLOCK)
+    now_s = staticmethod(partial(time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)))
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay_s, callback)
