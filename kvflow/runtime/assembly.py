@@ -52,16 +52,18 @@ class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
     local: LocalRank
-    answers: Answers
     ledger: BlockLedger
     serving: Serving
     loader: Loader
     remote_leases: RemoteLeases
     reach: Reach
     peers: Peers
-    farewells: Farewells
+    readers: Farewells
     staging: HostBuffers | None
     scratch: Scratch
+    metadata: messages.Metadata
+    """What readers are told of this rank, but for what its clock shows then."""
+    answers: Answers
 
     @property
     def buffers_used(self) -> int:
@@ -149,20 +151,21 @@ async def _register(
     remote_leases = RemoteLeases(context, local, peers, reach)
     offered = OfferedBlocks(layout, ledger, seals, staging, movers.copy_thread, config.limits.slice_bytes_max)
     serving = Serving(context, cache_share, offered)
-    farewells = Farewells(context, local)
+    readers = Farewells(context, local)
     metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
     return RegisteredCache(
         local=local,
-        answers=Answers(context, local, serving, peers, farewells, metadata),
         ledger=ledger,
         serving=serving,
         loader=Loader(context, local, reach, remote_leases, route, gear),
         remote_leases=remote_leases,
         reach=reach,
         peers=peers,
-        farewells=farewells,
+        readers=readers,
         staging=staging,
         scratch=scratch,
+        metadata=metadata,
+        answers=Answers(context.clock, local, metadata, serving, peers, readers),
     )
 
 

@@ -184,7 +184,7 @@ class Supervisor:
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
             peers=cache.peers.statistics if cache else (),
-            readers=cache.farewells.count if cache else 0,
+            readers=cache.readers.count if cache else 0,
             listener=self._listener.statistics if self._supervision is not None else None,
             transport=self._transport.statistics,
             early_notifications=self._early_notifications,
@@ -348,7 +348,7 @@ class Supervisor:
             await self._drain(self.config.drain_timeout_s)
         else:
             await end(cache.serving, cache.loader, self.config)
-        await cache.farewells.tell()
+        await cache.readers.tell()
         return ""
 
     async def _end_services(self) -> str:
@@ -384,7 +384,7 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
-        return cache.answers.answer(header, request, draining=self.state is not RuntimeState.OPEN)
+        return cache.answers.to(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _on_notification(self, payload: bytes) -> None:
         if self.cache is None:

@@ -32,7 +32,7 @@ class World:
     side_channel: Callable[[Config], SideChannel] = _zmq_side_channel
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
-    """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed, and jitter."""
+    """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], CopyThread] = CopyThread
     real: bool = True
     """Whether a runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""

@@ -216,7 +216,7 @@ async def outcome(reader: Engine, request: LoadRequest) -> str:
 async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) -> Counter[str]:
     """Loads from a producer that answers everything with mutants of what an honest one would say."""
     errors: Counter[str] = Counter()
-    honest, local = producer.cache.answers.metadata, producer.cache.local
+    honest, local = producer.cache.metadata, producer.cache.local
     refusal = messages.Refusal(
         reason="no", version=messages.PROTOCOL_VERSION, compatibility=local.compatibility, cache_share=local.cache_share
     )

@@ -1,4 +1,4 @@
-"""The turns in which peers are asked for the first time, without peers."""
+"""Turns of first contacts, without peers."""
 
 from __future__ import annotations
 

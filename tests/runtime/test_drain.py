@@ -272,7 +272,7 @@ async def test_a_mute_reader_costs_the_bound() -> None:
         assert cache is not None
         with socket.create_server(("127.0.0.1", 0)) as mute:
             address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-            cache.farewells.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
+            cache.readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
             await sides.producer.aclose()
         assert sides.goodbyes == 1
 
@@ -318,7 +318,7 @@ async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() ->
     async with open_sides(limited(CONFIG, readers_max=2)) as sides:
         cache = sides.producer._supervisor.cache
         assert cache is not None
-        readers: Farewells = cache.farewells
+        readers: Farewells = cache.readers
         for address in (
             "junk",
             "tcp://0.0.0.0:5",
@@ -362,7 +362,7 @@ async def test_a_load_that_was_not_told_finds_out(sides: Sides) -> None:
     await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
     cache = sides.producer._supervisor.cache
     assert cache is not None
-    cache.farewells._callers.clear()
+    cache.readers._callers.clear()
     await sides.producer.aclose()
     with pytest.raises(TransferFailed, match="is gone"):
         await sides.consumer.load_blocks(sides.pair.wanted(unread, [1]))

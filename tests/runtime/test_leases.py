@@ -615,8 +615,8 @@ async def test_a_producer_that_cannot_be_told_is_no_error() -> None:
         lease = timed.pair.offer([3])
         runtime = timed.pair.consumer.runtime
         assert not await runtime.release_blocks(altered(lease.ticket, port=1))
-        other_life = altered(lease.ticket, incarnation="0123456789abcdef", lease_id="ab" * 16)
-        assert not await runtime.release_blocks(other_life)
+        other_incarnation = altered(lease.ticket, incarnation="0123456789abcdef", lease_id="ab" * 16)
+        assert not await runtime.release_blocks(other_incarnation)
         assert not await runtime.release_blocks(altered(lease.ticket, engine_id="somebody"))
         assert not await runtime.release_blocks(altered(lease.ticket, kv_heads=7))
         assert not lease.done

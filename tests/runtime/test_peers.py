@@ -365,7 +365,7 @@ async def test_a_handshake_that_ends_while_the_transport_adds_the_agent_leaves_n
 
 @contextlib.asynccontextmanager
 async def reborn_producer(reader: Reader, port: int) -> AsyncIterator[Runtime]:
-    """Another life of the producer under the same name and address; its blocks hold fives."""
+    """Another incarnation of the producer under the same name and address; its blocks hold fives."""
     network = reader.pair.producer.transport._network
     config = replace(CONFIG, engine_id="producer", listen=f"tcp://127.0.0.1:{port}")
     kv_caches, layout = small_cache(num_blocks=16, fill=5.0)
@@ -375,7 +375,7 @@ async def reborn_producer(reader: Reader, port: int) -> AsyncIterator[Runtime]:
 
 
 async def test_a_producer_that_died_without_a_word_and_came_back() -> None:
-    """Old connection, nobody there, new life: no wait keeps a ticket of the new life out, no old ticket disturbs it."""
+    """Old connection, nobody there, new incarnation: no wait keeps its tickets out, no old ticket disturbs it."""
     dying = ScriptedWorld(clock=ManualClock())
     dying.channel.mute = (messages.Goodbye,)
     async with open_reader(producer=World(side_channel=dying.channel)) as reader:

@@ -299,7 +299,7 @@ async def test_a_ticket_without_leases_is_good_for_its_request_only() -> None:
             lease.revoke()
 
 
-async def test_a_ticket_without_leases_of_an_earlier_life_is_not_waited_with() -> None:
+async def test_a_ticket_without_leases_of_an_earlier_incarnation_is_not_waited_with() -> None:
     """The ranks' incarnations tell that the engine has restarted, before anybody is asked for a lease."""
     async with engines(lease_wait_s=60.0) as both:
         leases = [both.offer(rank) for rank in (0, 1)]

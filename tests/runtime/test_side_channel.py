@@ -292,7 +292,7 @@ async def test_giving_up_a_handshake_does_not_take_it_from_others(pair: InprocPa
 
 
 async def test_a_restarted_producer_never_satisfies_an_old_ticket(pair: InprocPair) -> None:
-    """Same name, same address, new life: the reader learns it in the handshake, the lease is gone."""
+    """Same name, same address, new incarnation: the reader learns it in the handshake, the lease is gone."""
     old = pair.offer([3])
     await pair.consumer.runtime.load_blocks(pair.wanted(old, [0]))
     port = int(pair.producer.runtime.address.rpartition(":")[2])

@@ -1,11 +1,11 @@
-"""Who may ask a peer that has never answered: a bound that silent addresses cannot keep to themselves. Pure.
+"""Admission of first contacts: a bound on how many peers that have never answered are asked at once. Pure.
 
-Whether anybody lives at the address in a ticket is known only by asking, and silence costs a timeout. So what is
-bounded is how many are asked at once, by rules under which silence does not keep anybody out:
+Whether anybody lives at the address in a ticket is known only by asking, and silence costs a timeout. Two rules keep
+silent addresses from starving the others:
 
-- Who came last goes first. What has waited for long has little left of its deadline.
-- While somebody waits, one at a time of those under way makes way: one that nobody wants any more, else the one that
-  has been under way for longest, once it has had the time in which a peer that lives answers (`patience_s`).
+- Last in, first out: what has waited for long has little left of its deadline.
+- Preemption: while somebody waits, contacts under way make way, one at a time. First goes one that nobody wants any
+  more, else the oldest, once it has had the time in which a peer that lives answers (`patience_s`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ContactState(enum.StrEnum):
 
 
 class Contact:
-    """One peer that is to be asked, from wanting to until its answer; compared by identity."""
+    """One question to a new peer, from its request for a turn until its answer; compared by identity."""
 
     __slots__ = ("since_s", "state", "wanted")
 
@@ -59,7 +59,7 @@ class Contacts:
         return contact
 
     def end(self, contact: Contact, now_s: float) -> Contact | None:
-        """A contact is over, or waits no more; who is under way now because of it."""
+        """A contact is over, or waits no more. Returns the contact that is under way now because of it."""
         assert contact.state is not ContactState.OVER, "a contact ends once"
         if contact.state is ContactState.WAITING:
             self._waiting.remove(contact)
@@ -71,7 +71,7 @@ class Contacts:
         return self._begin_one(now_s)
 
     def make_way(self, now_s: float) -> Contact | None:
-        """Who has to end now, so that somebody else gets a turn."""
+        """The contact to preempt now, if one is due."""
         if self.due_s(now_s) > now_s:
             return None
         self._leaving = next((one for one in self._under_way if not one.wanted), next(iter(self._under_way)))
@@ -79,7 +79,7 @@ class Contacts:
         return self._leaving
 
     def due_s(self, now_s: float) -> float:
-        """From when on somebody has to make way; infinity if nobody does unless something changes."""
+        """When the next preemption is due; infinity if none is unless something changes."""
         if not self._waiting or self._leaving is not None:
             return float("inf")
         if not all(one.wanted for one in self._under_way):

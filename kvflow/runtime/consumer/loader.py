@@ -249,6 +249,7 @@ class Loader:
                     load.watch.enter("notify")
                     return load.report(notified=await self._remote_leases.release(ticket))
                 load.watch.enter("handshake")
+                sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
                 chunks = match_chunks(
                     load.local_ids,
                     len(ticket.block_ids),
@@ -257,7 +258,6 @@ class Loader:
                     num_tokens=ticket.num_tokens,
                     what=f"request {request.request_id!r}",
                 )
-                sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
                 return await self._read(load, sources, chunks)
         except TimeoutError:
             if self._closed:

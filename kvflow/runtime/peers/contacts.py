@@ -1,7 +1,7 @@
-"""First contacts: the turns in which peers that have never answered are asked (`core.policy.contacts`).
+"""First contacts: peers that have never answered are asked in turns, a few at a time (`core.policy.contacts`).
 
-Forged tickets lead to such peers only, as many as somebody likes to make up. A peer that has answered before is asked
-without a turn, so it waits for none of them.
+Forged tickets lead to such peers only, as many as somebody likes to make up. A peer that has answered before needs no
+turn, so it waits for none of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def overloaded(peer: Address, why: str) -> Overloaded:
 
 
 class FirstContacts:
-    """Gives the turns out. Belongs to one event loop."""
+    """Gives turns to first contacts. Belongs to one event loop."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -45,7 +45,7 @@ class FirstContacts:
         return self._contacts.under_way
 
     async def ask(self, peer: Address, question: Callable[[], Awaitable[T]], begin: Callable[[Contact], None]) -> T:
-        """Wait for a turn, then put a question to a peer: `begin` gets the turn first.
+        """Wait for a turn, then put a question to a peer; `begin` is told the turn when it has come.
 
         Raises Overloaded if no turn comes within Config.handshake_timeout_s, and PeerUnreachable if others wait and the
         peer has had time enough. Cancelling gives the turn, or the place in the queue, back.
@@ -70,7 +70,7 @@ class FirstContacts:
             self._end(contact)
 
     def look(self) -> None:
-        """Let somebody make way if it is time. Also to be called when a contact is not wanted any more."""
+        """Preempt a contact if one is due. Also to be called when a contact is not wanted any more."""
         now_s = asyncio.get_running_loop().time()
         leaving = self._contacts.make_way(now_s)
         if leaving is not None and not self._bounds[leaving].expired():

@@ -1,4 +1,4 @@
-"""Handshakes before the first load: for users who know whom they will read from, so that no load waits for one."""
+"""Prewarming: handshakes before the first load, for users who know which engines they will read from."""
 
 from __future__ import annotations
 

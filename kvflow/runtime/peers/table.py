@@ -5,8 +5,8 @@ that fails is backed off from (`core.policy.circuit`): loads that need it fail a
 incarnation that was not tried yet may try at once: it shows that the peer lived after it had failed.
 
 An address in a ticket proves nothing, so peers that have never answered are asked a few at a time
-(`runtime.peers.contacts`), and they are the first to go when there are `Limits.peers_max`. Peers that no load has used
-for `Limits.peer_idle_s` are forgotten; a timer looks, as long as there are any.
+(`runtime.peers.contacts`), and they are the first to be evicted when there are `Limits.peers_max`. Peers that no load
+has used for `Limits.peer_idle_s` are evicted as well, by a timer that exists as long as there are any.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class Peers:
         self._spawn(self._handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     def failed(self, connection: Connection, why: str) -> None:
-        """Use the connection for no new load. Several reads may find out; the first one counts."""
+        """A read failed: use the connection for no new load. Idempotent, for the other reads that fail with it."""
         for peer in self._users_of(connection):
             peer.circuit = after_failed_read(
                 peer.circuit, self._back_off, now_s=self._clock.now_s(), chance=self._chance()
@@ -363,7 +363,7 @@ class Peers:
         self._disconnect(peer, PeerEvent.CLOSE, why)
 
     def _make_room(self, newcomer: Address) -> None:
-        """Forget a peer, should there be as many as may be. Overloaded if all are in use."""
+        """Evict a peer if there are `Limits.peers_max`. Overloaded if all are in use."""
         if len(self.known) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()
@@ -380,7 +380,7 @@ class Peers:
         self._sweep_timer = self._clock.call_later(self._config.limits.peer_idle_s / 4, self._sweep)
 
     def _sweep(self) -> None:
-        """The timer: forget who was not used for long enough."""
+        """The timer: evict peers that were idle for long enough."""
         idle_before_s = self._clock.now_s() - self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
             if not peer.busy and peer.used_s <= idle_before_s:

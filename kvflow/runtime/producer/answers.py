@@ -6,7 +6,7 @@ import msgspec
 
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.clock import Clock
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.farewells import Farewells
@@ -16,26 +16,25 @@ _NAME_CHARS_SHOWN = 80
 
 
 class Answers:
-    """Answers for one rank, once it has a cache."""
+    """What a rank with a registered cache answers."""
 
     def __init__(
         self,
-        context: RankContext,
+        clock: Clock,
         local: LocalRank,
+        metadata: messages.Metadata,
         serving: Serving,
         peers: Peers,
-        farewells: Farewells,
-        metadata: messages.Metadata,
+        readers: Farewells,
     ) -> None:
-        self._clock = context.clock
+        self._clock = clock
         self._local = local
+        self._metadata = metadata
         self._serving = serving
         self._peers = peers
-        self._farewells = farewells
-        self.metadata = metadata
-        """What readers are told of this rank, but for what its clock shows then."""
+        self._readers = readers
 
-    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
+    def to(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
         """The answer to a request. A rank that drains connects readers of its open leases only."""
         ours, theirs = self._local.caller.target, request.target
         if theirs.engine_id != ours.engine_id:
@@ -54,7 +53,7 @@ class Answers:
                 except messages.WireError as error:
                     return refusal(str(error))
             case messages.ClockRequest():
-                return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
+                return messages.ClockShown(incarnation=self._metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():
                 self._peers.said_goodbye(request)
                 return messages.Ack()
@@ -62,8 +61,8 @@ class Answers:
                 if draining and not self._serving.serves(request.request_id):
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
                 if request.caller is not None:
-                    self._farewells.remember(request.caller)
-                return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
+                    self._readers.remember(request.caller)
+                return msgspec.structs.replace(self._metadata, clock_s=self._clock.now_s())
 
 
 def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:

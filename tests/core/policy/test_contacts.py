@@ -58,7 +58,7 @@ class ContactsMachine(RuleBasedStateMachine):
         assert (leaving is not None) == due
         if leaving is not None:
             assert leaving in before
-            assert not leaving.wanted or self.now_s - leaving.since_s >= PATIENCE_S
+            assert not leaving.wanted or self.now_s >= leaving.since_s + PATIENCE_S
             assert not leaving.wanted or all(other.wanted and other.since_s >= leaving.since_s for other in before)
 
     @invariant()
