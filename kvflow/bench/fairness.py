@@ -24,7 +24,7 @@ from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
-from kvflow.bench.targets import at_most, percentile
+from kvflow.bench.targets import Spread, at_most, in_ms, percentile
 
 READER = config_of("fairness-reader")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
@@ -54,24 +54,15 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """One kind of load over all rounds."""
-
-    label: str
-    samples: int
-    p50_s: float
-    p99_s: float
-    max_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FairnessResult:
-    """`delay_p50` and `delay_p99`: how much longer small loads took behind huge ones, in times of one slice.
+    """`kinds`: seconds of each kind of load over all rounds.
+
+    `delay_p50` and `delay_p99`: how much longer small loads took behind huge ones, in times of one slice.
 
     The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each.
     """
 
-    kinds: tuple[Spread, ...]
+    kinds: Mapping[str, Spread]
     delay_p50: float
     delay_p99: float
 
@@ -86,7 +77,7 @@ class Fairness:
     rounds: Annotated[int, "Rounds; each measures everything once."] = 9
     quick: bool = False
 
-    SCHEMA_VERSION: ClassVar = 2
+    SCHEMA_VERSION: ClassVar = 3
     QUICK: ClassVar[Mapping[str, Any]] = {"size": 256, "huge_loads": 1, "rounds": 1}
 
     @property
@@ -147,15 +138,7 @@ class Fairness:
         return Table(
             title=f"{self.transport}: one block behind {self.huge_loads} x {self.size} MB, {slices}",
             headings=("load", "n", "p50 ms", "p99 ms", "max ms", "delay p50", "delay p99"),
-            rows=[
-                (
-                    kind.label,
-                    str(kind.samples),
-                    *(f"{seconds * 1e3:.2f}" for seconds in (kind.p50_s, kind.p99_s, kind.max_s)),
-                    *delays.get(kind.label, ()),
-                )
-                for kind in result.kinds
-            ],
+            rows=[(label, *in_ms(found), *delays.get(label, ())) for label, found in result.kinds.items()],
             caption=_LEGEND,
         )
 
@@ -171,21 +154,15 @@ def _run_round(loads: Loads, children: Children) -> Round:
 
 def summarize(rounds: Sequence[Round]) -> FairnessResult:
     return FairnessResult(
-        kinds=(
-            _spread("one block, alone", [one.alone_s for one in rounds]),
-            _spread("one block, behind", [one.behind_s for one in rounds]),
-            _spread("one slice, alone", [one.slice_s for one in rounds]),
-            _spread("huge", [one.huge_s for one in rounds]),
-        ),
+        kinds={
+            "one block, alone": Spread.of([seconds for one in rounds for seconds in one.alone_s]),
+            "one block, behind": Spread.of([seconds for one in rounds for seconds in one.behind_s]),
+            "one slice, alone": Spread.of([seconds for one in rounds for seconds in one.slice_s]),
+            "huge": Spread.of([seconds for one in rounds for seconds in one.huge_s]),
+        },
         delay_p50=statistics.median(_delay(one, 50) for one in rounds),
         delay_p99=statistics.median(_delay(one, 99) for one in rounds),
     )
-
-
-def _spread(label: str, rounds: Sequence[Sequence[float]]) -> Spread:
-    seconds = list(chain(*rounds))
-    p50_s, p99_s = (percentile(seconds, percent) for percent in (50, 99))
-    return Spread(label=label, samples=len(seconds), p50_s=p50_s, p99_s=p99_s, max_s=max(seconds))
 
 
 def _delay(one: Round, percent: float) -> float:

@@ -21,7 +21,7 @@ import numpy as np
 from kvflow.bench.cache import ITEMSIZE, PARTS, Order
 from kvflow.bench.loads import MIB, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
-from kvflow.bench.targets import at_most
+from kvflow.bench.targets import Spread, at_most
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice
@@ -74,9 +74,7 @@ class PlanResult:
     label: str
     descriptors: int
     slices: int
-    median_s: float
-    min_s: float
-    max_s: float
+    plan_s: Spread
     first_s: float
 
 
@@ -104,7 +102,7 @@ class Planning:
     repeats: Annotated[int, "How often each load is planned."] = 15
     quick: bool = False
 
-    SCHEMA_VERSION: ClassVar = 1
+    SCHEMA_VERSION: ClassVar = 2
     QUICK: ClassVar[Mapping[str, Any]] = {"repeats": 3}
 
     def sets(self) -> Sequence[RankSet]:
@@ -122,7 +120,7 @@ class Planning:
         memory = [peer for (peer,) in samples.of(PeerMemory).values()]
         growths = [(peer.growth, f"{peer.regions} regions") for peer in memory]
         targets = [
-            at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.median_s * 1e3, "")])
+            at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.plan_s.p50 * 1e3, "")])
             for case, plan in plans.items()
         ]
         return Outcome(
@@ -141,8 +139,8 @@ def _plan_table(plans: Iterable[PlanResult]) -> Table:
                 plan.label,
                 f"{plan.descriptors:,}",
                 f"{plan.slices:,}",
-                f"{plan.median_s * 1e3:.1f}",
-                f"{plan.min_s * 1e3:.1f}..{plan.max_s * 1e3:.1f}",
+                f"{plan.plan_s.p50 * 1e3:.1f}",
+                f"{plan.plan_s.min * 1e3:.1f}..{plan.plan_s.max * 1e3:.1f}",
                 f"{plan.first_s * 1e3:.2f}",
             )
             for plan in plans
@@ -190,14 +188,11 @@ def _timed_plan(case: PlanCase, block_map: BlockMap) -> PlanSample:
 
 
 def _summarize(case: PlanCase, taken: list[PlanSample]) -> PlanResult:
-    seconds = [sample.seconds for sample in taken]
     return PlanResult(
         label=case.label,
         descriptors=sum(taken[0].counts),
         slices=len(taken[0].counts),
-        median_s=statistics.median(seconds),
-        min_s=min(seconds),
-        max_s=max(seconds),
+        plan_s=Spread.of([sample.seconds for sample in taken]),
         first_s=statistics.median(sample.first_s for sample in taken),
     )
 

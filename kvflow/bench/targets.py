@@ -1,12 +1,14 @@
 """What kvflow promises about speed, as rows that say whether a run kept it. Pure; nothing is raised for a miss.
 
-A percentile here is a sample that was really measured (nearest rank); below 100 samples the p99 is their maximum.
+A percentile here is a sample that was really measured (nearest rank); below 100 samples the p99 is their maximum. The
+p50 of a `Spread` is the median.
 """
 
 from __future__ import annotations
 
 import enum
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,6 +48,29 @@ def _row(target: str, need: str, worst: tuple[float, str] | None, holds: Callabl
     value, where = worst
     verdict = Verdict.PASS if holds(value) else Verdict.FAIL
     return TargetRow(target=target, need=need, measured=value, where=where, verdict=verdict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """What samples of one kind come to, in their unit."""
+
+    samples: int
+    min: float
+    p25: float
+    p50: float
+    p75: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        found = {f"p{percent}": percentile(samples, percent) for percent in (25, 75, 99)}
+        return cls(samples=len(samples), min=min(samples), p50=statistics.median(samples), max=max(samples), **found)
+
+
+def in_ms(seconds: Spread) -> tuple[str, ...]:
+    """For a table: how many, and p50, p99 and the slowest in milliseconds."""
+    return str(seconds.samples), *(f"{value * 1e3:.2f}" for value in (seconds.p50, seconds.p99, seconds.max))
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:

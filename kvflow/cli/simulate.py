@@ -7,7 +7,7 @@ import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from rich.console import Console
 
@@ -27,21 +27,14 @@ class Summary:
     counts: Counter[str] = field(default_factory=Counter)
     failed: list[Result] = field(default_factory=list)
 
-    def add(self, result: Result) -> None:
-        self.seeds += 1
-        self.steps += result.steps
-        self.virtual_s += result.time_s
-        self.counts += result.counts
-        if result.violation is not None:
-            self.failed.append(result)
+    @classmethod
+    def of(cls, result: Result) -> Summary:
+        failed = [result] if result.violation is not None else []
+        return cls(1, result.steps, result.time_s, counts=result.counts, failed=failed)
 
-    def merge(self, other: Summary) -> None:
-        self.seeds += other.seeds
-        self.steps += other.steps
-        self.virtual_s += other.virtual_s
-        self.cpu_s += other.cpu_s
-        self.counts += other.counts
-        self.failed += other.failed
+    def add(self, other: Summary) -> None:
+        for entry in fields(self):
+            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
 
 def run_seeds(seeds: range) -> Summary:
@@ -51,7 +44,7 @@ def run_seeds(seeds: range) -> Summary:
     gc.disable()
     try:
         for seed in seeds:
-            summary.add(simulate(seed))
+            summary.add(Summary.of(simulate(seed)))
     finally:
         gc.enable()
         gc.collect()
@@ -59,21 +52,14 @@ def run_seeds(seeds: range) -> Summary:
     return summary
 
 
-def _prepare() -> None:
-    """In a process that only simulates: what is loaded by now is never garbage."""
-    gc.freeze()
-
-
 def run_all(start: int, count: int, jobs: int, *, failures_max: int, notes: Console) -> Summary:
     """Simulate `count` seeds from `start` on `jobs` processes; stops early after `failures_max` failed ones."""
-    parts = [
-        range(first, min(first + _SEEDS_PER_JOB, start + count))
-        for first in range(start, start + count, _SEEDS_PER_JOB)
-    ]
+    seeds = range(start, start + count)
+    parts = [seeds[first : first + _SEEDS_PER_JOB] for first in range(0, count, _SEEDS_PER_JOB)]
     total = Summary()
     begun_s = said_s = time.monotonic()
     for summary in _run_parts(parts, jobs):
-        total.merge(summary)
+        total.add(summary)
         for result in summary.failed:
             notes.print(f"seed {result.settings.seed} broke a promise: {result.violation}", markup=False)
         now_s = time.monotonic()
@@ -92,7 +78,8 @@ def _run_parts(parts: list[range], jobs: int) -> Iterator[Summary]:
     if jobs == 1 or len(parts) == 1:
         yield from map(run_seeds, parts)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs, initializer=_prepare) as pool:
+    # In a process that only simulates, what is loaded by now is never garbage.
+    with multiprocessing.get_context("spawn").Pool(jobs, initializer=gc.freeze) as pool:
         yield from pool.imap_unordered(run_seeds, parts)
 
 

@@ -39,22 +39,13 @@ def _blocks(now: RuntimeStatistics) -> Mapping[str, float]:
 
 
 def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
-    serving = now.serving
-    if serving is None:
-        return {"early": now.early_notifications}
-    return {
-        "early": now.early_notifications,
-        "late": serving.late_notifications,
-        "duplicate": serving.duplicate_notifications,
-        "malformed": serving.malformed_notifications,
-    }
+    kinds = () if now.serving is None else ("late", "duplicate", "malformed")
+    return {"early": now.early_notifications, **{kind: getattr(now.serving, f"{kind}_notifications") for kind in kinds}}
 
 
 def _messages(now: RuntimeStatistics) -> Mapping[str, float]:
-    listener = now.listener
-    if listener is None:
-        return {}
-    return {"answered": listener.answered, "refused": listener.refused, "dropped": listener.dropped}
+    results = () if now.listener is None else ("answered", "refused", "dropped")
+    return {result: getattr(now.listener, result) for result in results}
 
 
 # What is shown of `Runtime.statistics()`: name, help, label beside `_LABELS`, and the values by that label.

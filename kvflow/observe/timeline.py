@@ -88,12 +88,7 @@ class RecordFile:
         self._write("load", record, details)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        details: dict[str, str | int] = {
-            "blocks": record.blocks,
-            "tokens": record.tokens,
-            "readers": record.readers,
-        }
-        self._write("lease", record, details)
+        self._write("lease", record, {name: getattr(record, name) for name in ("blocks", "tokens", "readers")})
 
     def _write(self, kind: str, record: LoadRecord | LeaseRecord, details: dict[str, str | int]) -> None:
         line = Line(

@@ -42,8 +42,8 @@ def test_the_delay_is_a_ratio_within_each_round() -> None:
     slow = Round(alone_s=(2.0, 2.0, 9.0), slice_s=(8.0,), huge_s=(80.0,), behind_s=(6.0, 10.0))
     result = summarize([quiet, slow, quiet])
     assert (result.delay_p50, result.delay_p99) == (0.5, 1.0)
-    alone, behind, one_slice, huge = result.kinds
-    assert (alone.samples, alone.p50_s, alone.max_s) == (9, 1.0, 9.0)
-    assert (behind.samples, behind.p99_s, one_slice.p50_s, huge.max_s) == (6, 10.0, 4.0, 80.0)
+    alone, behind, one_slice, huge = result.kinds.values()
+    assert (alone.samples, alone.p50, alone.max) == (9, 1.0, 9.0)
+    assert (behind.samples, behind.p99, one_slice.p50, huge.max) == (6, 10.0, 4.0, 80.0)
     assert verdict(quiet, slow, quiet) is Verdict.PASS
     assert verdict(Round(alone_s=(1.0,), slice_s=(4.0,), huge_s=(40.0,), behind_s=(10.0,))) is Verdict.FAIL

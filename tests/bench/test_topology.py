@@ -10,7 +10,7 @@ from kvflow.bench.cache import Order
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Samples
-from kvflow.bench.targets import Verdict
+from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology.cuts import BASELINE, CASES, MODEL_KV_HEADS, THIN_BASELINE, Case
 from kvflow.bench.topology.ranks import LoadResult
 from kvflow.bench.topology.results import CaseResult, judge, slice_target, summarize
@@ -106,12 +106,12 @@ def rows(**seconds: list[float]) -> dict[str, CaseResult]:
 def test_ratios_are_taken_within_rounds() -> None:
     found = rows(**{BASELINE: [1.0, 2.0, 4.0], SLICE: [2.0, 4.0, 4.0]})
     ours = found[SLICE]
-    assert (ours.baseline, ours.median_s, ours.low_s, ours.high_s) == (BASELINE, 4.0, 2.0, 4.0)
-    assert (ours.ratio, ours.ratio_low, ours.ratio_high) == (0.5, 0.5, 1.0)
+    assert (ours.baseline, ours.load_s.p50, ours.load_s.p25, ours.load_s.p75) == (BASELINE, 4.0, 2.0, 4.0)
+    assert (ours.ratio.p50, ours.ratio.p25, ours.ratio.p75) == (0.5, 0.5, 1.0)
     assert ours.gb_per_s == pytest.approx(SIZE_BYTES / 4.0 / 1e9)
     assert (ours.piece_bytes, ours.checked_bytes, ours.seconds) == (32 << 10, 4 * 5, (2.0, 4.0, 4.0))
     assert ours.phases_median_s == {"wire": 1.0}
-    assert (found[BASELINE].baseline, found[BASELINE].ratio) == (BASELINE, 1.0)
+    assert (found[BASELINE].baseline, found[BASELINE].ratio.p50) == (BASELINE, 1.0)
     thin = found["thin rank, decode TP 2x"]
     assert (thin.baseline, thin.size_bytes) == (THIN_BASELINE, SIZE_BYTES // 4)
 
@@ -126,8 +126,8 @@ def test_a_first_load_that_was_not_compared_as_a_whole_is_an_error() -> None:
 
 
 def test_large_head_slices_are_judged() -> None:
-    case = replace(rows()[SLICE], ratio=0.8)
+    case = replace(rows()[SLICE], ratio=Spread.of([0.8]))
     assert slice_target([case]).verdict is Verdict.PASS
-    assert slice_target([case, replace(case, ratio=0.79)]).verdict is Verdict.FAIL
+    assert slice_target([case, replace(case, ratio=Spread.of([0.79]))]).verdict is Verdict.FAIL
     small, alike = replace(case, piece_bytes=16 << 10), replace(case, is_head_slice=False)
     assert slice_target([small, alike]).verdict is Verdict.NOT_MEASURED

@@ -9,23 +9,21 @@ import pytest
 from kvflow import LoadReport
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
-from kvflow.bench.targets import Verdict
+from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.transfer.contenders import Contender
 from kvflow.bench.transfer.ranks import TurnResult
 from kvflow.bench.transfer.results import (
     ContenderResult,
-    LagSummary,
     LoadSize,
     SizeResult,
     TransportResult,
-    summarize_lags,
     summarize_size,
     targets_of,
 )
 
 SHAPE = CacheShape(layers=2, kv_heads=1, blocks=8)
 SIZE = LoadSize("4 blocks", blocks=4, loads_per_turn=2)
-LAG = LagSummary(samples=100, p50_ms=0.1, p99_ms=1.0, max_ms=5.0)
+LAG_S = Spread(samples=100, min=0.0, p25=0.0, p50=1e-4, p75=1e-4, p99=1e-3, max=5e-3)
 REPORT = LoadReport(
     request_id="any", bytes=1, blocks=1, tokens=1, descriptors=3, sources=(), notified=True, seconds={"wire": 2.0}
 )
@@ -35,11 +33,6 @@ def turn(*seconds: float) -> TurnResult:
     checked_bytes = 7 * SHAPE.block_size_bytes
     lags_s, reports = (0.0, 0.001), (REPORT, REPORT)
     return TurnResult(seconds=seconds, cpu_s=0.5, checked_bytes=checked_bytes, lags_s=lags_s, reports=reports)
-
-
-def test_lags_are_in_milliseconds() -> None:
-    lag = summarize_lags([0.001, 0.002, 0.004])
-    assert (lag.samples, lag.p50_ms, lag.p99_ms, lag.max_ms) == (3, 2.0, 4.0, 4.0)
 
 
 def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
@@ -62,7 +55,7 @@ def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
     assert (ours.ratio_to_a, ours.ratio_to_b) == pytest.approx((8 / 5, 4 / 5))
     assert (example.ratio_to_a, example.p99_s) == (1.0, 80.0)
     assert result.contenders[Contender.HOP].ratio_to_b == pytest.approx(4 / 4.5)
-    assert (ours.checked_blocks, result.lag.samples, result.phases_median_s) == (14, 4, {"wire": 2.0})
+    assert (ours.checked_blocks, result.lag_s.samples, result.phases_median_s) == (14, 4, {"wire": 2.0})
 
 
 def test_the_median_is_of_the_medians_of_the_pairs() -> None:
@@ -92,7 +85,7 @@ def speed(**numbers: float) -> ContenderResult:
     )
 
 
-def size(megabytes: int, *, lag: LagSummary = LAG, **numbers: float) -> SizeResult:
+def size(megabytes: int, *, lag_s: Spread = LAG_S, **numbers: float) -> SizeResult:
     """0 MB are one block."""
     return SizeResult(
         label=f"{megabytes} MB",
@@ -101,12 +94,12 @@ def size(megabytes: int, *, lag: LagSummary = LAG, **numbers: float) -> SizeResu
         descriptors=1,
         kvflow_descriptors=1,
         contenders={**dict.fromkeys(Contender, speed()), Contender.KVFLOW: speed(**numbers)},
-        lag=lag,
+        lag_s=lag_s,
         phases_median_s={},
     )
 
 
-SLOW = replace(LAG, p99_ms=3.0, max_ms=11.0)
+SLOW = replace(LAG_S, p99=3e-3, max=11e-3)
 
 
 @pytest.mark.parametrize(
@@ -119,19 +112,19 @@ SLOW = replace(LAG, p99_ms=3.0, max_ms=11.0)
         ("shm: bulk speed / (a)", [size(16, ratio_to_a=1.29)], 1.29, Verdict.FAIL),
         ("tcp: bulk speed / (a)", [size(16, ratio_to_a=1.6)], 1.6, Verdict.PASS),
         ("tcp: bulk speed / (a)", [size(16, ratio_to_a=1.59)], 1.59, Verdict.FAIL),
-        ("shm: one block, us over (b)", [size(0, median_s=0.001_140)], pytest.approx(140), Verdict.PASS),
-        ("shm: one block, us over (b)", [size(0, median_s=0.001_160)], pytest.approx(160), Verdict.FAIL),
-        ("shm: loop lag p99, 1 GB, ms", [size(1024), size(16, lag=SLOW)], 1.0, Verdict.PASS),
-        ("shm: loop lag p99, 1 GB, ms", [size(1024, lag=SLOW)], 3.0, Verdict.FAIL),
-        ("shm: loop lag max, 1 GB, ms", [size(1024, lag=SLOW)], 11.0, Verdict.FAIL),
-        ("shm: loop lag max, 1 GB, ms", [size(256, lag=SLOW)], None, Verdict.NOT_MEASURED),
+        ("shm: one block, us over (b)", [size(0, median_s=0.001_140)], 140, Verdict.PASS),
+        ("shm: one block, us over (b)", [size(0, median_s=0.001_160)], 160, Verdict.FAIL),
+        ("shm: loop lag p99, 1 GB, ms", [size(1024), size(16, lag_s=SLOW)], 1.0, Verdict.PASS),
+        ("shm: loop lag p99, 1 GB, ms", [size(1024, lag_s=SLOW)], 3.0, Verdict.FAIL),
+        ("shm: loop lag max, 1 GB, ms", [size(1024, lag_s=SLOW)], 11.0, Verdict.FAIL),
+        ("shm: loop lag max, 1 GB, ms", [size(256, lag_s=SLOW)], None, Verdict.NOT_MEASURED),
         ("tcp: idle CPU, % of a core", [], 1.0, Verdict.PASS),
     ],
 )
 def test_targets(target: str, sizes: list[SizeResult], measured: float | None, verdict: Verdict) -> None:
     """Bulk is from 16 MB up, lag counts while a gigabyte is loaded over shm; the worst size decides."""
     result = TransportResult(
-        transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0, idle_lag=LAG, huge_page_share=1.0
+        transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0, idle_lag_s=LAG_S, huge_page_share=1.0
     )
     row = {row.target: row for row in targets_of(result)}[target]
-    assert (row.measured, row.verdict) == (measured, verdict)
+    assert (row.measured, row.verdict) == (measured if measured is None else pytest.approx(measured), verdict)

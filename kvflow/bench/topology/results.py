@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.scenario import Outcome, Samples, Table
-from kvflow.bench.targets import TargetRow, at_least, percentile
+from kvflow.bench.targets import Spread, TargetRow, at_least
 from kvflow.bench.topology.cuts import CASES, Case, Cut
 from kvflow.bench.topology.ranks import LoadResult
 
@@ -29,7 +29,7 @@ class CaseResult:
     """One case over all rounds, one load a round.
 
     `size_bytes` is what was wanted, and what speeds are of; `read_bytes` is what was read for it. `ratio` is of speed,
-    to `baseline`: the median over the rounds of the ratio within each, `ratio_low` and `ratio_high` its quartiles.
+    to `baseline`: of each round to the same round's.
     """
 
     label: str
@@ -41,13 +41,9 @@ class CaseResult:
     read_bytes: int
     descriptors: int
     piece_bytes: int
-    median_s: float
-    low_s: float
-    high_s: float
+    load_s: Spread
     gb_per_s: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    ratio: Spread
     checked_bytes: int
     phases_median_s: Mapping[str, float]
     seconds: tuple[float, ...]
@@ -93,13 +89,9 @@ def _summarize_case(
         read_bytes=read_bytes,
         descriptors=descriptors,
         piece_bytes=read_bytes // descriptors,
-        median_s=statistics.median(seconds),
-        low_s=percentile(seconds, 25),
-        high_s=percentile(seconds, 75),
+        load_s=Spread.of(seconds),
         gb_per_s=size_bytes / statistics.median(seconds) / _GB,
-        ratio=statistics.median(ratios),
-        ratio_low=percentile(ratios, 25),
-        ratio_high=percentile(ratios, 75),
+        ratio=Spread.of(ratios),
         checked_bytes=sum(load.checked_bytes for load in loads),
         phases_median_s={name: statistics.median(load.phases_s[name] for load in timed) for name in timed[-1].phases_s},
         seconds=tuple(seconds),
@@ -107,7 +99,9 @@ def _summarize_case(
 
 
 def slice_target(cases: Sequence[CaseResult]) -> TargetRow:
-    large = [(case.ratio, case.label) for case in cases if case.is_head_slice and case.piece_bytes >= SLICE_PIECE_BYTES]
+    large = [
+        (case.ratio.p50, case.label) for case in cases if case.is_head_slice and case.piece_bytes >= SLICE_PIECE_BYTES
+    ]
     return at_least("HND slices >= 32 KiB, ratio", SLICE_RATIO_MIN, large)
 
 
@@ -122,10 +116,10 @@ def _table(cases: Sequence[CaseResult], title: str) -> Table:
                 f"{case.read_bytes / (1 << 20):.3g}",
                 str(case.descriptors),
                 f"{case.piece_bytes / 1024:.3g}",
-                f"{case.median_s * 1e3:.1f}",
+                f"{case.load_s.p50 * 1e3:.1f}",
                 f"{case.gb_per_s:.2f}",
-                f"{case.ratio:.2f}",
-                f"{case.ratio_low:.2f}..{case.ratio_high:.2f}",
+                f"{case.ratio.p50:.2f}",
+                f"{case.ratio.p25:.2f}..{case.ratio.p75:.2f}",
             )
         )
     headings = ("case", "MB", "descr.", "KiB", "p50 ms", "GB/s", "ratio", "quartiles")

@@ -39,7 +39,7 @@ class Topology:
     layers: Annotated[int, "Layers of the imaginary model."] = 32
     quick: bool = False
 
-    SCHEMA_VERSION: ClassVar = 2
+    SCHEMA_VERSION: ClassVar = 3
     QUICK: ClassVar[Mapping[str, Any]] = {"size": 1, "rounds": 2, "layers": 2}
 
     @property

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.scenario import Outcome, Samples, Table
-from kvflow.bench.targets import TargetRow, at_least, at_most, percentile
+from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, in_ms, percentile
 from kvflow.bench.transfer.contenders import Contender
 from kvflow.bench.transfer.ranks import TurnResult
 
@@ -64,16 +64,6 @@ class HugePages(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LagSummary:
-    """How late a 1 ms ticker was on an event loop."""
-
-    samples: int
-    p50_ms: float
-    p99_ms: float
-    max_ms: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
     """One contender at one size. Ratios are of speed: above 1 is faster than (a) or (b).
 
@@ -95,7 +85,10 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeResult:
-    """All contenders at one size. `descriptors` were asked for; kvflow made `kvflow_descriptors` of them."""
+    """All contenders at one size. `descriptors` were asked for; kvflow made `kvflow_descriptors` of them.
+
+    `lag_s` is how late a 1 ms ticker was on kvflow's event loop while it loaded.
+    """
 
     label: str
     size_bytes: int
@@ -103,13 +96,13 @@ class SizeResult:
     descriptors: int
     kvflow_descriptors: int
     contenders: Mapping[Contender, ContenderResult]
-    lag: LagSummary
+    lag_s: Spread
     phases_median_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportResult:
-    """`idle_lag` is what the ticker shows on a loop that has nothing else to do: the floor of `lag`.
+    """`idle_lag_s` is what the ticker shows on a loop that has nothing else to do: the floor of `lag_s`.
 
     `huge_page_share` is of the process whose cache has the least huge pages. Much below 1, equal pairs differ more.
     """
@@ -117,7 +110,7 @@ class TransportResult:
     transport: Transport
     sizes: tuple[SizeResult, ...]
     idle_cpu_percent: float
-    idle_lag: LagSummary
+    idle_lag_s: Spread
     huge_page_share: float
 
 
@@ -135,7 +128,7 @@ def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs:
                 for size in sizes
             ),
             idle_cpu_percent=idle.cpu_percent,
-            idle_lag=summarize_lags(idle.lags_s),
+            idle_lag_s=Spread.of(idle.lags_s),
             huge_page_share=min(found.share for found in samples.of(HugePages)[transport]),
         )
         for transport, (idle,) in samples.of(Idle).items()
@@ -164,7 +157,7 @@ def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, 
             name: _summarize_contender(pairs, size_bytes, shape.block_size_bytes, medians_s)
             for name, pairs in turns.items()
         },
-        lag=summarize_lags([lag for turn in ours for lag in turn.lags_s]),
+        lag_s=Spread.of([lag for turn in ours for lag in turn.lags_s]),
         phases_median_s={
             name: statistics.median(report.seconds[name] for report in reports) for name in reports[0].seconds
         },
@@ -200,11 +193,6 @@ def _seconds(turns: Sequence[TurnResult]) -> tuple[float, ...]:
     return tuple(chain.from_iterable(turn.seconds for turn in turns))
 
 
-def summarize_lags(lags_s: Sequence[float]) -> LagSummary:
-    p50_ms, p99_ms, max_ms = (percentile(lags_s, percent) * 1e3 for percent in (50, 99, 100))
-    return LagSummary(samples=len(lags_s), p50_ms=p50_ms, p99_ms=p99_ms, max_ms=max_ms)
-
-
 def targets_of(result: TransportResult) -> Iterator[TargetRow]:
     """Hold a result against what is promised."""
     name = result.transport
@@ -221,8 +209,8 @@ def targets_of(result: TransportResult) -> Iterator[TargetRow]:
     yield at_most(f"{name}: one block, us over (b)", ONE_BLOCK_OVER_B_US_MAX, over_b_us)
     if name is Transport.SHM:
         loads = [size for size in result.sizes if size.size_bytes >= LAG_BYTES]
-        p99 = [(size.lag.p99_ms, size.label) for size in loads]
-        worst = [(size.lag.max_ms, size.label) for size in loads]
+        p99 = [(size.lag_s.p99 * 1e3, size.label) for size in loads]
+        worst = [(size.lag_s.max * 1e3, size.label) for size in loads]
         yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
         yield at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
     idle = [(result.idle_cpu_percent, "one open lease")]
@@ -262,14 +250,11 @@ def _ms(seconds: float) -> str:
 
 
 def _loop_table(result: TransportResult) -> Table:
-    lags = [*((size.label, size.lag) for size in result.sizes), ("(idle loop)", result.idle_lag)]
+    lags = [*((size.label, size.lag_s) for size in result.sizes), ("(idle loop)", result.idle_lag_s)]
     return Table(
         title=f"{result.transport}: lag of kvflow's event loop, 1 ms ticker",
         headings=("while loading", "ticks", "p50 ms", "p99 ms", "max ms"),
-        rows=[
-            (label, str(lag.samples), *(f"{value:.2f}" for value in (lag.p50_ms, lag.p99_ms, lag.max_ms)))
-            for label, lag in lags
-        ],
+        rows=[(label, *in_ms(lag_s)) for label, lag_s in lags],
         caption=(
             f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core; "
             f"huge pages: at least {result.huge_page_share:.0%} of every cache"

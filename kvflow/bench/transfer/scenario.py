@@ -70,7 +70,7 @@ class Transfer:
     idle_s: Annotated[float, "How long idle CPU is measured."] = 5.0
     quick: bool = False
 
-    SCHEMA_VERSION: ClassVar = 3
+    SCHEMA_VERSION: ClassVar = 4
     QUICK: ClassVar[Mapping[str, Any]] = {"sizes": "block,1", "pairs": 1, "rounds": 1, "layers": 2, "idle_s": 0.5}
 
     @property
