@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tests_support import small_cache
+from tests_support import examples, small_cache
 from wrong_values import REFUSED, Hostile, HostileList, Text, alike
 
 import kvflow
@@ -566,7 +566,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(30, 150)
 @given(changes=CHANGES)
 @example({"num_tokens": float("nan")})
 @example({"num_tokens": 32.0})

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
+import pytest
 import torch
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine
 
 from kvflow import CacheLayout, Config, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState, lease_open
@@ -18,6 +22,7 @@ from kvflow.runtime.world import Clock
 from kvflow.testing import InprocCluster, InprocPair, LoopClock, assert_quiet, inproc_pair, run_virtual
 
 Parameters = ParamSpec("Parameters")
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 WAIT_S = 60.0
 """How long a test waits at most for what has to happen: a host may be slow, and only a failing test waits so long."""
@@ -35,6 +40,24 @@ PATIENT = Config(
     drain_timeout_s=1.0,  # closing waits so long for what a failed test has left open
 )
 """No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
+
+
+def budget(fast: int, thorough: int) -> int:
+    """How much of something the suite that runs tries; the test is marked with `pytest.mark.budget`."""
+    return thorough if "KVFLOW_THOROUGH" in os.environ else fast
+
+
+def examples(fast: int, thorough: int, **others: Any) -> Callable[[Test], Test]:
+    """A property's examples in the fast suite and in the thorough one, and other settings of hypothesis."""
+    of_hypothesis = settings(max_examples=budget(fast, thorough), **others)
+    return lambda test: pytest.mark.budget(of_hypothesis(test))
+
+
+def machine_test(machine: type[RuleBasedStateMachine], fast: int, thorough: int, *, steps: int) -> type[Any]:
+    """The test of a state machine of hypothesis."""
+    test = machine.TestCase
+    test.settings = settings(max_examples=budget(fast, thorough), stateful_step_count=steps)
+    return pytest.mark.budget(test)
 
 
 def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, device_of, map_regions, map_spans
 from kvflow.errors import LayoutError
 from tests.core.caches import DTYPES, Cache, Recipe, recipes
+from tests.tests_support import examples
 
 B, N, H, D = 5, 4, 3, 8
 
@@ -35,7 +36,7 @@ def in_memory_order(cache: Cache, layout: CacheLayout, block: torch.Tensor) -> b
     return block.contiguous().numpy().tobytes()
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(recipe=recipes(), seed=st.integers(0, 2**32))
 def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> None:
     cache = Cache(recipe)
@@ -51,7 +52,7 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
         assert memory_at(regions, region, block) == expected
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -64,7 +65,7 @@ def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -
         cache.block(layer, part, block).fill_(0)
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -81,7 +82,7 @@ def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
     layout.check(cache.tensors)
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -> None:
     """Registering a byte too few breaks reads; a byte too many may belong to somebody else."""
@@ -373,7 +374,7 @@ def test_blocks_whose_bytes_are_in_another_order_do_not_look_alike(plain: torch.
         infer({"l0": turned})
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_the_shape_of_a_block_says_where_each_token_of_each_head_lies(recipe: Recipe) -> None:
     cache = Cache(recipe)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
@@ -55,6 +55,7 @@ from tests.core.plans import (
     slow_plan,
     whole_blocks,
 )
+from tests.tests_support import examples
 
 BLOCK_BYTES = 4 * 2 * 8
 
@@ -86,7 +87,7 @@ block_sizes = st.tuples(st.integers(1, 6), st.sampled_from([1, 1, 2, 3, 4]), st.
 )
 
 
-@settings(max_examples=500)
+@examples(100, 500)
 @given(
     sizes=block_sizes,
     offered=st.integers(0, 8),
@@ -127,7 +128,7 @@ def test_every_token_goes_where_the_prompt_has_it(
         )
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(sizes=block_sizes, offered=st.integers(1, 6), cached=st.integers(0, 5), data=st.data())
 def test_the_chunks_between_two_places_of_the_prompt(
     sizes: tuple[int, int], offered: int, cached: int, data: st.DataObject
@@ -184,7 +185,7 @@ def test_positions_become_the_blocks_of_a_rank() -> None:
 # --- whole blocks between caches whose blocks are the same bytes
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(case=cases(), seed=st.integers(0, 2**31))
 def test_every_wanted_byte_arrives_and_no_other_byte_changes(case: Case, seed: int) -> None:
     local, remote = Cache(case.local), Cache(case.remote)
@@ -215,7 +216,7 @@ def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: in
         assert inside_one(spans, mine, size)
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(case=cases())
 def test_a_plan_is_never_longer_than_the_slow_one_and_writes_no_byte_twice(case: Case) -> None:
     local, remote = Cache(case.local), Cache(case.remote)
@@ -226,7 +227,7 @@ def test_a_plan_is_never_longer_than_the_slow_one_and_writes_no_byte_twice(case:
     assert len(set(targets)) == len(targets) == plan.size_bytes
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(case=cases(), tokens=st.integers(1, 4), seed=st.integers(0, 2**31))
 def test_opaque_blocks_arrive_whole(case: Case, tokens: int, seed: int) -> None:
     """Also the last one, of which the prompt fills a part."""
@@ -283,7 +284,7 @@ TAIL = Load(
 )
 
 
-@settings(max_examples=600)
+@examples(120, 600)
 @given(load=any_loads, seed=st.integers(0, 2**31))
 @example(load=TAIL, seed=0)
 def test_every_wanted_token_arrives_and_no_other_byte_changes(load: Load, seed: int) -> None:
@@ -300,7 +301,7 @@ def test_every_wanted_token_arrives_and_no_other_byte_changes(load: Load, seed: 
     assert remote.snapshot() == remote_before
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(load=any_loads)
 def test_nothing_is_read_twice_or_left_out(load: Load) -> None:
     """Counted by addresses: random bytes may be equal by chance."""
@@ -313,7 +314,7 @@ def test_nothing_is_read_twice_or_left_out(load: Load) -> None:
     assert len(pairs) == tokens * block_map.token_size_bytes
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(load=any_loads)
 def test_no_descriptor_leaves_a_registered_span(load: Load) -> None:
     """What fusing and joining promise: memory that is registered separately is never read at once."""
@@ -324,7 +325,7 @@ def test_no_descriptor_leaves_a_registered_span(load: Load) -> None:
         assert inside_one(remote_spans, theirs, size)
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(load=any_loads, bytes_max=st.integers(1, 300), descriptors_max=st.integers(1, 12))
 def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descriptors_max: int) -> None:
     local, remote = Cache(load.sides.local), Cache(load.sides.remote)
@@ -335,7 +336,7 @@ def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descript
     assert sorted(bytes_of(rows_of_all(slices))) == sorted(bytes_of(rows_of_all(planned(load, local, remote))))
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(load=loads(), slots=st.permutations(range(3)))
 def test_ranks_of_another_split_fill_the_same_cache(load: Load, slots: list[int]) -> None:
     """One reader takes its heads from several ranks: the plans together fill all of them, and none twice."""
@@ -569,7 +570,7 @@ def plans(draw: st.DrawFn) -> Descriptors:
     )
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(plan=plans(), bytes_max=st.integers(1, 100), descriptors_max=st.integers(1, 12))
 def test_slices_carry_every_byte_once_in_order_and_within_limits(
     plan: Descriptors, bytes_max: int, descriptors_max: int
@@ -697,7 +698,7 @@ def test_an_empty_plan_has_no_slices() -> None:
     assert list(cut_slices(empty, bytes_max=1, descriptors_max=1)) == []
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(
     count=st.integers(1, 9),
     num_tokens=st.integers(1, 36),

@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.config import RANKS_MAX
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
+from tests.tests_support import examples
 
 Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV heads
 SIZES = range(1, 17)
@@ -302,7 +303,7 @@ def cut_layers(layers: int, cuts: set[int]) -> list[tuple[int, ...]]:
     return [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(
     cut=st.sampled_from(CUTS),
     layers=st.integers(1, 9),
@@ -430,7 +431,7 @@ cache_shares = st.builds(
 )
 
 
-@settings(max_examples=500)
+@examples(100, 500)
 @given(ours=cache_shares, theirs=cache_shares)
 def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: CacheShare) -> None:
     """Whatever a peer says of its heads: what `differences` lets pass never leads outside of a block."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.policy.queue import Amount, Permit, PermitState, ShortestFirst, Turns
+from tests.tests_support import machine_test
 
 LIMITS, PEER_LIMITS = (20, 6), (10, 3)
 PEERS = ("a", "b", "c")
@@ -94,7 +95,7 @@ class TurnsMachine(RuleBasedStateMachine):
         assert (self.turns.used, self.turns.waiting, list(self.turns.peers())) == ((0, 0), 0, [])
 
 
-TestTurns = TurnsMachine.TestCase
+TestTurns = machine_test(TurnsMachine, 25, 100, steps=50)
 
 
 def full(limit: int = 1) -> tuple[Turns, Permit]:

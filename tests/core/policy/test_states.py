@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -36,6 +35,7 @@ from kvflow.core.policy.states import (
     request_blocks_held,
     transfer_blocks_safe,
 )
+from tests.tests_support import machine_test
 
 
 @dataclass(frozen=True)
@@ -283,5 +283,4 @@ class TransferLife(RuleBasedStateMachine):
             self.ended = self.state
 
 
-TransferLife.TestCase.settings = settings(max_examples=100, stateful_step_count=25)
-TestTransferLife = TransferLife.TestCase
+TestTransferLife = machine_test(TransferLife, 25, 100, steps=25)

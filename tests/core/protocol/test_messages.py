@@ -9,13 +9,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
+from tests.tests_support import examples
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size=128)
@@ -152,8 +153,8 @@ def test_a_header_that_is_not_ours_is_refused(header: messages.Header) -> None:
 @pytest.mark.parametrize("kind", DECODERS)
 def test_a_message_of_another_kind_is_refused(kind: str) -> None:
     decode, _ = DECODERS[kind]
-    for other, (_, examples) in DECODERS.items():
-        for message in examples:
+    for other, (_, samples) in DECODERS.items():
+        for message in samples:
             if other != kind:
                 with pytest.raises(messages.WireError):
                     decode(messages.encode(message))
@@ -161,7 +162,7 @@ def test_a_message_of_another_kind_is_refused(kind: str) -> None:
 
 def only_wire_errors(payload: bytes) -> None:
     """Whatever the bytes are: a message of its kind or a WireError. A second pass must agree with the first."""
-    for decode, examples in DECODERS.values():
+    for decode, _ in DECODERS.values():
         try:
             message = decode(payload)
         except messages.WireError:
@@ -171,7 +172,7 @@ def only_wire_errors(payload: bytes) -> None:
         assert decode(messages.encode(message)) == message
 
 
-@settings(max_examples=2000)
+@examples(400, 2000)
 @given(payload=st.binary(max_size=80))
 @example(payload=b"")
 @example(payload=b"\xc1")
@@ -201,7 +202,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@examples(200, 1000)
 @given(value=VALUES)
 def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -> None:
     only_wire_errors(msgspec.msgpack.encode(value))
@@ -210,7 +211,7 @@ def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -
 ENCODED = [messages.encode(message) for _, examples in DECODERS.values() for message in examples]
 
 
-@settings(max_examples=2000)
+@examples(400, 2000)
 @given(data=st.data())
 def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     payload = bytearray(data.draw(st.sampled_from(ENCODED)))
@@ -235,9 +236,9 @@ def test_a_truncated_message_is_refused(message: bytes) -> None:
 
 
 def test_trailing_bytes_are_refused() -> None:
-    for decode, examples in DECODERS.values():
+    for decode, samples in DECODERS.values():
         with pytest.raises(messages.WireError):
-            decode(messages.encode(examples[0]) + b"\x00")
+            decode(messages.encode(samples[0]) + b"\x00")
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(
     data=st.data(),
     blocks=st.integers(1, 1 << 20),
@@ -412,7 +413,7 @@ def test_dense_blocks_of_both_orders_pass(order: str) -> None:
 NUMBERS = st.integers(-1, 2**64 - 1) | st.integers(1, 64)
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(
     bases=st.lists(st.integers(0, 2**64 - 1), max_size=3),
     strides=st.lists(st.integers(0, 2**64 - 1), max_size=3),
@@ -544,7 +545,7 @@ def test_other_facts_cover_every_field() -> None:
     assert set(OTHER_FACTS) == set(messages.Compatibility.__struct_fields__)
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(ours=facts, theirs=facts)
 def test_fingerprints_are_equal_exactly_for_equal_facts(
     ours: messages.Compatibility, theirs: messages.Compatibility
@@ -622,7 +623,7 @@ def test_agent_names_are_different_for_every_rank_and_life() -> None:
     assert len(names) == 2 * 3 * 3 * 12 * 2
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(st.lists(st.lists(st.integers(0, 2**31), max_size=4).map(tuple), min_size=2, max_size=2))
 @example([(1, 2), (2, 1)])
 @example([(), (0,)])

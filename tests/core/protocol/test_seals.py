@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,6 +15,7 @@ from kvflow.core.protocol.messages import LEASE_ID_CHARS
 from kvflow.core.protocol.seals import SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
+from tests.tests_support import machine_test
 
 COUNT = 4
 ZERO_ID = "0" * LEASE_ID_CHARS
@@ -96,8 +97,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
                     assert self.table.missing(index, lease_id) == missing
 
 
-SealsAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=20)
-TestSealsAgainstModel = SealsAgainstModel.TestCase
+TestSealsAgainstModel = machine_test(SealsAgainstModel, 20, 80, steps=20)
 
 
 def test_words_lie_side_by_side_in_the_span_that_is_registered() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
@@ -17,6 +17,7 @@ from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
 from kvflow.errors import RequestError
+from tests.tests_support import examples
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FIRST = RankLease(
@@ -105,7 +106,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
     )
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(ticket=tickets())
 def test_a_ticket_survives_json_and_fields_of_others(ticket: Ticket) -> None:
     params = ticket.to_params()
@@ -490,7 +491,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@examples(200, 1000)
 @given(path=st.sampled_from([*FIELDS, "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"]), value=JSON)
 @example(path="remote_engine_id", value="\ud800")
 @example(path="kvflow.num_tokens", value=2**64)
@@ -602,8 +603,8 @@ def test_a_ticket_says_how_its_engine_is_cut_in_the_words_of_a_cache_share() -> 
         latent=False,
         block_size=16,
     )
-    assert TICKET.cut == cache_share.parallelism
-    assert {name: getattr(cache_share, name) for name in TICKET.cut._fields} == TICKET.cut._asdict()
+    assert TICKET.parallelism == cache_share.parallelism
+    assert {name: getattr(cache_share, name) for name in TICKET.parallelism._fields} == TICKET.parallelism._asdict()
 
 
 # --- merging
@@ -694,7 +695,7 @@ def test_a_merge_error_does_not_repeat_a_million_ids() -> None:
 def test_a_ticket_without_leases_names_the_ranks_to_ask() -> None:
     ticket = TICKET.without_leases(request_id="other", block_ids=[4], num_tokens=3, ttl_s=2.0)
     assert (ticket.request_id, ticket.block_ids, ticket.num_tokens, ticket.ttl_s) == ("other", (4,), 3, 2.0)
-    assert (ticket.engine_id, ticket.parallelism) == (TICKET.engine_id, TICKET.cut)
+    assert (ticket.engine_id, ticket.parallelism) == (TICKET.engine_id, TICKET.parallelism)
     for rank, original in zip(ticket.ranks, TICKET.ranks, strict=True):
         assert (rank.lease_id, rank.seal_index, rank.block_ids) == ("", 0, None)
         assert (rank.address, rank.incarnation) == (original.address, original.incarnation)
