@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
@@ -26,14 +26,15 @@ from kvflow.runtime.memory.copies import (
     scatter_tokens,
 )
 from tests.core.caches import Cache, Recipe, recipes
+from tests.tests_support import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 ORDERS = ("NHD", "HND")
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=4)
 
-many = settings(
-    max_examples=200,
-    deadline=None,
+many = examples(
+    40,
+    200,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
 

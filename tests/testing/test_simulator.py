@@ -1,4 +1,4 @@
-"""Five hundred seeds, the same every time, that do something worth checking; and what a failed one says."""
+"""A hundred seeds, or thousands, the same every time, that do something worth checking; and what a failed one says."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests_support import budget
 
 from kvflow.testing.simulator import describe, simulate
 from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 500
+SEEDS = budget(100, 2000)
 SEEDS_PER_TEST = 50
 
 PRINT_DIGESTS = """
@@ -23,6 +24,7 @@ print(*(simulate(seed).digest for seed in range(25)))
 """
 
 
+@pytest.mark.budget
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_TEST))
 def test_no_promise_is_broken(first: int) -> None:
     counts: Counter[str] = Counter()
