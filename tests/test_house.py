@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import types
@@ -372,3 +373,38 @@ def test_tests_are_never_skipped_silently() -> None:
             if name in ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"):
                 words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
                 assert any(isinstance(word, ast.Constant | ast.JoinedStr) for word in words), f"{path}:{call.lineno}"
+
+
+# --- fast and thorough
+
+
+def marked_thorough(node: ast.AST) -> bool:
+    """Whether a test or a class of tests stays out of the fast suite; a marked parameter is its test's own matter."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(ast.unparse(decorator) == "pytest.mark.thorough" for decorator in decorators)
+
+
+def tests_of(path: str) -> dict[str, bool]:
+    """The tests of a file, those of classes included, and whether each is thorough."""
+    found: dict[str, bool] = {}
+    for node in TESTS[path].body:
+        for test in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[test.name] = marked_thorough(node) or marked_thorough(test)
+    return found
+
+
+def test_what_is_thorough_names_a_fast_sibling() -> None:
+    """Its docstring says "Thorough: see `test_x` of this file", or of the file with that path in tests/."""
+    seen = 0
+    for path, tree in TESTS.items():
+        marks = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+        assert not [mark for mark in marks if "pytestmark" in mark and "thorough" in mark], path
+        for node in (node for node in ast.walk(tree) if marked_thorough(node)):
+            assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            said = re.search(r"Thorough: see `(test_\w+)` of (this file|`([\w/]+\.py)`)", ast.get_docstring(node) or "")
+            assert said is not None, f"{path}: {node.name}"
+            sibling_path = f"tests/{said[3]}" if said[3] else path
+            assert tests_of(sibling_path).get(said[1]) is False, f"{path}: {node.name}: {said[1]} is no fast test"
+            seen += 1
+    assert seen
