@@ -33,10 +33,12 @@ PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
 SHARDS = {tp_size: Shard(tp_size=tp_size, kv_head_count=4) for tp_size in (1, 2, 4)}
 
 
+@pytest.mark.thorough
 @pytest.mark.nixl
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("smollm2_packages")
 def test_runs_as_it_stands(run_python: RunPython) -> None:
+    """Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file."""
     shown = run_python(str(EXAMPLE), "--tokens", "24")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stderr == ""

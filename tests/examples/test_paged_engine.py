@@ -399,13 +399,16 @@ class TestEngine:
         run(scenario())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 class TestRealModel:
+    """Thorough: see `test_answers_as_transformers_does` of this file, with the tiny model."""
+
     @pytest.mark.parametrize(
         "prompt",
         ["What is the capital of France?", "Write a haiku about memory.", "Name three prime numbers. 🙂"],
     )
-    def test_answers_as_transformers_does(self, smollm2: tuple[Path, Greedy], run: Run, prompt: str) -> None:
+    def test_the_real_model_answers_as_transformers_does(self, smollm2: tuple[Path, Greedy], run: Run, prompt: str) -> None:
         checkpoint, greedy = smollm2
         token_ids = ChatTokenizer(checkpoint).encode_chat(prompt)
 
