@@ -13,10 +13,7 @@ from zlib import crc32
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-# On a machine that does other things too, an example may be slow without being wrong.
-settings.register_profile("kvflow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvflow")
+from tests_support import budget
 
 HERE = Path(__file__).parent
 COMPUTING = ("core", "testing")
@@ -40,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--thorough") or config.getoption("--thorough-only"):
         os.environ["KVFLOW_THOROUGH"] = "1"  # read where a budget is declared, by this process and by xdist's
+    # On a machine that does other things too, an example may be slow without being wrong.
+    health = [HealthCheck.too_slow]
+    examples = budget(40, 100)
+    settings.register_profile("kvflow", max_examples=examples, deadline=None, suppress_health_check=health)
+    settings.load_profile("kvflow")
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,6 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(600))
         if folder in PROCESSES:
             item.add_marker(pytest.mark.xdist_group("processes"))
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.budget)
     _mark_variants(items)
     if config.getoption("--thorough") or any("::" in argument for argument in config.args):
         return

@@ -10,8 +10,6 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import kvflow
 
 ROOT = Path(__file__).parent.parent
@@ -113,13 +111,11 @@ def test_the_checks_see_the_house() -> None:
     assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.owner", "importlib", "x.y"}
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_imports_point_one_way(path: str) -> None:
-    part = part_of(path)
-    if part == "":
-        return  # the public names come from everywhere
-    for name in imports(path, SOURCES[path]):
-        if name == "kvflow" or name.startswith("kvflow."):
+def test_imports_point_one_way() -> None:
+    for path, tree in SOURCES.items():
+        part = part_of(path)
+        ours = [name for name in imports(path, tree) if name == "kvflow" or name.startswith("kvflow.")]
+        for name in ours if part else []:  # the public names come from everywhere
             target = part_of(name)
             assert target in LEVEL_OF or part_is_public(part), f"{path} imports {name}"
             if target in LEVEL_OF:
@@ -282,12 +278,11 @@ def test_errors_are_one_tree_and_drawn() -> None:
 # --- shape of the code
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_every_module_says_what_it_is(path: str) -> None:
-    docstring = ast.get_docstring(SOURCES[path]) or ""
-    first = docstring.splitlines()[0] if docstring else ""
-    assert len(first) > 20, f"{path}: {first!r}"
-    assert first.endswith((".", ":")), f"{path}: {first!r}"
+def test_every_module_says_what_it_is() -> None:
+    for path, tree in SOURCES.items():
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        assert len(first) > 20, f"{path}: {first!r}"
+        assert first.endswith((".", ":")), f"{path}: {first!r}"
 
 
 def test_no_drawer_for_everything() -> None:
@@ -313,21 +308,20 @@ def test_the_check_for_sleeps_sees_them() -> None:
     assert len(sleeps(asleep)) == 6
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")])
-def test_the_library_waits_for_events_not_for_time(path: str) -> None:
-    assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN)
+def test_the_library_waits_for_events_not_for_time() -> None:
+    for path in (path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")):
+        assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN), path
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) in PROGRAMS])
-def test_programs_sleep_only_where_no_loop_runs(path: str) -> None:
-    for node in ast.walk(SOURCES[path]):
-        if isinstance(node, ast.AsyncFunctionDef):
-            assert "time.sleep" not in {name for name, _ in calls(node)}
+def test_programs_sleep_only_where_no_loop_runs() -> None:
+    for path in (path for path in SOURCES if part_of(path) in PROGRAMS):
+        for node in ast.walk(SOURCES[path]):
+            if isinstance(node, ast.AsyncFunctionDef):
+                assert "time.sleep" not in {name for name, _ in calls(node)}, path
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if path not in SLEEPING_TESTS])
-def test_tests_do_not_wait_by_sleeping(path: str) -> None:
-    assert sleeps(TESTS[path]) == []
+def test_tests_do_not_wait_by_sleeping() -> None:
+    assert {path: found for path, tree in TESTS.items() if (found := sleeps(tree)) and path not in SLEEPING_TESTS} == {}
 
 
 def test_exceptions_from_the_rule_are_still_needed() -> None:
@@ -361,9 +355,8 @@ def test_the_check_for_short_bounds_sees_them() -> None:
     assert len(short_bounds(short)) == 5
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if path not in SHORT_BOUNDS])
-def test_tests_give_a_slow_host_its_time(path: str) -> None:
-    assert short_bounds(TESTS[path]) == []
+def test_tests_give_a_slow_host_its_time() -> None:
+    assert {path: bad for path, tree in TESTS.items() if (bad := short_bounds(tree)) and path not in SHORT_BOUNDS} == {}
 
 
 def test_tests_are_never_skipped_silently() -> None:
@@ -384,7 +377,7 @@ def marked_thorough(node: ast.AST) -> bool:
     return any(ast.unparse(decorator) == "pytest.mark.thorough" for decorator in decorators)
 
 
-def tests_of(path: str) -> dict[str, bool]:
+def thorough_of(path: str) -> dict[str, bool]:
     """The tests of a file, those of classes included, and whether each is thorough."""
     found: dict[str, bool] = {}
     for node in TESTS[path].body:
@@ -405,6 +398,6 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
             said = re.search(r"Thorough: see `(test_\w+)` of (this file|`([\w/]+\.py)`)", ast.get_docstring(node) or "")
             assert said is not None, f"{path}: {node.name}"
             sibling_path = f"tests/{said[3]}" if said[3] else path
-            assert tests_of(sibling_path).get(said[1]) is False, f"{path}: {node.name}: {said[1]} is no fast test"
+            assert thorough_of(sibling_path).get(said[1]) is False, f"{path}: {node.name}: {said[1]} is no fast test"
             seen += 1
     assert seen

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import inspect
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine
@@ -43,21 +43,51 @@ PATIENT = Config(
 
 
 def budget(fast: int, thorough: int) -> int:
-    """How much of something the suite that runs tries; the test is marked with `pytest.mark.budget`."""
+    """How much the suite that runs tries. What is no test of hypothesis says so with `pytest.mark.budget`."""
     return thorough if "KVFLOW_THOROUGH" in os.environ else fast
 
 
 def examples(fast: int, thorough: int, **others: Any) -> Callable[[Test], Test]:
     """A property's examples in the fast suite and in the thorough one, and other settings of hypothesis."""
-    of_hypothesis = settings(max_examples=budget(fast, thorough), **others)
-    return lambda test: pytest.mark.budget(of_hypothesis(test))
+    decorate: Callable[[Test], Test] = settings(max_examples=budget(fast, thorough), **others)
+    return decorate
 
 
 def machine_test(machine: type[RuleBasedStateMachine], fast: int, thorough: int, *, steps: int) -> type[Any]:
     """The test of a state machine of hypothesis."""
-    test = machine.TestCase
-    test.settings = settings(max_examples=budget(fast, thorough), stateful_step_count=steps)
-    return pytest.mark.budget(test)
+    machine.TestCase.settings = settings(max_examples=budget(fast, thorough), stateful_step_count=steps)
+    return machine.TestCase
+
+
+def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test of all values, where `pytest.mark.parametrize` would make hundreds; it names every value that failed.
+
+    Fixtures are made once, not for each value. Not for coroutines.
+    """
+    cases = list(values)
+    words = [names] if isinstance(names, str) else list(names)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            failed: dict[str, Exception] = {}
+            for case in cases:
+                try:
+                    test(**fixtures, **(dict(zip(words, case, strict=True)) if len(words) > 1 else {words[0]: case}))
+                except Exception as error:  # noqa: BLE001 - whatever it is: it is told
+                    failed[ascii(case)[:200]] = error
+            if failed:
+                told = [f"{case}: {type(error).__name__}: {error}" for case, error in failed.items()]
+                raise AssertionError("\n".join(told)) from next(iter(failed.values()))
+
+        assert cases, "no case"
+        assert not inspect.iscoroutinefunction(test), "it would never run"
+        functools.update_wrapper(run, test)
+        left = [known for name, known in inspect.signature(test).parameters.items() if name not in words]
+        run.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+        del run.__dict__["__wrapped__"]
+        return run
+
+    return decorate
 
 
 def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:

@@ -11,6 +11,7 @@ import pytest
 from kvflow import Config
 from kvflow.connector.settings import checked_fields
 from kvflow.errors import ConfigError
+from tests.tests_support import each
 
 FIELDS = [entry.name for entry in fields(Config)]
 
@@ -22,13 +23,13 @@ def default_of(name: str) -> Any:
     return "engine" if entry.default is MISSING else entry.default
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each("name", FIELDS)
 def test_every_field_of_config_can_be_given(name: str) -> None:
     value = json.loads(json.dumps(default_of(name)))
     assert checked_fields({name: value}, Config, where="extra") == {name: value}
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each("name", FIELDS)
 def test_no_field_takes_anything(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^extra: {name}: Expected `.*, got `array`"):
         checked_fields({name: [[]]}, Config, where="extra")

@@ -408,7 +408,9 @@ class TestRealModel:
         "prompt",
         ["What is the capital of France?", "Write a haiku about memory.", "Name three prime numbers. 🙂"],
     )
-    def test_the_real_model_answers_as_transformers_does(self, smollm2: tuple[Path, Greedy], run: Run, prompt: str) -> None:
+    def test_the_real_model_answers_as_transformers_does(
+        self, smollm2: tuple[Path, Greedy], run: Run, prompt: str
+    ) -> None:
         checkpoint, greedy = smollm2
         token_ids = ChatTokenizer(checkpoint).encode_chat(prompt)
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from tests.core.plans import (
     rows,
     whole_blocks,
 )
-from tests.tests_support import examples
+from tests.tests_support import each, examples
 
 
 @st.composite
@@ -134,7 +133,7 @@ def pair_count(groups: Sequence[RegionMap]) -> int:
     return sum(len(pairs) for pairs in groups)
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "remote", "expected"),
     [
         (RECIPE, RECIPE, 6),
@@ -231,7 +230,7 @@ LATENT = replace(PLAIN, style=KVStyle.MLA, heads=1)
 ALL, HALF = (0, 0, 4), (0, 2, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "remote", "heads", "tokens", "expected"),
     [
         # one piece for each of K and V: the same bytes in the same order

@@ -55,7 +55,7 @@ from tests.core.plans import (
     slow_plan,
     whole_blocks,
 )
-from tests.tests_support import examples
+from tests.tests_support import each, examples
 
 BLOCK_BYTES = 4 * 2 * 8
 
@@ -156,8 +156,8 @@ def test_more_local_blocks_than_tokens_are_refused() -> None:
     assert str(caught.value) == "4 local blocks of 16 tokens, but only 40 tokens in 5 blocks of 8 are offered"
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 1000])
-@pytest.mark.parametrize("theirs", [4, 16, 32])
+@each("num_tokens", [0, 1, 15, 16, 17, 1000])
+@each("theirs", [4, 16, 32])
 def test_a_full_hit_has_no_chunks(num_tokens: int, theirs: int) -> None:
     """All of the prompt is cached, a partly filled last block too."""
     assert match_chunks(array([]), 3, local_block_size=16, remote_block_size=theirs, num_tokens=num_tokens) == ()
@@ -204,7 +204,7 @@ def test_every_wanted_byte_arrives_and_no_other_byte_changes(case: Case, seed: i
     assert remote.snapshot() == remote_before
 
 
-@pytest.mark.parametrize("spare_blocks", [0, 5])
+@each("spare_blocks", [0, 5])
 def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: int) -> None:
     """Layers lie side by side in a row of blocks, but with one row their spans touch and do not overlap."""
     recipe = replace(BLOCKS_TOGETHER, blocks=1, spare_blocks=spare_blocks)
@@ -370,7 +370,7 @@ def descriptor_count(local: Recipe, remote: Recipe, local_ids: list[int], remote
 RUN = list(range(2, 9))
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "local_ids", "remote_ids", "expected"),
     [
         (RECIPE, RUN, RUN, 6),
@@ -416,7 +416,7 @@ def test_runs_are_as_long_as_both_sides_allow(ids: list[tuple[int, int]]) -> Non
 SMALL = replace(RECIPE, tokens=2)  # two blocks of it are one of RECIPE
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "remote", "local_ids", "remote_ids", "expected"),
     [
         (RECIPE, SMALL, [5, 6, 7], [2, 3, 4, 5, 6, 7], 6),
@@ -482,9 +482,9 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
     ]
 
 
-@pytest.mark.parametrize("stride", [4096, 1 << 50, 1 << 62, (1 << 63) - 4096, 1 << 63])
-@pytest.mark.parametrize("base", [(1 << 62) + 1, (1 << 63) - 8192, (1 << 63) - 1, 1 << 63, (1 << 64) - 8193])
-@pytest.mark.parametrize("parts", [("latent",), ("KV",)])
+@each("stride", [4096, 1 << 50, 1 << 62, (1 << 63) - 4096, 1 << 63])
+@each("base", [(1 << 62) + 1, (1 << 63) - 8192, (1 << 63) - 1, 1 << 63, (1 << 64) - 8193])
+@each("parts", [("latent",), ("KV",)])
 def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, parts: tuple[str, ...]) -> None:
     """Whatever addresses a peer claims: what passes the check must not trip the planner, nor wrap around in it."""
     table = messages.RegionTable(
@@ -667,7 +667,7 @@ def test_many_pieces_of_small_chunks_are_not_planned_at_once() -> None:
     assert peak_bytes < 8 * first.table.nbytes  # all of them would be 32 times as large
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "bytes_max", "expected"),
     [
         (100, 100, [[100]]),
@@ -750,7 +750,7 @@ def check(block_ids: Any) -> BlockIds:
     return check_block_ids(block_ids, num_blocks=NUM_BLOCKS, what="req-1: block_ids")
 
 
-@pytest.mark.parametrize(
+@each(
     "block_ids",
     [
         [3, 0, 7],
@@ -760,14 +760,13 @@ def check(block_ids: Any) -> BlockIds:
         np.array([7, 0, 3], dtype=np.int64)[::-1],
         torch.tensor([3, 0, 7]),
     ],
-    ids=lambda block_ids: f"{type(block_ids).__name__} {getattr(block_ids, 'dtype', '')}",
 )
 def test_block_ids_keep_their_values_and_order(block_ids: Any) -> None:
     ids = check(block_ids)
     assert (ids.dtype, ids.tolist()) == (np.dtype(np.int64), [3, 0, 7])
 
 
-@pytest.mark.parametrize("block_ids", [[], (), np.array([], dtype=np.int32), range(0)])
+@each("block_ids", [[], (), np.array([], dtype=np.int32), range(0)])
 def test_no_blocks_are_fine(block_ids: Any) -> None:
     ids = check(block_ids)
     assert (ids.dtype, ids.shape) == (np.dtype(np.int64), (0,))
@@ -781,7 +780,7 @@ def test_checked_ids_do_not_change_with_the_callers_array() -> None:
     assert ids.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(
+@each(
     ("block_ids", "named"),
     [
         ([0, -1], "-1"),

@@ -35,7 +35,7 @@ from kvflow.core.policy.states import (
     request_blocks_held,
     transfer_blocks_safe,
 )
-from tests.tests_support import machine_test
+from tests.tests_support import each, machine_test
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ MACHINES = {
         PRODUCER_TABLE, ProducerState, ProducerEvent, ProducerState.COMPUTING, frozenset({ProducerState.ENDED})
     ),
 }
-machines = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+machines = each("machine", MACHINES.values())
 
 
 @machines

@@ -16,7 +16,7 @@ from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
-from tests.tests_support import examples
+from tests.tests_support import each, examples
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size=128)
@@ -114,7 +114,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
 # --- messages
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@each("kind", DECODERS)
 def test_messages_survive_the_wire(kind: str) -> None:
     decode, examples = DECODERS[kind]
     for message in examples:
@@ -137,7 +137,7 @@ def test_a_header_of_another_version_is_read() -> None:
     assert messages.decode_header(with_more).version == 9
 
 
-@pytest.mark.parametrize(
+@each(
     "header",
     [
         messages.Header(magic="kvfl0w", version=1, fingerprint=b""),
@@ -150,7 +150,7 @@ def test_a_header_that_is_not_ours_is_refused(header: messages.Header) -> None:
         messages.decode_header(messages.encode(header))
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@each("kind", DECODERS)
 def test_a_message_of_another_kind_is_refused(kind: str) -> None:
     decode, _ = DECODERS[kind]
     for other, (_, samples) in DECODERS.items():
@@ -162,12 +162,12 @@ def test_a_message_of_another_kind_is_refused(kind: str) -> None:
 
 def only_wire_errors(payload: bytes) -> None:
     """Whatever the bytes are: a message of its kind or a WireError. A second pass must agree with the first."""
-    for decode, _ in DECODERS.values():
+    for decode, samples in DECODERS.values():
         try:
             message = decode(payload)
         except messages.WireError:
             continue
-        assert type(message) in {type(known) for known in examples}
+        assert type(message) in {type(known) for known in samples}
         assert isinstance(message, msgspec.Struct)
         assert decode(messages.encode(message)) == message
 
@@ -227,7 +227,7 @@ def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     only_wire_errors(bytes(payload))
 
 
-@pytest.mark.parametrize("message", ENCODED, ids=range(len(ENCODED)))
+@each("message", ENCODED)
 def test_a_truncated_message_is_refused(message: bytes) -> None:
     for decode, _ in DECODERS.values():
         for length in range(len(message)):
@@ -241,7 +241,7 @@ def test_trailing_bytes_are_refused() -> None:
             decode(messages.encode(samples[0]) + b"\x00")
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value"),
     [
         ("engine_id", 5),
@@ -275,7 +275,7 @@ def test_decoding_does_not_convert(path: str, value: object) -> None:
         messages.decode_reply(msgspec.msgpack.encode(raw))
 
 
-@pytest.mark.parametrize(
+@each(
     "notification",
     [
         ["read_done", LEASE_ID, "r"],  # a reader of version 1
@@ -290,7 +290,7 @@ def test_a_notification_without_its_share_is_refused(notification: list[object])
         messages.decode_notification(msgspec.msgpack.encode(notification))
 
 
-@pytest.mark.parametrize(
+@each(
     "notification",
     [
         ["renew", LEASE_ID, "r"],
@@ -313,7 +313,7 @@ def test_as_many_renewals_as_fit_into_a_notification(reader: str, bytes_max: int
     assert len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * (count + 2), reader=reader))) > bytes_max
 
 
-@pytest.mark.parametrize("clock_s", [float("nan"), float("inf"), float("-inf")])
+@each("clock_s", [float("nan"), float("inf"), float("-inf")])
 def test_no_clock_shows_that(clock_s: float) -> None:
     messages.check_clock(-1e300)
     with pytest.raises(messages.WireError, match="clock"):
@@ -362,7 +362,7 @@ def test_region_tables_survive_the_wire(
     assert (back.block, back.parts, back.num_blocks, back.device) == (block, parts, blocks, regions.device)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"bases": [], "strides": []},
@@ -395,7 +395,6 @@ def test_region_tables_survive_the_wire(
         {"device_index": -1},
         {"device_index": 1 << 16},
     ],
-    ids=lambda changes: ", ".join(f"{name}={str(value)[:80]}" for name, value in changes.items()),
 )
 def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(messages.WireError, match="region table") as caught:
@@ -403,7 +402,7 @@ def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) 
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
+@each("order", ["NHD", "HND"])
 def test_dense_blocks_of_both_orders_pass(order: str) -> None:
     for tokens, heads, run in ((4, 2, 8), (1, 8, 8), (8, 1, 8), (64, 1, 1)):
         block = shape_of(tokens, heads, run, order)
@@ -458,7 +457,7 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     messages.check_cache_share_of(theirs, messages.regions_from_wire(latent))
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"tp_size": 0},
@@ -484,7 +483,6 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
         {"block_size": 0},
         {"latent": True},
     ],
-    ids=lambda changes: str(changes)[:50],
 )
 def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(messages.WireError, match=r"^cache share: ") as caught:
@@ -501,7 +499,7 @@ def test_a_latent_has_one_head() -> None:
         messages.check_cache_share_of(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
 
 
-@pytest.mark.parametrize(
+@each(
     ("address", "count"),
     [(0, 1), (-1, 1), (4096, 0), (4096, -1), (4096, (1 << 24) + 1), ((1 << 64) - 16, 1), (1 << 64, 1)],
 )
@@ -510,7 +508,7 @@ def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int) -
         messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=0.02))
 
 
-@pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
+@each("hold_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
 def test_a_peer_that_promises_to_hold_blocks_for_ever_is_refused(hold_s: float) -> None:
     """A reader would trust a seal that it fetched long before its last byte landed."""
     with pytest.raises(messages.WireError, match=f"hold_s {hold_s}"):
@@ -555,7 +553,7 @@ def test_fingerprints_are_equal_exactly_for_equal_facts(
     assert len(ours.fingerprint()) == 16
 
 
-@pytest.mark.parametrize("field", OTHER_FACTS)
+@each("field", OTHER_FACTS)
 def test_every_fact_changes_the_fingerprint(field: str) -> None:
     theirs = msgspec.structs.replace(FACTS, **{field: OTHER_FACTS[field]})
     assert theirs.fingerprint() != FACTS.fingerprint()
