@@ -1,7 +1,7 @@
 """What all tests share: the fast suite and the thorough one, and what may run beside what.
 
 By default the fast suite runs. `--thorough` runs everything, `--thorough-only` what the fast suite leaves out: tests
-marked thorough, and those with a larger budget (`tests_support.examples`). A test that is named in full always runs.
+marked thorough, and those with a larger budget (`budgets.examples`). A test that is named in full always runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
+from budgets import budget
 from hypothesis import HealthCheck, settings
-from tests_support import budget
 
 HERE = Path(__file__).parent
 COMPUTING = ("core", "testing")

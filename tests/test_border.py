@@ -23,9 +23,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from budgets import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests_support import each, examples, small_cache
+from tests_support import each, small_cache
 from wrong_values import REFUSED, Hostile, HostileList, Text, alike
 
 import kvflow

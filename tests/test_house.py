@@ -78,8 +78,11 @@ def imports(path: str, tree: ast.Module) -> Iterator[str]:
                         yield "<computed>"
 
 
+IMPORTED = {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
+
+
 def importers(package: str) -> set[str]:
-    return {path for path, tree in SOURCES.items() for name in imports(path, tree) if name.split(".")[0] == package}
+    return {path for path, names in IMPORTED.items() if package in names}
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:

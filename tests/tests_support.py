@@ -6,14 +6,11 @@ import asyncio
 import contextlib
 import functools
 import inspect
-import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 import msgspec
 import torch
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine
 
 from kvflow import CacheLayout, Config, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState, lease_open
@@ -22,7 +19,6 @@ from kvflow.runtime.world import Clock
 from kvflow.testing import InprocCluster, InprocPair, LoopClock, assert_quiet, inproc_pair, run_virtual
 
 Parameters = ParamSpec("Parameters")
-Test = TypeVar("Test", bound=Callable[..., Any])
 
 WAIT_S = 60.0
 """How long a test waits at most for what has to happen: a host may be slow, and only a failing test waits so long."""
@@ -40,23 +36,6 @@ PATIENT = Config(
     drain_timeout_s=1.0,  # closing waits so long for what a failed test has left open
 )
 """No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
-
-
-def budget(fast: int, thorough: int) -> int:
-    """How much the suite that runs tries. What is no test of hypothesis says so with `pytest.mark.budget`."""
-    return thorough if "KVFLOW_THOROUGH" in os.environ else fast
-
-
-def examples(fast: int, thorough: int, **others: Any) -> Callable[[Test], Test]:
-    """A property's examples in the fast suite and in the thorough one, and other settings of hypothesis."""
-    decorate: Callable[[Test], Test] = settings(max_examples=budget(fast, thorough), **others)
-    return decorate
-
-
-def machine_test(machine: type[RuleBasedStateMachine], fast: int, thorough: int, *, steps: int) -> type[Any]:
-    """The test of a state machine of hypothesis."""
-    machine.TestCase.settings = settings(max_examples=budget(fast, thorough), stateful_step_count=steps)
-    return machine.TestCase
 
 
 def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -17,7 +17,7 @@ from kvflow.connector.step import Keep, Step
 from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
-from tests.tests_support import machine_test
+from tests.budgets import machine_test
 
 BLOCK_SIZE = 4
 

@@ -25,8 +25,8 @@ from kvflow.runtime.memory.copies import (
     copy_blocks,
     scatter_tokens,
 )
+from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
-from tests.tests_support import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 ORDERS = ("NHD", "HND")
@@ -379,6 +379,6 @@ def test_sizes_that_do_not_fit_are_a_bug() -> None:
 
 
 def test_importing_the_module_loads_no_torch() -> None:
-    code = "import sys, kvflow.runtime.copies; print('torch' in sys.modules)"
+    code = "import sys, kvflow.runtime.memory.copies; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"

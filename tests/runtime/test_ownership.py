@@ -236,7 +236,9 @@ async def test_every_plain_call_refuses_a_thread_without_a_loop(verb: str) -> No
 WAYS = ["reading", "in_run", "kept_after_run", "asking", "loop_closed", "loop_left", "own_thread"]
 
 
-@pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("inproc", marks=pytest.mark.thorough), pytest.param("nixl", marks=pytest.mark.nixl)]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_that_forgets_to_close_leaves_nothing_and_ends_by_itself(way: str, transport: str) -> None:
     command = [sys.executable, "-W", "default::ResourceWarning", str(FORGETFUL), way, transport]

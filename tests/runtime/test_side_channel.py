@@ -11,9 +11,10 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from budgets import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from tests_support import PATIENT, WAIT_S, altered, examples, small_cache
+from tests_support import PATIENT, WAIT_S, altered, small_cache
 
 from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.layout import BlockShape

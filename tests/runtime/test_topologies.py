@@ -24,10 +24,11 @@ from kvflow.errors import PeerIncompatible
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.budgets import examples
 from tests.core.caches import DTYPES
 from tests.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
 from tests.reference_model import CONSUMER_FILL, Engine, Look, Model, RankCache
-from tests.tests_support import examples, in_virtual_time
+from tests.tests_support import in_virtual_time
 
 RANKS_MAX = 16  # of both engines together
 

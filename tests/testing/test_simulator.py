@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from tests_support import budget
+from budgets import budget
 
 from kvflow.testing.simulator import describe, simulate
 from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE

@@ -15,6 +15,7 @@ from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, map_regions, map_spans
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap, pair_whole
 from kvflow.core.plan.descriptors import plan_read
+from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides, sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -28,7 +29,7 @@ from tests.core.plans import (
     rows,
     whole_blocks,
 )
-from tests.tests_support import each, examples
+from tests.tests_support import each
 
 
 @st.composite

@@ -31,6 +31,7 @@ from kvflow.core.plan.descriptors import (
 )
 from kvflow.core.protocol import messages
 from kvflow.errors import RequestError
+from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -55,7 +56,7 @@ from tests.core.plans import (
     slow_plan,
     whole_blocks,
 )
-from tests.tests_support import each, examples
+from tests.tests_support import each
 
 BLOCK_BYTES = 4 * 2 * 8
 

@@ -35,7 +35,8 @@ from kvflow.core.policy.states import (
     request_blocks_held,
     transfer_blocks_safe,
 )
-from tests.tests_support import each, machine_test
+from tests.budgets import machine_test
+from tests.tests_support import each
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from kvflow.core.protocol.messages import LEASE_ID_CHARS
 from kvflow.core.protocol.seals import SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
-from tests.tests_support import each, machine_test
+from tests.budgets import machine_test
+from tests.tests_support import each
 
 COUNT = 4
 ZERO_ID = "0" * LEASE_ID_CHARS

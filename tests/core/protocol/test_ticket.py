@@ -17,7 +17,8 @@ from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
 from kvflow.errors import RequestError
-from tests.tests_support import each, examples
+from tests.budgets import examples
+from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FIRST = RankLease(
