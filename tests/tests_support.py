@@ -38,6 +38,19 @@ PATIENT = Config(
 """No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until the condition holds; TimeoutError where it never does."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def turns(count: int) -> None:
+    """Let others run so many times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """One test of all values, where `pytest.mark.parametrize` would make hundreds; it names every value that failed.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 from scripted import ScriptedWorld
-from tests_support import PATIENT, WAIT_S, altered, assert_all_ended
+from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, until
 
 from kvflow import (
     Config,
@@ -71,8 +71,7 @@ async def sides() -> AsyncIterator[Sides]:
 
 async def begin_to_drain(runtime: Runtime, deadline_s: float | None = None) -> asyncio.Task[DrainReport]:
     draining = asyncio.create_task(runtime.drain(deadline_s))
-    while runtime.state is RuntimeState.OPEN:
-        await asyncio.sleep(0)
+    await until(lambda: runtime.state is not RuntimeState.OPEN)
     return draining
 
 
@@ -124,8 +123,7 @@ async def test_a_consumer_that_drains_gives_back_what_it_will_not_read(sides: Si
     load_held = sides.pair.offer([4], "held")
     sides.pair.consumer.transport.faults.hold = True
     load = sides.consumer.start_load(sides.pair.wanted(load_held, [1]))
-    while not sides.pair.consumer.transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: sides.pair.consumer.transport.held)
     lease = sides.pair.offer([3])
     draining = await begin_to_drain(sides.consumer)
     assert await sides.consumer.release_blocks(lease.ticket)
@@ -178,8 +176,7 @@ async def test_draining_a_reader_waits_for_its_loads(sides: Sides) -> None:
     transport.faults.hold = True
     lease = sides.pair.offer([3])
     load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     draining = await begin_to_drain(sides.consumer)
     transport.faults.hold = False
     transport.perform()
@@ -192,8 +189,7 @@ async def test_at_the_deadline_loads_are_ended(sides: Sides) -> None:
     transport.faults.hold = True
     lease = sides.pair.offer([3])
     load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     draining = asyncio.create_task(sides.consumer.drain(0.01))
     with pytest.raises(RuntimeClosed):
         await load
@@ -234,16 +230,14 @@ async def test_a_reader_is_told_and_may_finish(sides: Sides) -> None:
     await sides.consumer.load_blocks(sides.pair.wanted(first, [0]))
     assert sides.producer.statistics().readers == 1
     draining = await begin_to_drain(sides.producer)
-    while sides.peer_state is not PeerState.DRAINING:
-        await asyncio.sleep(0)
+    await until(lambda: sides.peer_state is PeerState.DRAINING)
     await sides.consumer.load_blocks(sides.pair.wanted(second, [1]))
     assert (await draining).finished
     assert sides.consumer.statistics().transport.open_peers == 1
     await sides.producer.aclose()
     (peer,) = sides.consumer.statistics().peers
     assert (peer.state, peer.failures) == (PeerState.BROKEN, 0)
-    while sides.consumer.statistics().transport.open_peers:
-        await asyncio.sleep(0)
+    await until(lambda: not sides.consumer.statistics().transport.open_peers)
     assert sides.goodbyes == [False, True]
 
 
@@ -306,8 +300,7 @@ async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sid
     transport.faults.hold = True
     lease = sides.pair.offer([3], reader_count=2)
     load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     await send(sides, goodbye(sides))
     assert sides.consumer.statistics().transport.open_peers == 1
     transport.faults.hold = False

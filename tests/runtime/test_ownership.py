@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests_support import small_cache
+from tests_support import small_cache, turns, until
 
 from kvflow import Config, Lease, LeaseOutcome, LoadRequest, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
@@ -71,8 +71,7 @@ async def test_cancelling_all_tasks_settles_everybody_and_closing_leaves_nothing
     async with inproc_pair(config=BRIEF) as pair:
         lease = pair.offer([3])
         load = pair.consumer.runtime.start_load(pair.wanted(lease, [0]))
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await turns(steps)
         cancel_others()
         with suppress(asyncio.CancelledError, RuntimeBroken):
             await load
@@ -105,8 +104,7 @@ async def test_closing_goes_on_when_it_is_cancelled_with_everything_else(steps: 
         runtime = await opened()
         lease = runtime.serve_blocks(OFFER)
         closing = asyncio.create_task(runtime.aclose())
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await turns(steps)
         cancel_others()
         with suppress(asyncio.CancelledError):
             await closing
@@ -258,9 +256,7 @@ async def test_a_runtime_that_is_dropped_while_its_loop_runs_is_closed() -> None
     supervisor = runtime._supervisor
     with pytest.warns(ResourceWarning, match="dropped without being closed"):
         del runtime
-    async with asyncio.timeout(60):
-        while supervisor.state is not RuntimeState.CLOSED:
-            await asyncio.sleep(0)
+    await until(lambda: supervisor.state is RuntimeState.CLOSED)
     assert_closed(supervisor.statistics())
 
 
@@ -328,8 +324,7 @@ async def test_a_cancelled_load_is_not_safe_before_its_bytes_have_stopped() -> N
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
         load = pair.consumer.runtime.start_load(pair.wanted(lease, [0]))
-        while not pair.consumer.transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: pair.consumer.transport.held)
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
@@ -350,8 +345,7 @@ async def test_a_load_that_the_runtime_ends_carries_what_may_still_land(verb: st
         consumer.transport.faults.hold = True
         lease = pair.offer([3])
         load = consumer.runtime.start_load(pair.wanted(lease, [0]))
-        while not consumer.transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: consumer.transport.held)
         ending = asyncio.create_task(consumer.runtime.drain(0.01) if verb == "drain" else consumer.runtime.aclose())
         with pytest.raises(RuntimeClosed) as caught:
             await load
