@@ -66,7 +66,7 @@ def serve(options: list[str]) -> int:
 
 
 def test(options: list[str]) -> int:
-    # Two at a time; what starts processes of its own is one group, which one of the two runs. `-n 0` says otherwise.
+    # Two at a time; a folder of tests that start processes of their own is a group, which one of the two runs.
     return run(ensure("examples,dev"), "-m", "pytest", "-n", "2", "--dist", "loadgroup", *options)
 
 

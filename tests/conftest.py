@@ -20,7 +20,7 @@ COMPUTING = ("core", "testing")
 """Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
 
 PROCESSES = ("nixl", "bench", "examples", "doctor", "cli")
-"""Tests that start processes of their own: they run one after the other, beside those that start none."""
+"""Tests that start processes of their own: those of one folder run one after the other, and share what they make."""
 
 VARIANTS = ("asyncio", "uvloop", "shm", "tcp")
 """Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name."""
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if folder in COMPUTING:
             item.add_marker(pytest.mark.timeout(600))
         if folder in PROCESSES:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+            item.add_marker(pytest.mark.xdist_group(folder))
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.budget)
     _mark_variants(items)
