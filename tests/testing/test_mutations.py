@@ -119,7 +119,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "never_release_leased_blocks": (never_release_leased_blocks, "I5", 0),
     "never_release_loaded_blocks": (never_release_loaded_blocks, "I5", 0),
     "forget_quarantines": (forget_quarantines, "I5 I7", 2),
-    "lose_ends_of_reads": (lose_ends_of_reads, "I7", 6),
+    "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 1),
     "never_expire": (never_expire, "I7", 0),
     "keep_broken_connections": (keep_broken_connections, "I7", 30),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
