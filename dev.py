@@ -4,7 +4,7 @@
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
-    python3 dev.py test [options]   run the tests (options go to pytest)
+    python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
@@ -74,7 +74,8 @@ def serve(options: list[str]) -> int:
 
 
 def test(options: list[str]) -> int:
-    return run(ensure("examples,dev"), "-m", "pytest", *options)
+    # Two at a time; a folder of tests that start processes of their own is a group, which one of the two runs.
+    return run(ensure("examples,dev"), "-m", "pytest", "-n", "2", "--dist", "loadgroup", *options)
 
 
 def vllm(options: list[str]) -> int:

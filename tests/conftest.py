@@ -1,21 +1,83 @@
-"""What all tests share. On a machine that does other things too, an example may be slow without being wrong."""
+"""What all tests share: the fast suite and the thorough one, and what may run beside what.
+
+By default the fast suite runs. `--thorough` runs everything, `--thorough-only` what the fast suite leaves out: tests
+marked thorough, and those with a larger budget (`budgets.examples`). A test that is named in full always runs.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
 from pathlib import Path
+from zlib import crc32
 
 import pytest
+from budgets import budget
 from hypothesis import HealthCheck, settings
-
-settings.register_profile("kvflow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("kvflow")
 
 HERE = Path(__file__).parent
 COMPUTING = ("core", "testing")
 """Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
 
+PROCESSES = ("nixl", "bench", "examples", "doctor", "cli")
+"""Tests that start processes of their own: those of one folder run one after the other, and share what they make."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+VARIANTS = ("asyncio", "uvloop", "shm", "tcp")
+"""Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name."""
+
+ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "breaking", "closing_reads", "side_channel")}
+"""Where the event loops differ: opening and closing, breaking, cancelling, sockets."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="run everything, with full budgets")
+    parser.addoption("--thorough-only", action="store_true", help="run only what the fast suite leaves out")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--thorough") or config.getoption("--thorough-only"):
+        os.environ["KVFLOW_THOROUGH"] = "1"  # read where a budget is declared, by this process and by xdist's
+    # On a machine that does other things too, an example may be slow without being wrong.
+    health = [HealthCheck.too_slow]
+    examples = budget(40, 100)
+    settings.register_profile("kvflow", max_examples=examples, deadline=None, suppress_health_check=health)
+    settings.load_profile("kvflow")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(HERE).parts[0] in COMPUTING:
+        folder = item.path.relative_to(HERE).parts[0]
+        if folder in COMPUTING:
             item.add_marker(pytest.mark.timeout(600))
+        if folder in PROCESSES:
+            item.add_marker(pytest.mark.xdist_group(folder))
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.budget)
+    _mark_variants(items)
+    if config.getoption("--thorough") or any("::" in argument for argument in config.args):
+        return
+    only = config.getoption("--thorough-only")
+    chosen = {item: _runs(item, only) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if not chosen[item]])
+    items[:] = [item for item in items if chosen[item]]
+
+
+def _runs(item: pytest.Item, thorough_only: bool) -> bool:
+    thorough = item.get_closest_marker("thorough") is not None
+    return thorough or item.get_closest_marker("budget") is not None if thorough_only else not thorough
+
+
+def _mark_variants(items: list[pytest.Item]) -> None:
+    cells: defaultdict[tuple[str, ...], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.path.relative_to(HERE).as_posix() not in ALL_VARIANTS:
+            parameters = item.callspec.id.split("-") if hasattr(item, "callspec") else []
+            if set(parameters) & set(VARIANTS):
+                cell = (item.nodeid.split("[")[0], *(part for part in parameters if part not in VARIANTS))
+                cells[cell].append(item)
+    for cell, variants in cells.items():
+        kept = crc32(":".join(cell).encode()) % len(variants)
+        for index, item in enumerate(variants):
+            if index != kept:
+                item.add_marker(pytest.mark.thorough)

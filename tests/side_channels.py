@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from tests_support import PATIENT, WAIT_S
+from tests_support import PATIENT, until
 
 from kvflow import Config
 from kvflow.core.protocol import messages
@@ -61,9 +61,7 @@ async def ask(config: Config, listener: ZmqListener, request: messages.Request =
 async def seen(listener: ZmqListener, **expected: int) -> ListenerStatistics:
     """Wait until the listener has counted that."""
     try:
-        async with asyncio.timeout(WAIT_S):
-            while any(getattr(listener.statistics, name) != value for name, value in expected.items()):
-                await asyncio.sleep(0)
+        await until(lambda: all(getattr(listener.statistics, name) == value for name, value in expected.items()))
     except TimeoutError:
         raise AssertionError(f"expected {expected}, got {listener.statistics}") from None
     return listener.statistics

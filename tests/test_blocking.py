@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache
+from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache, until
 
 from kvflow import Config, LeaseOutcome, LoadRequest, RuntimeState, ServeRequest
 from kvflow.blocking import Load, Runtime
@@ -297,8 +297,7 @@ def on_loop(runtime: Runtime, work: Callable[[asynchronous.Runtime], Coroutine[A
 
 
 async def wait_for_reads(runtime: asynchronous.Runtime, count: int) -> None:
-    while runtime.statistics().transport.open_reads < count:
-        await asyncio.sleep(0)
+    await until(lambda: runtime.statistics().transport.open_reads >= count)
 
 
 async def perform(transport: InprocTransport) -> None:
@@ -416,8 +415,7 @@ def test_work_cancelled_before_it_began_never_begins() -> None:
             late = opened.start(note)
             late._cancel()  # as if the loop had got `cancel` first
             with pytest.raises(concurrent.futures.CancelledError):
-                while not late.done:
-                    await asyncio.sleep(0)
+                await until(lambda: late.done)
                 late.result()
 
         async def note(_: asynchronous.Runtime) -> None:

@@ -23,9 +23,10 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from budgets import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
-from tests_support import small_cache
+from tests_support import each, small_cache
 from wrong_values import REFUSED, Hostile, HostileList, Text, alike
 
 import kvflow
@@ -308,9 +309,7 @@ REFUSED_IN: dict[tuple[type, str], Callable[[], list[Any]]] = {
 NO_FLOATS = (float("nan"), float("inf"), float("-inf"), 10**400)
 
 FIELDS = [(kind, name) for kind in RIGHT for name in annotations(kind)]
-NAMED_FIELDS = pytest.mark.parametrize(
-    ("kind", "name"), FIELDS, ids=[f"{kind.__name__}.{name}" for kind, name in FIELDS]
-)
+NAMED_FIELDS = each(("kind", "name"), FIELDS)
 
 
 @NAMED_FIELDS
@@ -523,7 +522,7 @@ def is_right(parameter: str, value: object) -> bool:
     return (parameter.endswith("_s") and value == 1.5) or (parameter == "copy_blocks" and value is int)
 
 
-@pytest.mark.parametrize(("call", "parameter"), PUBLIC, ids=[".".join(call) for call in PUBLIC])
+@each(("call", "parameter"), PUBLIC)
 def test_an_argument_that_cannot_be_is_refused(call: str, parameter: str, sides: Sides) -> None:
     verb, arguments = right_calls(sides)[call]
     for value in wrong_for_anything():
@@ -576,7 +575,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(30, 150)
 @given(changes=CHANGES)
 @example({"num_tokens": float("nan")})
 @example({"num_tokens": 32.0})

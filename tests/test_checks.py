@@ -15,6 +15,7 @@ from wrong_values import REFUSED, Hostile, HostileDict, HostileList, Number, Tex
 
 from kvflow import checks
 from kvflow.errors import ConfigError, LayoutError, RequestError
+from tests.tests_support import each
 
 
 def kind(value: object) -> str:
@@ -25,7 +26,7 @@ def kind(value: object) -> str:
 # --- what is shown of a value
 
 
-@pytest.mark.parametrize(
+@each(
     "value",
     [
         Hostile(),
@@ -44,7 +45,6 @@ def kind(value: object) -> str:
         "\ud800" * 100,
         type("X" * 1000, (), {})(),
     ],
-    ids=kind,
 )
 def test_any_value_can_be_shown_in_a_line(value: object) -> None:
     text = checks.shown(value)
@@ -71,32 +71,32 @@ def test_whole_numbers_of_64_bits_pass(value: int) -> None:
             checks.whole(value, "x")
 
 
-@pytest.mark.parametrize(("least", "most", "text"), [(1, 9, "from 1 to 9"), (1, checks.INT64_MAX, "from 1 on")])
+@each(("least", "most", "text"), [(1, 9, "from 1 to 9"), (1, checks.INT64_MAX, "from 1 on")])
 def test_the_bounds_are_told(least: int, most: int, text: str) -> None:
     assert checks.whole(5, "x", least=least, most=most) == 5
     with pytest.raises(LayoutError, match=f"^x: expected a whole number {text}.*, got np.int64\\(0\\)$"):
         checks.whole(np.int64(0), "x", least=least, most=most, error=LayoutError)
 
 
-@pytest.mark.parametrize("value", [5, np.uint8(5), np.int64(5), Number.ONE], ids=kind)
+@each("value", [5, np.uint8(5), np.int64(5), Number.ONE])
 def test_numbers_of_others_become_pythons(value: Any) -> None:
     assert type(checks.whole(value, "x")) is int
     assert checks.whole(value, "x") == value
     assert type(checks.seconds(value, "x")) is float
 
 
-@pytest.mark.parametrize("value", [1e-300, 0.5, 1, 10**9, np.float32(0.5), np.float64(2), Fraction(1, 3)])
+@each("value", [1e-300, 0.5, 1, 10**9, np.float32(0.5), np.float64(2), Fraction(1, 3)])
 def test_seconds_pass(value: Any) -> None:
     found = checks.seconds(value, "x")
     assert (type(found), found) == (float, float(value))
 
 
-@pytest.mark.parametrize("value", [None, 0, 0.0, 1, 1.5])
+@each("value", [None, 0, 0.0, 1, 1.5])
 def test_a_timeout_may_be_none_and_nothing(value: Any) -> None:
     assert checks.timeout(value, "x") == value
 
 
-@pytest.mark.parametrize("value", ["1", True, -1, -0.5, float("nan"), float("inf"), 1e300, [], Hostile()], ids=kind)
+@each("value", ["1", True, -1, -0.5, float("nan"), float("inf"), 1e300, [], Hostile()])
 def test_a_timeout_that_cannot_be_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: "):
         checks.timeout(value, "x", error=ConfigError)
@@ -108,7 +108,7 @@ def test_texts_become_pythons() -> None:
         assert (type(found), found) == (str, value)
 
 
-@pytest.mark.parametrize("value", [[3, 1], [], (3, 1), range(3), np.arange(3), np.array([]), torch.tensor([1, 2])])
+@each("value", [[3, 1], [], (3, 1), range(3), np.arange(3), np.array([]), torch.tensor([1, 2])])
 def test_lists_of_whole_numbers_become_arrays_of_their_own(value: Any) -> None:
     found = checks.whole_numbers(value, "x")
     assert (found.dtype, found.tolist()) == (np.dtype(np.int64), [int(entry) for entry in value])
@@ -122,7 +122,7 @@ def test_a_dict_is_copied() -> None:
     assert checked == {"a": 1}
 
 
-@pytest.mark.parametrize("value", [None, 5, "abc", b"abc", {1: 2}, {1, 2}.__iter__(), Hostile()], ids=kind)
+@each("value", [None, 5, "abc", b"abc", {1: 2}, {1, 2}.__iter__(), Hostile()])
 def test_what_is_no_list_has_no_count(value: Any) -> None:
     with pytest.raises(RequestError, match=r"^x: expected a list, got "):
         checks.count(value, "x")

@@ -14,6 +14,7 @@ from kvflow.core.protocol.messages import SealLocation, check_seals
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import ConfigError
 from kvflow.limits import Limits
+from tests.tests_support import each
 
 RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
 OF_LIMITS = [field.name for field in dataclasses.fields(Limits)]
@@ -49,29 +50,27 @@ def test_limits_say_their_unit_or_that_they_are_bounds() -> None:
     assert all(name.endswith("_s") for name in TIMES)
 
 
-@pytest.mark.parametrize("value", [0, -1, -0.001, float("nan")])
-@pytest.mark.parametrize("name", LIMITS)
+@each("value", [0, -1, -0.001, float("nan")])
+@each("name", LIMITS)
 def test_a_limit_is_above_zero(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: .*{value!r}"):
         with_limit(name, value)
 
 
-@pytest.mark.parametrize("name", TIMES)
+@each("name", TIMES)
 def test_a_time_that_never_ends_is_no_bound(name: str) -> None:
     """Every wait has a bound (invariant I7), and a ticket cannot carry an infinite ttl_s."""
     with pytest.raises(ConfigError, match=rf"^{name}: .*inf"):
         with_limit(name, float("inf"))
 
 
-@pytest.mark.parametrize("name", LIMITS)
+@each("name", LIMITS)
 def test_the_smallest_limits_are_legal(name: str) -> None:
     value = 1e-9 if name in TIMES else 1
     assert with_limit(name, value) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("request_id_chars_max", 1024), ("loads_max", 1 << 24), ("leases_max", 1 << 24)]
-)
+@each(("name", "most"), [("request_id_chars_max", 1024), ("loads_max", 1 << 24), ("leases_max", 1 << 24)])
 def test_what_no_reader_takes_or_no_memory_holds_is_refused(name: str, most: int) -> None:
     """A longer request id would make tickets that every reader refuses."""
     assert with_limit(name, most) == most
@@ -79,7 +78,7 @@ def test_what_no_reader_takes_or_no_memory_holds_is_refused(name: str, most: int
         with_limit(name, most + 1)
 
 
-@pytest.mark.parametrize("name", TIMES)
+@each("name", TIMES)
 def test_a_time_that_no_timer_can_be_set_to_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}: .*2000000000"):
         with_limit(name, 2_000_000_000)
@@ -107,7 +106,7 @@ def test_a_mode_is_one_of_three(name: str) -> None:
         config(**{name: "often"})
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257])
+@each("name", ["", "x" * 257])
 def test_a_bad_engine_id_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^engine_id: .*{len(name)}"):
         config(engine_id=name)
@@ -122,7 +121,7 @@ def test_a_long_model_name_is_refused() -> None:
 # --- keys
 
 
-@pytest.mark.parametrize("alone", [{"curve_secret_key_file": "a.secret"}, {"curve_peers_dir": "keys"}])
+@each("alone", [{"curve_secret_key_file": "a.secret"}, {"curve_peers_dir": "keys"}])
 def test_a_key_without_an_allowlist_is_refused_and_the_other_way_round(alone: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match=r"^curve_secret_key_file, curve_peers_dir: expected both or none"):
         config(**alone)
@@ -140,7 +139,7 @@ def test_an_engine_with_keys_has_a_name_for_their_files() -> None:
 # --- ranks
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "named"),
     [
         ({"tp_rank": 1}, "tp_rank"),
@@ -214,7 +213,7 @@ def test_a_rank_above_the_last_port_is_refused() -> None:
 # --- addresses
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]"])
+@each("host", ["0.0.0.0", "*", "[::]"])
 def test_a_wildcard_needs_a_host_to_tell_others(host: str) -> None:
     listen = f"tcp://{host}:5600"
     with pytest.raises(ConfigError, match="advertise_host"):
@@ -222,13 +221,13 @@ def test_a_wildcard_needs_a_host_to_tell_others(host: str) -> None:
     assert config(listen=listen, advertise_host="10.0.0.7").listen_host == host
 
 
-@pytest.mark.parametrize("advertised", ["", "0.0.0.0", "*", "[::]"])
+@each("advertised", ["", "0.0.0.0", "*", "[::]"])
 def test_a_host_to_tell_others_is_one_that_others_can_reach(advertised: str) -> None:
     with pytest.raises(ConfigError, match="advertise_host"):
         config(listen="tcp://0.0.0.0:5600", advertise_host=advertised)
 
 
-@pytest.mark.parametrize(
+@each(
     ("address", "expected"),
     [
         ("tcp://127.0.0.1:5600", ("127.0.0.1", 5600)),
@@ -268,7 +267,7 @@ BAD_ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("address", BAD_ADDRESSES, ids=lambda address: address[:24] or "empty")
+@each("address", BAD_ADDRESSES)
 def test_a_bad_address_is_refused_and_shown(address: str) -> None:
     with pytest.raises(ConfigError, match=r"^listen: "):
         config(listen=address)
@@ -290,7 +289,7 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
 # --- what Config accepts, peers accept
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"engine_id": "prefill 0"},
@@ -301,7 +300,6 @@ def test_any_text_is_an_address_or_a_config_error(text: str) -> None:
         {"advertise_host": "x" * 1025},
         {"advertise_host": "\ud800"},
     ],
-    ids=lambda changes: ascii(changes)[:40],
 )
 def test_a_name_that_no_reader_takes_is_refused_early(changes: dict[str, str]) -> None:
     """Otherwise the engine starts, and every ticket that it makes is refused by every reader."""
@@ -352,9 +350,7 @@ def test_the_tickets_of_every_legal_config_are_legal(
     assert Ticket.from_params(ticket.to_params()) == ticket
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("seal_hold_s", 60.0), ("seal_hold_s", 3600.0), ("leases_max", (1 << 24) + 1)]
-)
+@each(("name", "value"), [("seal_hold_s", 60.0), ("seal_hold_s", 3600.0), ("leases_max", (1 << 24) + 1)])
 def test_seals_that_no_reader_takes_are_refused_early(name: str, value: float) -> None:
     try:
         limits = Limits(**{name: value})  # type: ignore[arg-type]

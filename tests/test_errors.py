@@ -32,6 +32,7 @@ from kvflow.errors import (
     RequestError,
     UsageError,
 )
+from tests.tests_support import each
 
 PACKAGE = Path(kvflow.__file__).parent
 NOT_HERE = ("kvflow.vllm",)  # needs vLLM
@@ -52,7 +53,7 @@ def all_classes() -> list[type[KVFlowError]]:
 
 
 CLASSES = all_classes()
-OF_CLASS = pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+OF_CLASS = each("kind", CLASSES)
 PUBLIC = [kind for kind in CLASSES if kind.__module__ == "kvflow.errors"]
 
 
@@ -94,7 +95,7 @@ def made(kind: type[KVFlowError]) -> KVFlowError:
 
 
 @OF_CLASS
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_an_error_survives_pickling(kind: type[KVFlowError], protocol: int) -> None:
     error = made(kind)
     found = pickle.loads(pickle.dumps(error, protocol))
@@ -121,7 +122,7 @@ async def test_what_is_told_of_cannot_be_awaited() -> None:
 
 
 @OF_CLASS
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+@each("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_is_the_same_with_the_same_quarantine(kind: type[KVFlowError], copied: Any) -> None:
     """It stays in the process, so it can be awaited there."""
     error = made(kind)

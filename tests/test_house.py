@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 import kvflow
 
@@ -80,8 +79,11 @@ def imports(path: str, tree: ast.Module) -> Iterator[str]:
                         yield "<computed>"
 
 
+IMPORTED = {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
+
+
 def importers(package: str) -> set[str]:
-    return {path for path, tree in SOURCES.items() for name in imports(path, tree) if name.split(".")[0] == package}
+    return {path for path, names in IMPORTED.items() if package in names}
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
@@ -113,13 +115,11 @@ def test_the_checks_see_the_house() -> None:
     assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.owner", "importlib", "x.y"}
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_imports_point_one_way(path: str) -> None:
-    part = part_of(path)
-    if part == "":
-        return  # the public names come from everywhere
-    for name in imports(path, SOURCES[path]):
-        if name == "kvflow" or name.startswith("kvflow."):
+def test_imports_point_one_way() -> None:
+    for path, tree in SOURCES.items():
+        part = part_of(path)
+        ours = [name for name in imports(path, tree) if name == "kvflow" or name.startswith("kvflow.")]
+        for name in ours if part else []:  # the public names come from everywhere
             target = part_of(name)
             assert target in LEVEL_OF or part_is_public(part), f"{path} imports {name}"
             if target in LEVEL_OF:
@@ -282,12 +282,11 @@ def test_errors_are_one_tree_and_drawn() -> None:
 # --- shape of the code
 
 
-@pytest.mark.parametrize("path", SOURCES)
-def test_every_module_says_what_it_is(path: str) -> None:
-    docstring = ast.get_docstring(SOURCES[path]) or ""
-    first = docstring.splitlines()[0] if docstring else ""
-    assert len(first) > 20, f"{path}: {first!r}"
-    assert first.endswith((".", ":")), f"{path}: {first!r}"
+def test_every_module_says_what_it_is() -> None:
+    for path, tree in SOURCES.items():
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        assert len(first) > 20, f"{path}: {first!r}"
+        assert first.endswith((".", ":")), f"{path}: {first!r}"
 
 
 def test_no_drawer_for_everything() -> None:
@@ -313,21 +312,20 @@ def test_the_check_for_sleeps_sees_them() -> None:
     assert len(sleeps(asleep)) == 6
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")])
-def test_the_library_waits_for_events_not_for_time(path: str) -> None:
-    assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN)
+def test_the_library_waits_for_events_not_for_time() -> None:
+    for path in (path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")):
+        assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN), path
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if part_of(path) in PROGRAMS])
-def test_programs_sleep_only_where_no_loop_runs(path: str) -> None:
-    for node in ast.walk(SOURCES[path]):
-        if isinstance(node, ast.AsyncFunctionDef):
-            assert "time.sleep" not in {name for name, _ in calls(node)}
+def test_programs_sleep_only_where_no_loop_runs() -> None:
+    for path in (path for path in SOURCES if part_of(path) in PROGRAMS):
+        for node in ast.walk(SOURCES[path]):
+            if isinstance(node, ast.AsyncFunctionDef):
+                assert "time.sleep" not in {name for name, _ in calls(node)}, path
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if path not in SLEEPING_TESTS])
-def test_tests_do_not_wait_by_sleeping(path: str) -> None:
-    assert sleeps(TESTS[path]) == []
+def test_tests_do_not_wait_by_sleeping() -> None:
+    assert {path: found for path, tree in TESTS.items() if (found := sleeps(tree)) and path not in SLEEPING_TESTS} == {}
 
 
 def test_exceptions_from_the_rule_are_still_needed() -> None:
@@ -361,9 +359,8 @@ def test_the_check_for_short_bounds_sees_them() -> None:
     assert len(short_bounds(short)) == 5
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if path not in SHORT_BOUNDS])
-def test_tests_give_a_slow_host_its_time(path: str) -> None:
-    assert short_bounds(TESTS[path]) == []
+def test_tests_give_a_slow_host_its_time() -> None:
+    assert {path: bad for path, tree in TESTS.items() if (bad := short_bounds(tree)) and path not in SHORT_BOUNDS} == {}
 
 
 def test_tests_are_never_skipped_silently() -> None:
@@ -373,3 +370,38 @@ def test_tests_are_never_skipped_silently() -> None:
             if name in ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"):
                 words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
                 assert any(isinstance(word, ast.Constant | ast.JoinedStr) for word in words), f"{path}:{call.lineno}"
+
+
+# --- fast and thorough
+
+
+def marked_thorough(node: ast.AST) -> bool:
+    """Whether a test or a class of tests stays out of the fast suite; a marked parameter is its test's own matter."""
+    decorators = getattr(node, "decorator_list", [])
+    return any(ast.unparse(decorator) == "pytest.mark.thorough" for decorator in decorators)
+
+
+def thorough_of(path: str) -> dict[str, bool]:
+    """The tests of a file, those of classes included, and whether each is thorough."""
+    found: dict[str, bool] = {}
+    for node in TESTS[path].body:
+        for test in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[test.name] = marked_thorough(node) or marked_thorough(test)
+    return found
+
+
+def test_what_is_thorough_names_a_fast_sibling() -> None:
+    """Its docstring says "Thorough: see `test_x` of this file", or of the file with that path in tests/."""
+    seen = 0
+    for path, tree in TESTS.items():
+        marks = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+        assert not [mark for mark in marks if "pytestmark" in mark and "thorough" in mark], path
+        for node in (node for node in ast.walk(tree) if marked_thorough(node)):
+            assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            said = re.search(r"Thorough: see `(test_\w+)` of (this file|`([\w/]+\.py)`)", ast.get_docstring(node) or "")
+            assert said is not None, f"{path}: {node.name}"
+            sibling_path = f"tests/{said[3]}" if said[3] else path
+            assert thorough_of(sibling_path).get(said[1]) is False, f"{path}: {node.name}: {said[1]} is no fast test"
+            seen += 1
+    assert seen

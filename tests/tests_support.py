@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Coroutine
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec
 
@@ -40,6 +41,50 @@ PATIENT = Config(
 def limited(config: Config, **limits: Any) -> Config:
     """`config` with these limits, and its others."""
     return replace(config, limits=replace(config.limits, **limits))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until the condition holds; TimeoutError where it never does."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def turns(count: int) -> None:
+    """Let others run so many times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test of all values, where `pytest.mark.parametrize` would make hundreds; it names every value that failed.
+
+    Fixtures are made once, not for each value. Not for coroutines.
+    """
+    cases = list(values)
+    words = [names] if isinstance(names, str) else list(names)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            failed: dict[str, Exception] = {}
+            for case in cases:
+                try:
+                    test(**fixtures, **(dict(zip(words, case, strict=True)) if len(words) > 1 else {words[0]: case}))
+                except Exception as error:  # noqa: BLE001 - whatever it is: it is told
+                    failed[ascii(case)[:200]] = error
+            if failed:
+                told = [f"{case}: {type(error).__name__}: {error}" for case, error in failed.items()]
+                raise AssertionError("\n".join(told)) from next(iter(failed.values()))
+
+        assert cases, "no case"
+        assert not inspect.iscoroutinefunction(test), "it would never run"
+        functools.update_wrapper(run, test)
+        left = [known for name, known in inspect.signature(test).parameters.items() if name not in words]
+        run.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+        del run.__dict__["__wrapped__"]
+        return run
+
+    return decorate
 
 
 def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,6 +17,7 @@ from kvflow.connector.step import Keep, Step
 from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
+from tests.budgets import machine_test
 
 BLOCK_SIZE = 4
 
@@ -676,5 +676,4 @@ class Engine(RuleBasedStateMachine):
         assert set(self.told) == self.offered
 
 
-Engine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestEngine = Engine.TestCase
+TestEngine = machine_test(Engine, 37, 150, steps=40)

@@ -13,6 +13,7 @@ import pytest
 from kvflow import Config, Limits
 from kvflow.connector.settings import checked_fields, load_connector
 from kvflow.errors import ConfigError
+from tests.tests_support import each
 
 FIELDS = [entry.name for entry in fields(Config)]
 
@@ -24,7 +25,7 @@ def default_of(name: str) -> Any:
     return "engine" if entry.default is MISSING else entry.default
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each("name", FIELDS)
 def test_every_field_of_config_can_be_given(name: str) -> None:
     given = json.loads(msgspec.json.encode(default_of(name)))
     assert checked_fields({name: given}, Config, where="extra") == {name: default_of(name)}
@@ -40,7 +41,7 @@ def test_limits_are_a_dict_of_their_own() -> None:
         checked_fields({"limits": {"peer_max": 7}}, Config, where="extra")
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@each("name", FIELDS)
 def test_no_field_takes_anything(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^extra: {name}: Expected `.*, got `array`"):
         checked_fields({name: [[]]}, Config, where="extra")

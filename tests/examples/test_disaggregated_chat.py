@@ -50,8 +50,10 @@ class TestDemo:
     @pytest.mark.parametrize(
         ("transport", "tokens", "block_size"), [("shm", 48, 16), ("tcp", 12, 7)], ids=["shm", "tcp"]
     )
+    @pytest.mark.thorough
     @pytest.mark.usefixtures("smollm2_packages")
     def test_runs_as_it_stands(self, run_python: RunPython, transport: str, tokens: int, block_size: int) -> None:
+        """Thorough: see `test_two_engines_answer_as_one` of this file."""
         demo = run_python(
             *(str(DEMO), "--transport", transport),
             *("--tokens", str(tokens), "--block-size", str(block_size)),

@@ -33,10 +33,12 @@ PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
 SHARDS = {tp_size: Shard(tp_size=tp_size, kv_head_count=4) for tp_size in (1, 2, 4)}
 
 
+@pytest.mark.thorough
 @pytest.mark.nixl
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("smollm2_packages")
 def test_runs_as_it_stands(run_python: RunPython) -> None:
+    """Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file."""
     shown = run_python(str(EXAMPLE), "--tokens", "24")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stderr == ""
@@ -101,7 +103,14 @@ async def ready_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesse
 @pytest.mark.timeout(300)
 class TestRanks:
     @pytest.mark.parametrize(
-        ("transport", "prefill_tp", "decode_tp"), [("shm", 2, 1), ("shm", 2, 4), ("tcp", 4, 2), ("tcp", 1, 2)]
+        ("transport", "prefill_tp", "decode_tp"),
+        [
+            ("shm", 2, 1),
+            *(
+                pytest.param(*case, marks=pytest.mark.thorough)
+                for case in (("shm", 2, 4), ("tcp", 4, 2), ("tcp", 1, 2))
+            ),
+        ],
     )
     def test_any_ranks_go_on_from_any_ranks(
         self, settings: Settings, tiny: tuple[Path, Greedy], transport: str, prefill_tp: int, decode_tp: int
@@ -134,7 +143,7 @@ class TestRanks:
 
         asyncio.run(scenario())
 
-    @pytest.mark.parametrize("victim", [0, 1])
+    @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
     def test_a_killed_rank_is_an_error_and_no_hang(self, settings: Settings, victim: int) -> None:
         async def scenario() -> None:
             async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:

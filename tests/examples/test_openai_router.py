@@ -19,7 +19,7 @@ from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Pauses, Rotation, Worker
 from openai_server.router import AttemptError, Prompt, Router, open_client
 from paged_engine import OutOfBlocksError
-from tests_support import WAIT_S
+from tests_support import until
 
 from kvflow import errors
 
@@ -454,9 +454,7 @@ class TestRouter:
             for worker in [*s.router.prefill.workers, *s.router.decode.workers]:
                 worker.up = False
             watching = s.router.watch()
-            async with asyncio.timeout(WAIT_S):
-                while not all(worker.up for worker in [*s.router.prefill.workers, *s.router.decode.workers]):
-                    await asyncio.sleep(0)
+            await until(lambda: all(worker.up for worker in [*s.router.prefill.workers, *s.router.decode.workers]))
             for task in watching:
                 task.cancel()
             assert await tokens_of(s) == ANSWER

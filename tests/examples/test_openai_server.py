@@ -15,7 +15,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -100,9 +100,15 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(smollm2: tuple[Path, Greedy]) -> Iterator[Running]:
-    command = [str(SERVER), "serve", "--prefill", "2", "--decode", "2", "--port", "0", "--checkpoint", str(smollm2[0])]
+    with service(smollm2[0], workers_each=2) as running:
+        yield running
+
+
+@contextmanager
+def service(checkpoint: Path, *, workers_each: int) -> Iterator[Running]:
+    counts = [word for role in ("--prefill", "--decode") for word in (role, str(workers_each))]
     process = subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, str(SERVER), "serve", *counts, "--port", "0", "--checkpoint", str(checkpoint)],
         env=os.environ | {"PYTHONPATH": str(Path(kvflow.__file__).parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -113,7 +119,7 @@ def running(smollm2: tuple[Path, Greedy]) -> Iterator[Running]:
     reader = threading.Thread(target=lambda: [running.lines.put(line) for line in process.stdout or ()])
     reader.start()
     try:
-        for _ in range(4):
+        for _ in range(2 * workers_each):
             name, url = running.expect(r"^(\w+-\d): (http://\S+)$").groups()
             running.workers[name] = url
         running.url = running.expect(r"^ready: (\S+)/v1$")[1]
@@ -136,8 +142,12 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def client(running: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=240) as client:
+    with client_of(running) as client:
         yield client
+
+
+def client_of(running: Running) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=240)
 
 
 @dataclass(frozen=True)
@@ -169,7 +179,26 @@ def ask(question: Question) -> list[dict[str, str]]:
     return [{"role": "user", "content": question.text}]
 
 
+def test_a_service_of_a_tiny_model_answers_as_one_process_does(tiny_chat: Path, one_thread: None) -> None:
+    """The whole service, one worker of each kind: a completion, a stream, a stop, an error, health, and its end."""
+    alone = Alone(ChatTokenizer(tiny_chat), uvloop.run(tokens_alone(tiny_chat, [FRANCE, SUM], 12)))
+    with service(tiny_chat, workers_each=1) as running, client_of(running) as client:
+        text = alone(FRANCE, 12)
+        assert whole_of(client, FRANCE, max_tokens=12) == Piece(text, "length")
+        assert joined(pieces_of(client, FRANCE, max_tokens=12)) == Piece(text, "length")
+        assert whole_of(client, SUM, max_tokens=12).text == alone(SUM, 12)
+        assert whole_of(client, FRANCE, max_tokens=12, stop=text[6:8]) == Piece(text[: text.index(text[6:8])], "stop")
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="gpt-7", prompt="a")
+        running.until_idle()
+        assert running.metric("decode-0", 'openai_server_load_seconds_count{phase="wire"}') >= 4
+        assert running.health()["status"] == "ok"
+
+
+@pytest.mark.thorough
 class TestAnswers:
+    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+
     def test_models(self, client: openai.OpenAI) -> None:
         assert [model.id for model in client.models.list()] == [MODEL]
         assert client.models.retrieve(MODEL).id == MODEL
@@ -287,7 +316,10 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 BOTH = pytest.mark.parametrize("question", [COUNTING, SMILEY], ids=["completion", "chat"])
 
 
+@pytest.mark.thorough
 class TestSampling:
+    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+
     @pytest.mark.parametrize("question", [STORY, SMILEY], ids=["completion", "chat"])
     def test_a_seed_gives_what_one_process_draws(
         self, client: openai.OpenAI, alone: Alone, smollm2: tuple[Path, Greedy], question: Question
@@ -311,7 +343,10 @@ class TestSampling:
         assert answer.text == alone(FRANCE, 8)
 
 
+@pytest.mark.thorough
 class TestStop:
+    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+
     @BOTH
     @pytest.mark.parametrize("length", [1, 2, 5])
     def test_an_answer_ends_before_the_first_stop_string(
@@ -344,8 +379,12 @@ class TestStop:
         assert whole_of(client, question, stop=stops, max_tokens=10) == Piece(full, "length")
 
 
+@pytest.mark.thorough
 class TestOrdinaryClients:
-    """What they send without wanting anything by it."""
+    """What they send without wanting anything by it.
+
+    Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file.
+    """
 
     NOTHING: ClassVar[dict[str, Any]] = {
         "n": 1,
@@ -416,7 +455,10 @@ class TestOrdinaryClients:
         assert caught.value.param == "messages.0.content"
 
 
+@pytest.mark.thorough
 class TestErrors:
+    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+
     @pytest.mark.parametrize(
         ("wrong", "kind", "param", "message"),
         [
@@ -507,7 +549,10 @@ class TestErrors:
         assert running.metric("", 'openai_server_requests_total{outcome="client_gone"}') >= 1
 
 
+@pytest.mark.thorough
 class TestDeaths:
+    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+
     def test_a_killed_prefill_worker_costs_no_answer(
         self, running: Running, client: openai.OpenAI, alone: Alone
     ) -> None:
@@ -562,7 +607,10 @@ class TestDeaths:
         running.until_idle()
 
 
+@pytest.mark.thorough
 class TestLoad:
+    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+
     def test_no_wrong_answer_while_a_worker_is_killed(
         self, running: Running, smollm2: tuple[Path, Greedy], one_thread: None
     ) -> None:

@@ -29,7 +29,7 @@ from paged_engine import Engine, Sampling
 from paged_engine.weights import load_model
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from tests_support import WAIT_S
+from tests_support import until
 
 import kvflow
 from kvflow.runtime.world import World
@@ -68,9 +68,9 @@ class Pair:
 
     async def idle(self) -> None:
         """Wait until all blocks of both engines are free."""
-        async with asyncio.timeout(WAIT_S):
-            while self.prefill_engine.statistics().blocks_used or self.decode_engine.statistics().blocks_used:
-                await asyncio.sleep(0)
+        await until(
+            lambda: not (self.prefill_engine.statistics().blocks_used or self.decode_engine.statistics().blocks_used)
+        )
 
 
 def decode_request(reply: PrefillReply, request_id: str = "r", *, max_tokens: int = 5) -> DecodeRequest:
@@ -315,8 +315,7 @@ class TestBlocks:
                 transport = workers.decode_transport
                 transport.faults.hold = True
                 loading = asyncio.create_task(workers.decode.decode(decode_request(reply)), name="load")
-                while not transport.held:
-                    await asyncio.sleep(0)
+                await until(lambda: transport.held)
                 loading.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await loading
@@ -326,9 +325,7 @@ class TestBlocks:
                 while transport.held:
                     transport.perform()
                 await quarantine.settled()
-                async with asyncio.timeout(WAIT_S):
-                    while workers.decode_engine.statistics().blocks_used:
-                        await asyncio.sleep(0)
+                await until(lambda: not workers.decode_engine.statistics().blocks_used)
                 workers.prefill.release("r")
 
         run(scenario())
@@ -355,8 +352,7 @@ class TestBlocks:
         async def scenario() -> None:
             async with pair(tiny[0]) as workers:
                 prefilling = asyncio.create_task(workers.prefilled(), name="prefill")
-                while not workers.prefill_engine.statistics().blocks_used:
-                    await asyncio.sleep(0)
+                await until(lambda: workers.prefill_engine.statistics().blocks_used)
                 prefilling.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await prefilling

@@ -29,7 +29,7 @@ from paged_engine.cache import CacheShape, PagedKVCache, Pages
 from paged_engine.model import Chunk
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from paged_engine.weights import MissingPackageError, load_model, read_checkpoint, require_modules
-from tests_support import WAIT_S
+from tests_support import WAIT_S, turns
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 Greedy = Callable[[Sequence[int], int], list[int]]
@@ -356,8 +356,7 @@ class TestEngine:
                     await asyncio.sleep(0)
                     for step in steps:
                         step.cancel()
-                    for _ in range(5):
-                        await asyncio.sleep(0)
+                    await turns(5)
                     running, in_line = steps
                     assert in_line.cancelled()
                     assert not running.done()
@@ -399,13 +398,18 @@ class TestEngine:
         run(scenario())
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 class TestRealModel:
+    """Thorough: see `test_answers_as_transformers_does` of this file, with the tiny model."""
+
     @pytest.mark.parametrize(
         "prompt",
         ["What is the capital of France?", "Write a haiku about memory.", "Name three prime numbers. 🙂"],
     )
-    def test_answers_as_transformers_does(self, smollm2: tuple[Path, Greedy], run: Run, prompt: str) -> None:
+    def test_the_real_model_answers_as_transformers_does(
+        self, smollm2: tuple[Path, Greedy], run: Run, prompt: str
+    ) -> None:
         checkpoint, greedy = smollm2
         token_ids = ChatTokenizer(checkpoint).encode_chat(prompt)
 

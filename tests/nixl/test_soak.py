@@ -12,7 +12,9 @@ WARM_UP, BATCHES = 3, 9
 RSS_GROWTH_BYTES_MAX = 8 << 20
 
 
+@pytest.mark.thorough
 def test_nothing_grows(engines: Engines) -> None:
+    """Thorough: see `test_mutants_and_noise_change_nothing_for_honest_engines` of `runtime/test_fuzz.py`."""
     samples = soak(engines, 1, sample_every=WARM_UP)
     before = next(samples)
     after = next(sample for sample in samples if sample.loads >= BATCHES * BATCH_SIZE)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from tests_support import until
 
 from kvflow import LoadRequest, ServeRequest
 from kvflow.core.plan.topology import Rank
@@ -90,8 +91,7 @@ async def test_a_cancelled_load_has_a_record() -> None:
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([1])
         load = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0])))
-        while not pair.consumer.transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: pair.consumer.transport.held)
         load.cancel()
         while pair.consumer.runtime.statistics().loading.open_loads and not load.done():
             pair.consumer.transport.perform()

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from tests_support import PATIENT, WAIT_S
+from tests_support import PATIENT, WAIT_S, turns
 
 from kvflow.errors import KVFlowError
 from kvflow.testing import InprocCluster, Pair
@@ -25,8 +25,7 @@ async def breaking(steps: int) -> AsyncIterator[Pair]:
         cluster.engine("consumer", config=BRIEF) as consumer,
     ):
         consumer.transport.die(OSError("scripted"))
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await turns(steps)
         yield Pair(producer=producer, consumer=consumer)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, in_virtual_time, leases_ended, limited
+from tests_support import PATIENT, WAIT_S, in_virtual_time, leases_ended, limited, until
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.core.cache.tensors import KVCaches
@@ -241,8 +241,7 @@ async def test_a_reader_that_comes_early_waits_for_the_blocks() -> None:
         saved.gate.clear()
         lease = offer(one, [3, 7])
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0, 1])))
-        while other.transport.statistics.reads < 3:  # it looks at the seal again and again
-            await asyncio.sleep(0)
+        await until(lambda: other.transport.statistics.reads >= 3)  # it looks at the seal again and again
         assert not load.done()
         seen = other.transport.statistics
         assert seen.bytes_read == 16 * (seen.reads - seen.open_reads)  # seals, and nothing else
@@ -267,8 +266,7 @@ async def test_nothing_is_reported_before_it_is_on_the_device() -> None:
         loaded.gate.clear()
         lease = offer(one, [3])
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
-        while not loaded.calls:
-            await asyncio.sleep(0)
+        await until(lambda: loaded.calls)
         assert not load.done()
         assert not lease.done
         blocks = other.runtime.statistics().blocks
@@ -286,8 +284,7 @@ async def test_closing_says_that_a_copy_still_writes() -> None:
         loaded.gate.clear()
         lease = offer(one, [3])
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
-        while not loaded.calls:
-            await asyncio.sleep(0)
+        await until(lambda: loaded.calls)
         with pytest.raises(RuntimeBroken, match=r"'consumer' .*: a copy still runs"):
             await other.runtime.aclose()
         with pytest.raises(RuntimeClosed):
@@ -343,8 +340,7 @@ async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended()
         loaded.gate.clear()
         lease = offer(one, [3])
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0])))
-        while not loaded.calls:
-            await asyncio.sleep(0)
+        await until(lambda: loaded.calls)
         load.cancel()
         await asyncio.wait([load])
         (quarantine,) = other.runtime.quarantines
@@ -367,8 +363,7 @@ async def test_a_lease_that_ends_while_it_is_copied_keeps_its_blocks_until_then(
     async with unreachable_pair() as ((one, saved), _):
         saved.gate.clear()
         lease = offer(one, [3, 4], ttl_s=0.01)
-        while holds(one):
-            await asyncio.sleep(0)
+        await until(lambda: not holds(one))
         assert not lease.done
         blocks = one.runtime.statistics().blocks
         assert blocks is not None
@@ -383,11 +378,9 @@ async def test_a_lease_that_is_revoked_while_it_is_copied_keeps_its_blocks_until
         saved.gate.clear()
         lease = offer(one, [3, 4])
         load = asyncio.create_task(other.runtime.load_blocks(wanted(lease, [0, 1])))
-        while other.transport.statistics.reads < 2:
-            await asyncio.sleep(0)
+        await until(lambda: other.transport.statistics.reads >= 2)
         lease.revoke()
-        while holds(one):
-            await asyncio.sleep(0)
+        await until(lambda: not holds(one))
         lease.revoke()
         assert not lease.done
         blocks = one.runtime.statistics().blocks

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from tests_support import WAIT_S, limited
+from tests_support import WAIT_S, limited, until
 
 from kvflow import Config, Limits, Runtime, ServeRequest
 from kvflow.errors import RuntimeBroken
@@ -53,8 +53,7 @@ async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_goo
         await runtime.__aenter__()
         await runtime.register_kv_caches(producer.kv_caches, producer.layout)
         loading = asyncio.create_task(runtime.load_blocks(Pair.wanted(lease, [0])))
-        while not late.reads:
-            await asyncio.sleep(0)
+        await until(lambda: late.reads)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from tests_support import turns, until
 
 from kvflow import Config, Limits
 from kvflow.core.plan.topology import Rank
@@ -41,8 +42,7 @@ class Questions:
 
 
 async def turns_settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await turns(5)
 
 
 async def pass_time(seconds: float) -> None:
@@ -153,8 +153,7 @@ def test_a_turn_that_comes_while_its_owner_gives_up_goes_to_the_next() -> None:
         tasks = {name: questions.ask(name) for name in "abcd"}
         await turns_settle()
         questions.answers["a"].set_result("")
-        while not tasks["a"].done():
-            await asyncio.sleep(0)
+        await until(lambda: tasks["a"].done())
         tasks["d"].cancel()  # it has the turn, and does not know yet
         await turns_settle()
         assert tasks["d"].cancelled()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
@@ -25,15 +25,16 @@ from kvflow.runtime.memory.copies import (
     copy_blocks,
     scatter_tokens,
 )
+from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 ORDERS = ("NHD", "HND")
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=4)
 
-many = settings(
-    max_examples=200,
-    deadline=None,
+many = examples(
+    40,
+    200,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
 )
 
@@ -378,6 +379,6 @@ def test_sizes_that_do_not_fit_are_a_bug() -> None:
 
 
 def test_importing_the_module_loads_no_torch() -> None:
-    code = "import sys, kvflow.runtime.copies; print('torch' in sys.modules)"
+    code = "import sys, kvflow.runtime.memory.copies; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"

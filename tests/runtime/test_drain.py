@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import msgspec
 import pytest
 from scripted import ScriptedWorld
-from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, limited
+from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, limited, until
 
 from kvflow import (
     Config,
@@ -70,8 +70,7 @@ async def sides() -> AsyncIterator[Sides]:
 
 async def begin_to_drain(runtime: Runtime, deadline_s: float | None = None) -> asyncio.Task[DrainReport]:
     draining = asyncio.create_task(runtime.drain(deadline_s))
-    while runtime.state is RuntimeState.OPEN:
-        await asyncio.sleep(0)
+    await until(lambda: runtime.state is not RuntimeState.OPEN)
     return draining
 
 
@@ -123,8 +122,7 @@ async def test_a_consumer_that_drains_gives_back_what_it_will_not_read(sides: Si
     load_held = sides.pair.offer([4], "held")
     sides.pair.consumer.transport.faults.hold = True
     load = sides.consumer.start_load(sides.pair.wanted(load_held, [1]))
-    while not sides.pair.consumer.transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: sides.pair.consumer.transport.held)
     lease = sides.pair.offer([3])
     draining = await begin_to_drain(sides.consumer)
     assert await sides.consumer.release_blocks(lease.ticket)
@@ -177,8 +175,7 @@ async def test_draining_a_reader_waits_for_its_loads(sides: Sides) -> None:
     transport.faults.hold = True
     lease = sides.pair.offer([3])
     load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     draining = await begin_to_drain(sides.consumer)
     transport.faults.hold = False
     transport.perform()
@@ -191,8 +188,7 @@ async def test_at_the_deadline_loads_are_ended(sides: Sides) -> None:
     transport.faults.hold = True
     lease = sides.pair.offer([3])
     load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     draining = asyncio.create_task(sides.consumer.drain(0.01))
     with pytest.raises(RuntimeClosed):
         await load
@@ -240,8 +236,7 @@ async def test_a_reader_goes_on_with_a_peer_that_drains_and_is_told_when_it_clos
     await sides.producer.aclose()
     (peer,) = sides.consumer.statistics().peers
     assert (peer.state, peer.failures) == (PeerState.BROKEN, 0)
-    while sides.consumer.statistics().transport.open_peers:
-        await asyncio.sleep(0)
+    await until(lambda: not sides.consumer.statistics().transport.open_peers)
     assert sides.goodbyes == 1
 
 
@@ -303,8 +298,7 @@ async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sid
     transport.faults.hold = True
     lease = sides.pair.offer([3], reader_count=2)
     load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     await send(sides, goodbye(sides))
     assert sides.consumer.statistics().transport.open_peers == 1
     transport.faults.hold = False

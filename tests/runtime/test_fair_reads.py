@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests_support import PATIENT, in_virtual_time, leases_ended, limited, small_cache, virtual_pair
+from tests_support import PATIENT, in_virtual_time, leases_ended, limited, small_cache, until, virtual_pair
 
 from kvflow import Config, Lease, LoadReport, LoadRequest, Runtime, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
@@ -55,8 +55,7 @@ async def start_in_order(pair: InprocPair, *loads: tuple[Sequence[int], int]) ->
 
 async def until_reads_ask(pair: InprocPair, count: int) -> None:
     """Until so many reads are posted or wait for their turn."""
-    while len(pair.consumer.transport.held) + loading(pair).waiting_reads < count:
-        await asyncio.sleep(0)
+    await until(lambda: len(pair.consumer.transport.held) + loading(pair).waiting_reads >= count)
 
 
 def load_of(pair: InprocPair, read: InprocRead) -> int:
@@ -170,8 +169,7 @@ async def test_a_cancelled_load_gives_its_place_up(narrow: InprocPair) -> None:
 async def test_a_load_that_is_cancelled_as_its_turn_comes_passes_it_on(narrow: InprocPair) -> None:
     held, waiting, behind = await start_in_order(narrow, ([0], 0), ([4], 0), ([8], 0))
     narrow.consumer.transport.perform(1)
-    while loading(narrow).waiting_reads == 2:
-        await asyncio.sleep(0)
+    await until(lambda: loading(narrow).waiting_reads != 2)
     assert not narrow.consumer.transport.held, "the turn is given, the read not posted yet"
     waiting.cancel()
     assert await step(narrow, held, behind) == [2]
@@ -198,8 +196,7 @@ async def test_the_wait_for_a_turn_counts_as_queued(narrow: InprocPair) -> None:
     held, waiting = await start_in_order(narrow, ([0], 0), ([1], 0))
     clock.advance(0.007)
     await step(narrow, held)
-    while not narrow.consumer.transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: narrow.consumer.transport.held)
     clock.advance(0.002)
     await step(narrow, waiting)
     seconds = (await waiting).seconds
@@ -270,8 +267,7 @@ async def test_loads_over_the_limit_wait_and_one_more_is_overloaded() -> None:
         waiting = []
         for block, priority in ((4, 0), (8, -1)):
             waiting.append(start(pair, pair.offer([block], f"waits {block}"), [block], priority=priority))
-            while loading(pair).waiting_loads < len(waiting):
-                await asyncio.sleep(0)
+            await until(lambda: loading(pair).waiting_loads >= len(waiting))
         refused = pair.wanted(pair.offer([12], "one too many"), [12])
         with pytest.raises(Overloaded, match=r"'one too many': 2 loads \(loads_waiting_max\) wait already"):
             await pair.consumer.runtime.load_blocks(refused)
@@ -297,8 +293,7 @@ async def test_quarantined_loads_keep_their_place() -> None:
         with pytest.raises(asyncio.CancelledError):
             await given_up
         waiting = start(pair, pair.offer([4], "waits"), [4])
-        while not loading(pair).waiting_loads:
-            await asyncio.sleep(0)
+        await until(lambda: loading(pair).waiting_loads)
         assert await step(pair, waiting) == [0, 1]
         revoke_all(pair)
 

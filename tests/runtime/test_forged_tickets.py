@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests_support import altered, limited
+from tests_support import altered, limited, turns, until
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, Ticket
 from kvflow.core.policy.states import PeerState
@@ -112,11 +112,6 @@ async def pass_time(seconds: float) -> None:
     passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     asyncio.get_running_loop().call_later(seconds, passed.set_result, None)
     await passed
-
-
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def ended(work: Awaitable[object]) -> object:
@@ -331,8 +326,7 @@ async def flood(runtime: Runtime, ticket: Ticket, count: int) -> AsyncIterator[l
     async with asyncio.TaskGroup() as group:
         for at in range(count):
             group.create_task(one(at), name=f"forged {at}")
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turns(10)
         yield endings
 
 
@@ -461,8 +455,7 @@ def test_a_table_full_of_peers_in_use_is_not_the_callers_fault() -> None:
             old = Pair(producer=known, consumer=pair.consumer)
             transport.faults.hold = True
             busy = asyncio.create_task(runtime.load_blocks(old.wanted(old.offer([1], "first"), [2])))
-            while not transport.held:
-                await asyncio.sleep(0)
+            await until(lambda: transport.held)
             lease = pair.offer([3])
             with pytest.raises(Overloaded, match=r"^request 'req': engine 'producer' .* \(peers_max\)") as caught:
                 await runtime.load_blocks(pair.wanted(lease, [0]))

@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests_support import until
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.errors import BlocksBusy, PromptMismatch, RequestError
@@ -136,8 +137,7 @@ async def test_two_loads_into_one_block_exclude_each_other(pair: InprocPair) -> 
     runtime = pair.consumer.runtime
     async with asyncio.TaskGroup() as group:
         loading = group.create_task(runtime.load_blocks(pair.wanted(first, [0])))
-        while not transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: transport.held)
         with pytest.raises(BlocksBusy, match="block 0 cannot be loaded: it is being loaded"):
             await runtime.load_blocks(pair.wanted(second, [0]))
         with pytest.raises(BlocksBusy, match="block 0 cannot be served: it is being loaded"):

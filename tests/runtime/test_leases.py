@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from tests_support import PATIENT, altered, limited
+from tests_support import PATIENT, altered, limited, turns, until
 
 from kvflow import Config, Lease, LeaseOutcome, LoadReport
 from kvflow.core.protocol import messages
@@ -75,8 +75,7 @@ class Timed:
         transport.faults.hold = True
         before = len(transport.held)
         task = asyncio.create_task(self.load(lease, block_ids))
-        while len(transport.held) == before:
-            await asyncio.sleep(0)
+        await until(lambda: len(transport.held) != before)
         return task
 
     async def let_go(self, task: asyncio.Task[LoadReport]) -> LoadReport:
@@ -95,8 +94,7 @@ class Timed:
 
 async def settle() -> None:
     """Let everything happen that needs no time to pass."""
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
 
 
 @contextlib.asynccontextmanager
@@ -325,8 +323,7 @@ async def test_a_lease_that_has_time_is_not_renewed_with_others() -> None:
 
 async def found(timed: Timed) -> None:
     """Wait until a lease is kept: there is a timer for its renewal, beside the one that looks for idle peers."""
-    while timed.consumer_clock.pending < 2:
-        await asyncio.sleep(0)
+    await until(lambda: timed.consumer_clock.pending >= 2)
 
 
 async def test_a_lease_is_kept_for_a_request_that_waits() -> None:
@@ -388,8 +385,7 @@ async def test_waiting_ends_while_the_lease_is_being_found() -> None:
             lease = timed.pair.offer([3], f"req-{steps}", ttl_s=1000.0)
             await timed.pair.consumer.runtime.forget_peer("producer")
             with timed.pair.consumer.runtime.keep_leases(lease.ticket):
-                for _ in range(steps):
-                    await asyncio.sleep(0)
+                await turns(steps)
             lease.revoke()
             await settle()
         await timed.pass_time(2000.0)
@@ -487,10 +483,8 @@ async def test_a_clock_is_asked_for_again_beside_a_load_once_it_is_old() -> None
         await timed.pass_time(2.0)
         for number in range(3, 6):
             await timed.load(timed.pair.offer([4], str(number)), [1])
-        while timed.listener.answered < 2:
-            await asyncio.sleep(0)
-        while timed.pair.consumer.runtime.statistics().tasks > 3:  # its answer has come
-            await asyncio.sleep(0)
+        await until(lambda: timed.listener.answered >= 2)
+        await until(lambda: timed.pair.consumer.runtime.statistics().tasks <= 3)  # its answer has come
         await timed.load(timed.pair.offer([4], "6"), [1])
         assert timed.listener.answered == 2
 

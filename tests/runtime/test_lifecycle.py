@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from hand_overs import free_ports
-from tests_support import PATIENT, WAIT_S, in_virtual_time, small_cache, virtual_pair
+from tests_support import PATIENT, WAIT_S, in_virtual_time, small_cache, turns, until, virtual_pair
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import ConfigError, RuntimeBroken, RuntimeClosed, UsageError
@@ -70,9 +70,7 @@ async def test_an_early_notification_is_counted() -> None:
 
     async with Runtime(config(), world=World(transport=make)) as runtime:
         transports[0].deliver(b"too early")
-        async with asyncio.timeout(WAIT_S):
-            while not runtime.statistics().early_notifications:
-                await asyncio.sleep(0)
+        await until(lambda: runtime.statistics().early_notifications)
 
 
 async def test_closing_before_opening_is_fine() -> None:
@@ -264,8 +262,7 @@ async def test_an_unknown_transport_is_a_config_error() -> None:
 
 
 async def until_held(pair: InprocPair) -> None:
-    while not pair.consumer.transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: pair.consumer.transport.held)
 
 
 @pytest.mark.parametrize("steps", range(1, 6))
@@ -274,8 +271,7 @@ async def test_opening_can_be_cancelled_anywhere(steps: int) -> None:
     config = Config(engine_id="engine", listen=f"tcp://127.0.0.1:{free_ports(1)}", transport="inproc")
     runtime = Runtime(config)
     opening = asyncio.create_task(runtime.__aenter__())
-    for _ in range(steps):
-        await asyncio.sleep(0)
+    await turns(steps)
     if opening.cancel():
         with pytest.raises(asyncio.CancelledError):
             await opening

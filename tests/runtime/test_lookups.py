@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests_support import turns, until
 
 from kvflow.runtime.channel import lookups
 from kvflow.runtime.channel.lookups import Lookups
@@ -48,8 +49,7 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
 
 
 async def until_asked(resolver: Resolver, count: int) -> None:
-    while len(resolver.asked) < count:
-        await asyncio.sleep(0)
+    await until(lambda: len(resolver.asked) >= count)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,7 @@ async def test_a_name_that_was_found_before_does_not_wait_for_names_that_hang(re
     await until_asked(resolver, most + 1)
     assert await looking.find("node-7") == "10.0.0.7"
     new = asyncio.create_task(looking.find("node-8"))
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert not new.done()
     resolver.go_on.set()
     assert await new == "10.0.0.7"

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests_support import small_cache
+from tests_support import small_cache, turns, until
 
 from kvflow import Config, Lease, LeaseOutcome, Limits, LoadRequest, Runtime, RuntimeState, ServeRequest
 from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
@@ -76,8 +76,7 @@ async def test_cancelling_all_tasks_settles_everybody_and_closing_leaves_nothing
     async with inproc_pair(config=BRIEF) as pair:
         lease = pair.offer([3])
         load = pair.consumer.runtime.start_load(pair.wanted(lease, [0]))
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await turns(steps)
         cancel_others()
         with suppress(asyncio.CancelledError, RuntimeBroken):
             await load
@@ -110,8 +109,7 @@ async def test_closing_goes_on_when_it_is_cancelled_with_everything_else(steps: 
         runtime = await opened()
         lease = runtime.serve_blocks(OFFER)
         closing = asyncio.create_task(runtime.aclose())
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await turns(steps)
         cancel_others()
         with suppress(asyncio.CancelledError):
             await closing
@@ -241,7 +239,9 @@ async def test_every_plain_call_refuses_a_thread_without_a_loop(verb: str) -> No
 WAYS = ["reading", "in_run", "kept_after_run", "asking", "loop_closed", "loop_left", "own_thread"]
 
 
-@pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("inproc", marks=pytest.mark.thorough), pytest.param("nixl", marks=pytest.mark.nixl)]
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_program_that_forgets_to_close_leaves_nothing_and_ends_by_itself(way: str, transport: str) -> None:
     command = [sys.executable, "-W", "default::ResourceWarning", str(FORGETFUL), way, transport]
@@ -261,9 +261,7 @@ async def test_a_runtime_that_is_dropped_while_its_loop_runs_is_closed() -> None
     supervisor = runtime._supervisor
     with pytest.warns(ResourceWarning, match="dropped without being closed"):
         del runtime
-    async with asyncio.timeout(60):
-        while supervisor.state is not RuntimeState.CLOSED:
-            await asyncio.sleep(0)
+    await until(lambda: supervisor.state is RuntimeState.CLOSED)
     assert_closed(supervisor.statistics())
 
 
@@ -331,8 +329,7 @@ async def test_a_cancelled_load_is_not_safe_before_its_bytes_have_stopped() -> N
         pair.consumer.transport.faults.hold = True
         lease = pair.offer([3])
         load = pair.consumer.runtime.start_load(pair.wanted(lease, [0]))
-        while not pair.consumer.transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: pair.consumer.transport.held)
         load.cancel()
         with pytest.raises(asyncio.CancelledError):
             await load
@@ -353,8 +350,7 @@ async def test_a_load_that_the_runtime_ends_carries_what_may_still_land(verb: st
         consumer.transport.faults.hold = True
         lease = pair.offer([3])
         load = consumer.runtime.start_load(pair.wanted(lease, [0]))
-        while not consumer.transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: consumer.transport.held)
         ending = asyncio.create_task(consumer.runtime.drain(0.01) if verb == "drain" else consumer.runtime.aclose())
         with pytest.raises(RuntimeClosed) as caught:
             await load

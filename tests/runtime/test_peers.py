@@ -11,7 +11,16 @@ import msgspec
 import pytest
 from hand_overs import free_ports
 from scripted import ScriptedSideChannel, ScriptedWorld, refusal
-from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, in_virtual_time, limited, small_cache
+from tests_support import (
+    PATIENT,
+    altered,
+    assert_all_ended,
+    in_virtual_time,
+    limited,
+    small_cache,
+    turns,
+    until,
+)
 
 from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, Runtime, ServeRequest, Ticket
 from kvflow.core.plan.topology import Rank
@@ -78,13 +87,10 @@ class Reader:
         return await self.runtime.load_blocks(LoadRequest("req", ticket=ticket, block_ids=[block]))
 
     async def until_held(self) -> None:
-        while not self.pair.consumer.transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: self.pair.consumer.transport.held)
 
     async def until_agents(self, count: int) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while self.agents != count:
-                await asyncio.sleep(0)
+        await until(lambda: self.agents == count)
 
 
 @contextlib.asynccontextmanager
@@ -234,8 +240,7 @@ async def test_many_reads_that_fail_at_once_are_one_failure(reader: Reader) -> N
     transport = reader.pair.consumer.transport
     transport.faults.hold = True
     loads = [asyncio.create_task(reader.load(lease.ticket, block)) for block in range(5)]
-    while len(transport.held) < 5:
-        await asyncio.sleep(0)
+    await until(lambda: len(transport.held) >= 5)
     reader.fail_reads(5)
     transport.faults.hold = False
     transport.perform()
@@ -270,8 +275,7 @@ async def test_a_peer_that_falls_silent_is_asked_a_few_things_only_and_fails_all
     reader.scripted.channel.ask = say_nothing  # type: ignore[method-assign]
     question = about_lease(lease.ticket)
     asking = [asyncio.create_task(cache.peers.find_lease(peer, question)) for _ in range(100)]
-    for _ in range(10):
-        await asyncio.sleep(0)
+    await turns(10)
     assert asked == 8
     silence.set_result(None)
     results = await asyncio.gather(*asking, return_exceptions=True)
@@ -580,8 +584,7 @@ async def test_a_load_that_waits_for_a_lease_connects_again_to_a_peer_that_was_f
     first = reader.pair.offer([3])
     ticket = first.ticket.without_leases(request_id="late", block_ids=[4], num_tokens=4, ttl_s=30.0)
     load = asyncio.create_task(reader.load(ticket))
-    while not any(isinstance(question, messages.LeaseRequest) for question in reader.scripted.channel.asked):
-        await asyncio.sleep(0)
+    await until(lambda: any(isinstance(question, messages.LeaseRequest) for question in reader.scripted.channel.asked))
     assert await reader.runtime.forget_peer("producer")
     late = producer.serve_blocks(ServeRequest("late", block_ids=[4], num_tokens=4))
     assert (await load).blocks == 1
@@ -592,8 +595,7 @@ async def test_a_load_that_waits_for_a_lease_connects_again_to_a_peer_that_was_f
 async def test_forgetting_a_peer_in_a_handshake_lets_that_end_first(reader: Reader) -> None:
     lease = reader.pair.offer([3])
     load = asyncio.create_task(reader.load(lease.ticket))
-    while not reader.questions:
-        await asyncio.sleep(0)
+    await until(lambda: reader.questions)
     forgetting = asyncio.create_task(reader.runtime.forget_peer("producer"))
     (result,) = await asyncio.gather(load, return_exceptions=True)
     assert isinstance(result, LoadReport | TransferFailed)  # as it had begun to read, or not

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from hand_overs import free_ports
 from side_channels import PLAIN, REQUEST, Hands, listening
-from tests_support import limited
+from tests_support import limited, until
 
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
@@ -86,8 +86,7 @@ async def test_questions_under_way_outlive_the_closing_of_their_channel() -> Non
         channel.close()
         channel.close()
         assert await asyncio.gather(*asked) == [messages.NoLease(ended=True)] * 5
-    while threads() > before:
-        await asyncio.sleep(0)
+    await until(lambda: threads() <= before)
 
 
 def threads() -> int:

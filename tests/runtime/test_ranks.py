@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited
+from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited, turns
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
@@ -127,8 +127,7 @@ async def test_the_lease_of_one_rank_is_renewed_while_another_is_waited_for() ->
             await asyncio.sleep(0)
         for _ in range(20):
             clock.advance(5.0)
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await turns(5)
         assert not first.done
         second = both.offer(1)
         await load

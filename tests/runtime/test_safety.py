@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from tests_support import PATIENT, in_virtual_time, leases_ended, limited, virtual_pair
+from tests_support import PATIENT, in_virtual_time, leases_ended, limited, turns, until, virtual_pair
 
 from kvflow import LeaseOutcome, LoadReport
 from kvflow.core.protocol import messages
@@ -25,8 +25,7 @@ async def start_held_load(pair: InprocPair, lease_blocks: list[int], local: list
     transport.faults.hold = True
     lease = pair.offer(lease_blocks)
     task = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, local)))
-    while not transport.held:
-        await asyncio.sleep(0)
+    await until(lambda: transport.held)
     return task
 
 
@@ -80,8 +79,7 @@ async def test_a_cancelled_load_posts_no_more_slices() -> None:
         transport = pair.consumer.transport
         task = await start_held_load(pair, list(range(8)), list(range(8)))
         transport.perform()  # the seal, which large loads fetch before
-        while not transport.held:
-            await asyncio.sleep(0)
+        await until(lambda: transport.held)
         task.cancel()
         await asyncio.sleep(0)
         posted = transport.statistics.reads
@@ -217,12 +215,10 @@ async def test_one_failed_slice_fails_the_load_after_the_others_have_stopped() -
         transport = pair.consumer.transport
         task = await start_held_load(pair, list(range(8)), list(range(8)))
         transport.perform()
-        while len(transport.held) < 2:
-            await asyncio.sleep(0)
+        await until(lambda: len(transport.held) >= 2)
         transport.faults.fail_next.append(TransportError("scripted"))
         transport.perform(1)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turns(5)
         assert not task.done(), "failed while another slice could still land"
         transport.perform()
         with pytest.raises(TransferFailed, match="scripted"):
@@ -298,8 +294,7 @@ async def test_cancelling_at_any_step_leaves_nothing_behind(pair: InprocPair, st
     """Cancel after a growing number of loop iterations: in every await on the way, handshake included."""
     lease = pair.offer([3, 4])
     task = asyncio.create_task(pair.consumer.runtime.load_blocks(pair.wanted(lease, [0, 1])))
-    for _ in range(steps * 3):
-        await asyncio.sleep(0)
+    await turns(steps * 3)
     task.cancel()
     try:
         await task

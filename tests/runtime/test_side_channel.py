@@ -11,7 +11,8 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from hypothesis import HealthCheck, given, settings
+from budgets import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from tests_support import PATIENT, WAIT_S, altered, limited, small_cache
 
@@ -317,7 +318,7 @@ async def test_a_restarted_producer_never_satisfies_an_old_ticket(pair: InprocPa
         assert (tensor[:, 1] == 5.0).all()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, 60, suppress_health_check=list(HealthCheck))
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=4))
 async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
     async with inproc_pair(config=PATIENT) as pair:

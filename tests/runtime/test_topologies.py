@@ -1,8 +1,8 @@
-"""Any prefill topology to any decode topology: random engines on the in-process transport, judged by a reference model.
+"""Any prefill topology to any decode topology: random engines of an in-process cluster, judged by a reference model.
 
 Every example opens a runtime for each rank of two engines, hands one prompt over, and compares every byte of every
 cache. `hand_overs` draws from everything that may differ between two engines; each test below gives one family of
-differences its share of the examples.
+differences its share of the examples. Time is virtual: waiting for a lease's hold costs nothing.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow import LoadRequest, RuntimeState
 from kvflow.core.cache.layout import KVStyle
 from kvflow.errors import PeerIncompatible
 from kvflow.runtime.world import World
+from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.budgets import examples
 from tests.core.caches import DTYPES
 from tests.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
 from tests.reference_model import Engine, Look, Model
+from tests.tests_support import in_virtual_time
 
-EXAMPLES_EACH = 300  # of 5 families, on 2 event loops
 RANKS_MAX = 16  # of both engines together
 
 # Passing takes seconds; finding a small counterexample may take the five minutes that Hypothesis gives itself.
 pytestmark = pytest.mark.timeout(600)
-thorough = settings(
-    max_examples=EXAMPLES_EACH, deadline=None, suppress_health_check=list(HealthCheck), report_multiple_bugs=False
-)
+family = examples(60, 600, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 _OUTER_ORDERS = (
     ("layer", "kv", "block"),
@@ -196,39 +196,46 @@ def _divides(a: int, b: int) -> bool:
 # --- the right bytes
 
 
-async def hand_over(case: HandOver) -> None:
+def hand_over(case: HandOver) -> None:
+    run_virtual(run(case, InprocCluster().world()))
+
+
+@family
+@given(case=hand_overs(tp_sizes=(1, 2, 3, 4, 6, 8)))
+def test_tensor_parallel_ranks_share_heads_in_any_ratio(case: HandOver) -> None:
+    hand_over(case)
+
+
+@family
+@given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2, 3)))
+def test_pipelines_split_layers_anywhere(case: HandOver) -> None:
+    hand_over(case)
+
+
+@family
+@given(case=hand_overs(tp_sizes=(1, 2, 4, 8), pp_sizes=(1, 2), latent=True))
+def test_every_rank_holds_the_latent(case: HandOver) -> None:
+    hand_over(case)
+
+
+@family
+@given(case=hand_overs())
+def test_any_layout_fills_any_other(case: HandOver) -> None:
+    hand_over(case)
+
+
+@family
+@given(case=hand_overs(pp_sizes=(1, 2), paths=buffers))
+def test_bytes_that_go_through_buffers_are_the_same(case: HandOver) -> None:
+    hand_over(case)
+
+
+@examples(10, 200, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+@given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2), paths=buffers))
+async def test_sockets_and_threads_change_nothing(case: HandOver) -> None:
+    """The same in real time: a ZeroMQ listener for each rank, and copies in threads."""
     network = InprocNetwork()
     await run(case, World(transport=lambda _, name: InprocTransport(name, network)))
-
-
-@thorough
-@given(case=hand_overs(tp_sizes=(1, 2, 3, 4, 6, 8)))
-async def test_tensor_parallel_ranks_share_heads_in_any_ratio(case: HandOver) -> None:
-    await hand_over(case)
-
-
-@thorough
-@given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2, 3)))
-async def test_pipelines_split_layers_anywhere(case: HandOver) -> None:
-    await hand_over(case)
-
-
-@thorough
-@given(case=hand_overs(tp_sizes=(1, 2, 4, 8), pp_sizes=(1, 2), latent=True))
-async def test_every_rank_holds_the_latent(case: HandOver) -> None:
-    await hand_over(case)
-
-
-@thorough
-@given(case=hand_overs())
-async def test_any_layout_fills_any_other(case: HandOver) -> None:
-    await hand_over(case)
-
-
-@thorough
-@given(case=hand_overs(pp_sizes=(1, 2), paths=buffers))
-async def test_bytes_that_go_through_buffers_are_the_same(case: HandOver) -> None:
-    await hand_over(case)
 
 
 # --- what does not go together
@@ -330,30 +337,30 @@ MISFITS = [
 
 
 @pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: misfit.id)
-async def test_what_does_not_go_together_is_named_and_nothing_is_written(misfit: Misfit) -> None:
-    await refuse(misfit.producer, misfit.consumer, misfit.message)
+def test_what_does_not_go_together_is_named_and_nothing_is_written(misfit: Misfit) -> None:
+    refuse(misfit.producer, misfit.consumer, misfit.message)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(10, 25, suppress_health_check=list(HealthCheck))
 @given(sizes=st.tuples(st.integers(2, 9), st.integers(2, 9)).filter(lambda sizes: not _divides(*sizes)))
-async def test_block_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int]) -> None:
+def test_block_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int]) -> None:
     theirs, ours = sizes
     message = f"block_size: ours {ours}, theirs {theirs}: neither divides the other"
-    await refuse(engine(block_size=theirs), engine(block_size=ours), message)
+    refuse(engine(block_size=theirs), engine(block_size=ours), message)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(5, 15, suppress_health_check=list(HealthCheck))
 @given(sizes=st.tuples(st.integers(2, 6), st.integers(2, 6)).filter(lambda sizes: not _divides(*sizes)))
-async def test_tp_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int]) -> None:
+def test_tp_sizes_of_which_neither_divides_the_other(sizes: tuple[int, int]) -> None:
     theirs, ours = sizes
     message = f"tp_size: ours {ours}, theirs {theirs}: neither divides the other"
-    await refuse(engine(kv_heads=60, tp_size=theirs), engine(kv_heads=60, tp_size=ours), message)
+    refuse(engine(kv_heads=60, tp_size=theirs), engine(kv_heads=60, tp_size=ours), message)
 
 
+@in_virtual_time
 async def refuse(producer: Engine, consumer: Engine, message: str) -> None:
     """No rank of the consumer loads anything, each says why, and the leases stand."""
-    network = InprocNetwork()
-    world = World(transport=lambda _, name: InprocTransport(name, network))
+    world = InprocCluster().world()
     case = HandOver(producer=producer, consumer=consumer, num_tokens=4, offered=(2,), wanted=(1,))
     async with AsyncExitStack() as stack:
         producers = (await open_producer(stack, case, world))[0]

@@ -12,6 +12,7 @@ from kvflow.core.cache.backends import BACKEND_LAYOUTS, BackendLayout, known_bac
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import map_regions
 from kvflow.errors import LayoutError
+from tests.tests_support import each
 
 B, N, H, D = 5, 4, 3, 8
 
@@ -46,8 +47,8 @@ def infer(row: BackendLayout, layer: Any, **changes: Any) -> CacheLayout:
     return layout_for_backend({"layers.7.attn": layer}, **arguments)
 
 
-@pytest.mark.parametrize("row", BACKEND_LAYOUTS, ids=lambda row: f"{row.backend}-{row.style}-{row.order}-{row.since}")
-@pytest.mark.parametrize("with_version", [True, False])
+@each("row", BACKEND_LAYOUTS)
+@each("with_version", [True, False])
 def test_every_row_reads_tensors_of_its_shape(row: BackendLayout, with_version: bool) -> None:
     """Also without a version: five blocks are never taken for K and V."""
     for memory_order, kv_format in itertools.product(row.memory_orders, row.kv_formats):
@@ -61,7 +62,7 @@ def test_every_row_reads_tensors_of_its_shape(row: BackendLayout, with_version: 
         map_regions(layout, {"layers.7.attn": layer})
 
 
-@pytest.mark.parametrize("row", BACKEND_LAYOUTS, ids=str)
+@each("row", BACKEND_LAYOUTS)
 def test_every_row_names_its_source(row: BackendLayout) -> None:
     source = row.source
     assert source.project in ("vLLM", "SGLang", "TensorRT-LLM")
@@ -96,7 +97,7 @@ def test_no_two_rows_say_the_same_of_one_version() -> None:
         assert a.until < b.since
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "Flash_Attn", "mhatokentokvpool"])
+@each("name", ["flash_attn", "Flash_Attn", "mhatokentokvpool"])
 def test_case_does_not_matter(name: str) -> None:
     assert {row.backend.casefold() for row in rows_of(name)} == {name.casefold()}
 
@@ -167,7 +168,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each("what", WRONG)
 def test_a_wrong_cache_is_a_layout_error_naming_both(what: str) -> None:
     backend, tensor, changes, expected = WRONG[what]
     caches = {} if tensor is None else {"odd.layer": tensor}
@@ -189,7 +190,7 @@ def test_two_orders_of_one_shape_are_not_guessed() -> None:
         layout_for_backend({"l0": torch.zeros(B, 2, N, N, D)}, backend="KVCacheManager", block_size=N)
 
 
-@pytest.mark.parametrize(
+@each(
     ("backend", "dtype", "given", "chosen"),
     [
         ("FLASHMLA", torch.uint8, None, "plain"),  # fp8 values, nothing else in the bytes
@@ -224,7 +225,7 @@ def test_pallas_viewed_as_fused_holds_k_and_v_of_a_head_together() -> None:
     assert torch.equal(viewed[..., D:], values)
 
 
-@pytest.mark.parametrize("outermost", ["blocks", "sides"])
+@each("outermost", ["blocks", "sides"])
 def test_rocm_attention_is_viewed_in_either_order_of_blocks_and_sides(outermost: str) -> None:
     plain = torch.zeros(B, 2, N, H * D) if outermost == "blocks" else torch.zeros(2, B, N, H * D).transpose(0, 1)
     viewed = plain.view(B, 2, H, N, D)

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, device_of, map_regions, map_spans
 from kvflow.errors import LayoutError
+from tests.budgets import examples
 from tests.core.caches import DTYPES, Cache, Recipe, recipes
+from tests.tests_support import each
 
 B, N, H, D = 5, 4, 3, 8
 
@@ -35,7 +37,7 @@ def in_memory_order(cache: Cache, layout: CacheLayout, block: torch.Tensor) -> b
     return block.contiguous().numpy().tobytes()
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(recipe=recipes(), seed=st.integers(0, 2**32))
 def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> None:
     cache = Cache(recipe)
@@ -51,7 +53,7 @@ def test_every_block_is_found_where_torch_put_it(recipe: Recipe, seed: int) -> N
         assert memory_at(regions, region, block) == expected
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -64,7 +66,7 @@ def test_a_byte_written_through_torch_shows_in_its_block_alone(recipe: Recipe) -
         cache.block(layer, part, block).fill_(0)
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -81,7 +83,7 @@ def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
     layout.check(cache.tensors)
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -> None:
     """Registering a byte too few breaks reads; a byte too many may belong to somebody else."""
@@ -100,13 +102,13 @@ def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -
         assert len(homes) == 1
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2, torch.float64])
+@each("dtype", [*DTYPES, torch.float8_e5m2, torch.float64])
 def test_the_name_of_a_dtype_has_no_package(dtype: torch.dtype) -> None:
     layout = CacheLayout.infer({"l0": torch.zeros(2, B, N, H, D, dtype=dtype)}, order="NHD", block_size=N)
     assert (layout.dtype, layout.itemsize) == (str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "style", "parts"),
     [
         ((2, B, N, H, D), KVStyle.KV_FIRST, ("K", "V")),
@@ -126,7 +128,7 @@ def test_a_pair_may_be_a_list() -> None:
     assert len(map_spans(caches)) == 2
 
 
-@pytest.mark.parametrize("style", [KVStyle.KV_FIRST, "blocks_first"])
+@each("style", [KVStyle.KV_FIRST, "blocks_first"])
 def test_a_given_style_settles_an_ambiguous_shape(style: KVStyle | str) -> None:
     caches = {"l0": torch.zeros(2, 2, N, H, D)}
     layout = CacheLayout.infer(caches, order="NHD", block_size=N, style=style)
@@ -137,7 +139,7 @@ def test_a_given_style_settles_an_ambiguous_shape(style: KVStyle | str) -> None:
     assert distances == ((2 * block_bytes, block_bytes) if style == "kv_first" else (block_bytes, 2 * block_bytes))
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
+@each("order", ["NHD", "HND"])
 def test_a_permuted_view_keeps_its_order_of_memory(order: str) -> None:
     """The view that attention kernels ask for: shaped one way, strided the other."""
     other = {"NHD": "HND", "HND": "NHD"}[order]
@@ -285,7 +287,7 @@ BAD_CACHES = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_CACHES)
+@each("what", BAD_CACHES)
 def test_a_bad_cache_is_a_layout_error_with_the_layer_and_both_values(what: str) -> None:
     call, expected = BAD_CACHES[what]
     with pytest.raises(LayoutError) as caught:
@@ -296,7 +298,7 @@ def test_a_bad_cache_is_a_layout_error_with_the_layer_and_both_values(what: str)
         assert re.search(rf"(?<!\d){re.escape(text)}(?!\d)", message), f"no {text!r} in {message!r}"
 
 
-@pytest.mark.parametrize(
+@each(
     ("call", "expected"),
     [
         (lambda: infer({}), "at least one layer"),
@@ -330,9 +332,7 @@ def test_layers_may_lie_between_each_others_blocks() -> None:
     assert len(infer_and_map(layers)) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("itemsize", 1), ("num_blocks", B + 1), ("head_size", 2 * D), ("memory_order", "HND")]
-)
+@each(("name", "value"), [("itemsize", 1), ("num_blocks", B + 1), ("head_size", 2 * D), ("memory_order", "HND")])
 def test_a_layout_that_says_something_else_than_the_tensors_is_refused(name: str, value: Any) -> None:
     """A wrong `itemsize` would leave bytes behind without anybody noticing."""
     layout = replace(infer({"l0": kv_first()}), **{name: value})
@@ -356,7 +356,7 @@ def test_k_in_the_place_of_v_is_refused() -> None:
         infer_and_map({"odd.layer": aliased})
 
 
-@pytest.mark.parametrize(
+@each(
     ("plain", "turned"),
     [
         (torch.zeros(B, N, D), torch.zeros(B, D, N).permute(0, 2, 1)),
@@ -364,7 +364,6 @@ def test_k_in_the_place_of_v_is_refused() -> None:
         (torch.zeros(2, B, N, H, D), torch.zeros(2, B, H, D, N).permute(0, 1, 4, 2, 3)),
         (torch.zeros(2, B, N, H, D), torch.zeros(2, B, N, D, H).permute(0, 1, 2, 4, 3)),
     ],
-    ids=["mla", "fused", "tokens innermost", "heads innermost"],
 )
 def test_blocks_whose_bytes_are_in_another_order_do_not_look_alike(plain: torch.Tensor, turned: torch.Tensor) -> None:
     """Head elements that are not innermost: a plan takes them for one run of bytes, so such a block is refused."""
@@ -373,7 +372,7 @@ def test_blocks_whose_bytes_are_in_another_order_do_not_look_alike(plain: torch.
         infer({"l0": turned})
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(recipe=recipes())
 def test_the_shape_of_a_block_says_where_each_token_of_each_head_lies(recipe: Recipe) -> None:
     cache = Cache(recipe)
@@ -390,7 +389,7 @@ def test_the_shape_of_a_block_says_where_each_token_of_each_head_lies(recipe: Re
                 assert found == address + token * shape.token_stride + head * shape.head_stride
 
 
-@pytest.mark.parametrize(
+@each(
     ("shape", "latent", "kv_head_size"),
     [((2, B, N, H, D), False, D), ((B, 2, N, H, D), False, D), ((B, N, H, D), False, D // 2), ((B, N, D), True, D)],
 )
@@ -410,7 +409,7 @@ def test_half_of_an_odd_axis_is_no_k() -> None:
 # --- which layers
 
 
-@pytest.mark.parametrize(
+@each(
     ("names", "expected"),
     [
         (["layers.0.attn", "layers.1.attn"], (0, 1)),
@@ -437,7 +436,7 @@ def test_layers_may_be_given() -> None:
     assert infer(caches, layer_indices=[0, (1 << 15) - 1]).layer_indices == (0, (1 << 15) - 1)
 
 
-@pytest.mark.parametrize("given_indices", [[], [1], [1, 2, 3], [1, 1], [-1, 0], [0, 1 << 15]])
+@each("given_indices", [[], [1], [1, 2, 3], [1, 1], [-1, 0], [0, 1 << 15]])
 def test_layers_that_cannot_be_are_refused(given_indices: list[int]) -> None:
     with pytest.raises(LayoutError, match=r"^layer_indices: expected 2 different"):
         infer({"a": kv_first(), "b": kv_first()}, layer_indices=given_indices)

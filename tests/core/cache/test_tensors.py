@@ -16,6 +16,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import map_regions
 from kvflow.core.cache.tensors import checked_caches
 from kvflow.errors import LayoutError
+from tests.tests_support import each
 
 SHAPE = (2, 6, 4, 2, 8)
 
@@ -80,7 +81,7 @@ UNFIT: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", UNFIT)
+@each("what", UNFIT)
 def test_a_tensor_that_cannot_hold_a_cache_is_refused_with_its_layer(what: str) -> None:
     caches = {"good": torch.zeros(SHAPE), "odd.layer": UNFIT[what]()}
     with pytest.raises(LayoutError, match=r"'odd\.layer'"):
@@ -89,18 +90,14 @@ def test_a_tensor_that_cannot_hold_a_cache_is_refused_with_its_layer(what: str) 
         CacheLayout.infer({"odd.layer": caches["odd.layer"]}, order="NHD", block_size=4)
 
 
-@pytest.mark.parametrize("what", UNFIT)
+@each("what", UNFIT)
 def test_it_is_refused_in_the_place_of_a_described_one(what: str) -> None:
     layout = CacheLayout.infer({"odd.layer": torch.zeros(SHAPE)}, order="NHD", block_size=4)
     with pytest.raises(LayoutError, match=r"'odd\.layer'"):
         map_regions(layout, {"odd.layer": UNFIT[what]()})
 
 
-@pytest.mark.parametrize(
-    "caches",
-    [None, 5, "caches", [], [("l0", torch.zeros(SHAPE))], {}, {0: torch.zeros(SHAPE)}, torch.zeros(SHAPE)],
-    ids=lambda caches: type(caches).__name__,
-)
+@each("caches", [None, 5, "caches", [], [("l0", torch.zeros(SHAPE))], {}, {0: torch.zeros(SHAPE)}, torch.zeros(SHAPE)])
 def test_what_is_no_dict_of_layers_is_refused(caches: Any) -> None:
     with pytest.raises(LayoutError, match=r"^kv_caches: "):
         checked_caches(caches)

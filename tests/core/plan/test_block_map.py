@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import numpy as np
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, map_regions, map_spans
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap, pair_whole
 from kvflow.core.plan.descriptors import plan_read
+from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides, sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -29,6 +29,7 @@ from tests.core.plans import (
     rows,
     whole_blocks,
 )
+from tests.tests_support import each
 
 
 @st.composite
@@ -51,7 +52,7 @@ def tables(draw: st.DrawFn) -> tuple[Regions, Regions]:
     return regions(), regions()
 
 
-@settings(max_examples=500)
+@examples(100, 500)
 @given(
     both=tables(), local_ids=st.permutations(range(4)), remote_ids=st.permutations(range(4)), count=st.integers(0, 4)
 )
@@ -105,7 +106,7 @@ def test_the_bytes_of_a_token_are_those_of_the_common_layers_and_heads() -> None
         assert sum(pairs.chunk_size_bytes for pairs in block_map.groups[3]) == 3 * 2 * 2 * 8
 
 
-@settings(max_examples=200)
+@examples(40, 200)
 @given(case=sides(), data=st.data())
 def test_a_block_map_knows_its_size(case: Sides, data: st.DataObject) -> None:
     local, remote = Cache(case.local), Cache(case.remote)
@@ -133,7 +134,7 @@ def pair_count(groups: Sequence[RegionMap]) -> int:
     return sum(len(pairs) for pairs in groups)
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "remote", "expected"),
     [
         (RECIPE, RECIPE, 6),
@@ -230,7 +231,7 @@ LATENT = replace(PLAIN, style=KVStyle.MLA, heads=1)
 ALL, HALF = (0, 0, 4), (0, 2, 2)
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "remote", "heads", "tokens", "expected"),
     [
         # one piece for each of K and V: the same bytes in the same order
@@ -294,7 +295,7 @@ def test_a_chunk_is_as_few_pieces_as_both_memories_allow(
     assert sum(pairs.chunk_size_bytes for pairs in groups) == tokens * count * 8 * (1 if local is LATENT else 2)
 
 
-@settings(max_examples=200)
+@examples(40, 200)
 @given(case=sides(), data=st.data())
 def test_no_two_pieces_of_a_chunk_could_be_one(case: Sides, data: st.DataObject) -> None:
     block_map = pair_sides(case, Cache(case.local), Cache(case.remote))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
@@ -31,6 +31,7 @@ from kvflow.core.plan.descriptors import (
 )
 from kvflow.core.protocol import messages
 from kvflow.errors import RequestError
+from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -55,6 +56,7 @@ from tests.core.plans import (
     slow_plan,
     whole_blocks,
 )
+from tests.tests_support import each
 
 BLOCK_BYTES = 4 * 2 * 8
 
@@ -86,7 +88,7 @@ block_sizes = st.tuples(st.integers(1, 6), st.sampled_from([1, 1, 2, 3, 4]), st.
 )
 
 
-@settings(max_examples=500)
+@examples(100, 500)
 @given(
     sizes=block_sizes,
     offered=st.integers(0, 8),
@@ -127,7 +129,7 @@ def test_every_token_goes_where_the_prompt_has_it(
         )
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(sizes=block_sizes, offered=st.integers(1, 6), cached=st.integers(0, 5), data=st.data())
 def test_the_chunks_between_two_places_of_the_prompt(
     sizes: tuple[int, int], offered: int, cached: int, data: st.DataObject
@@ -155,8 +157,8 @@ def test_more_local_blocks_than_tokens_are_refused() -> None:
     assert str(caught.value) == "4 local blocks of 16 tokens, but only 40 tokens in 5 blocks of 8 are offered"
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 1000])
-@pytest.mark.parametrize("theirs", [4, 16, 32])
+@each("num_tokens", [0, 1, 15, 16, 17, 1000])
+@each("theirs", [4, 16, 32])
 def test_a_full_hit_has_no_chunks(num_tokens: int, theirs: int) -> None:
     """All of the prompt is cached, a partly filled last block too."""
     assert match_chunks(array([]), 3, local_block_size=16, remote_block_size=theirs, num_tokens=num_tokens) == ()
@@ -184,7 +186,7 @@ def test_positions_become_the_blocks_of_a_rank() -> None:
 # --- whole blocks between caches whose blocks are the same bytes
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(case=cases(), seed=st.integers(0, 2**31))
 def test_every_wanted_byte_arrives_and_no_other_byte_changes(case: Case, seed: int) -> None:
     local, remote = Cache(case.local), Cache(case.remote)
@@ -203,7 +205,7 @@ def test_every_wanted_byte_arrives_and_no_other_byte_changes(case: Case, seed: i
     assert remote.snapshot() == remote_before
 
 
-@pytest.mark.parametrize("spare_blocks", [0, 5])
+@each("spare_blocks", [0, 5])
 def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: int) -> None:
     """Layers lie side by side in a row of blocks, but with one row their spans touch and do not overlap."""
     recipe = replace(BLOCKS_TOGETHER, blocks=1, spare_blocks=spare_blocks)
@@ -215,7 +217,7 @@ def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: in
         assert inside_one(spans, mine, size)
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(case=cases())
 def test_a_plan_is_never_longer_than_the_slow_one_and_writes_no_byte_twice(case: Case) -> None:
     local, remote = Cache(case.local), Cache(case.remote)
@@ -226,7 +228,7 @@ def test_a_plan_is_never_longer_than_the_slow_one_and_writes_no_byte_twice(case:
     assert len(set(targets)) == len(targets) == plan.size_bytes
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(case=cases(), tokens=st.integers(1, 4), seed=st.integers(0, 2**31))
 def test_opaque_blocks_arrive_whole(case: Case, tokens: int, seed: int) -> None:
     """Also the last one, of which the prompt fills a part."""
@@ -283,7 +285,7 @@ TAIL = Load(
 )
 
 
-@settings(max_examples=600)
+@examples(120, 600)
 @given(load=any_loads, seed=st.integers(0, 2**31))
 @example(load=TAIL, seed=0)
 def test_every_wanted_token_arrives_and_no_other_byte_changes(load: Load, seed: int) -> None:
@@ -300,7 +302,7 @@ def test_every_wanted_token_arrives_and_no_other_byte_changes(load: Load, seed: 
     assert remote.snapshot() == remote_before
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(load=any_loads)
 def test_nothing_is_read_twice_or_left_out(load: Load) -> None:
     """Counted by addresses: random bytes may be equal by chance."""
@@ -313,7 +315,7 @@ def test_nothing_is_read_twice_or_left_out(load: Load) -> None:
     assert len(pairs) == tokens * block_map.token_size_bytes
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(load=any_loads)
 def test_no_descriptor_leaves_a_registered_span(load: Load) -> None:
     """What fusing and joining promise: memory that is registered separately is never read at once."""
@@ -324,7 +326,7 @@ def test_no_descriptor_leaves_a_registered_span(load: Load) -> None:
         assert inside_one(remote_spans, theirs, size)
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(load=any_loads, bytes_max=st.integers(1, 300), descriptors_max=st.integers(1, 12))
 def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descriptors_max: int) -> None:
     local, remote = Cache(load.sides.local), Cache(load.sides.remote)
@@ -335,7 +337,7 @@ def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descript
     assert sorted(bytes_of(rows_of_all(slices))) == sorted(bytes_of(rows_of_all(planned(load, local, remote))))
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(load=loads(), slots=st.permutations(range(3)))
 def test_ranks_of_another_split_fill_the_same_cache(load: Load, slots: list[int]) -> None:
     """One reader takes its heads from several ranks: the plans together fill all of them, and none twice."""
@@ -369,7 +371,7 @@ def descriptor_count(local: Recipe, remote: Recipe, local_ids: list[int], remote
 RUN = list(range(2, 9))
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "local_ids", "remote_ids", "expected"),
     [
         (RECIPE, RUN, RUN, 6),
@@ -415,7 +417,7 @@ def test_runs_are_as_long_as_both_sides_allow(ids: list[tuple[int, int]]) -> Non
 SMALL = replace(RECIPE, tokens=2)  # two blocks of it are one of RECIPE
 
 
-@pytest.mark.parametrize(
+@each(
     ("local", "remote", "local_ids", "remote_ids", "expected"),
     [
         (RECIPE, SMALL, [5, 6, 7], [2, 3, 4, 5, 6, 7], 6),
@@ -481,9 +483,9 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
     ]
 
 
-@pytest.mark.parametrize("stride", [4096, 1 << 50, 1 << 62, (1 << 63) - 4096, 1 << 63])
-@pytest.mark.parametrize("base", [(1 << 62) + 1, (1 << 63) - 8192, (1 << 63) - 1, 1 << 63, (1 << 64) - 8193])
-@pytest.mark.parametrize("parts", [("latent",), ("KV",)])
+@each("stride", [4096, 1 << 50, 1 << 62, (1 << 63) - 4096, 1 << 63])
+@each("base", [(1 << 62) + 1, (1 << 63) - 8192, (1 << 63) - 1, 1 << 63, (1 << 64) - 8193])
+@each("parts", [("latent",), ("KV",)])
 def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, parts: tuple[str, ...]) -> None:
     """Whatever addresses a peer claims: what passes the check must not trip the planner, nor wrap around in it."""
     table = messages.RegionTable(
@@ -569,7 +571,7 @@ def plans(draw: st.DrawFn) -> Descriptors:
     )
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(plan=plans(), bytes_max=st.integers(1, 100), descriptors_max=st.integers(1, 12))
 def test_slices_carry_every_byte_once_in_order_and_within_limits(
     plan: Descriptors, bytes_max: int, descriptors_max: int
@@ -666,7 +668,7 @@ def test_many_pieces_of_small_chunks_are_not_planned_at_once() -> None:
     assert peak_bytes < 8 * first.table.nbytes  # all of them would be 32 times as large
 
 
-@pytest.mark.parametrize(
+@each(
     ("size", "bytes_max", "expected"),
     [
         (100, 100, [[100]]),
@@ -697,7 +699,7 @@ def test_an_empty_plan_has_no_slices() -> None:
     assert list(cut_slices(empty, bytes_max=1, descriptors_max=1)) == []
 
 
-@settings(max_examples=100)
+@examples(25, 100)
 @given(
     count=st.integers(1, 9),
     num_tokens=st.integers(1, 36),
@@ -749,7 +751,7 @@ def check(block_ids: Any) -> BlockIds:
     return check_block_ids(block_ids, num_blocks=NUM_BLOCKS, what="req-1: block_ids")
 
 
-@pytest.mark.parametrize(
+@each(
     "block_ids",
     [
         [3, 0, 7],
@@ -759,14 +761,13 @@ def check(block_ids: Any) -> BlockIds:
         np.array([7, 0, 3], dtype=np.int64)[::-1],
         torch.tensor([3, 0, 7]),
     ],
-    ids=lambda block_ids: f"{type(block_ids).__name__} {getattr(block_ids, 'dtype', '')}",
 )
 def test_block_ids_keep_their_values_and_order(block_ids: Any) -> None:
     ids = check(block_ids)
     assert (ids.dtype, ids.tolist()) == (np.dtype(np.int64), [3, 0, 7])
 
 
-@pytest.mark.parametrize("block_ids", [[], (), np.array([], dtype=np.int32), range(0)])
+@each("block_ids", [[], (), np.array([], dtype=np.int32), range(0)])
 def test_no_blocks_are_fine(block_ids: Any) -> None:
     ids = check(block_ids)
     assert (ids.dtype, ids.shape) == (np.dtype(np.int64), (0,))
@@ -780,7 +781,7 @@ def test_checked_ids_do_not_change_with_the_callers_array() -> None:
     assert ids.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize(
+@each(
     ("block_ids", "named"),
     [
         ([0, -1], "-1"),

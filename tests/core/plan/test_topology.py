@@ -11,13 +11,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.config import RANKS_MAX
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
+from tests.budgets import examples
+from tests.tests_support import each
 
 Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV heads
 SIZES = range(1, 17)
@@ -96,7 +98,7 @@ def test_there_are_many_cuts() -> None:
         assert cut in CUTS
 
 
-@pytest.mark.parametrize("ours", SIZES)
+@each("ours", SIZES)
 def test_sources_are_those_of_the_slow_model(ours: int) -> None:
     for cut in CUTS:
         if cut[0] == ours:
@@ -251,8 +253,8 @@ def test_ranks_are_shown_in_words() -> None:
     assert str(Rank(2, 0, 5)) == "dp 2 pp 0 tp 5"
 
 
-@pytest.mark.parametrize("ours_said", [False, True])
-@pytest.mark.parametrize("theirs_said", [False, True])
+@each("ours_said", [False, True])
+@each("theirs_said", [False, True])
 def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_said: bool, theirs_said: bool) -> None:
     """Also if both sides hold replicas and neither says of how many heads."""
     for cut in CUTS:
@@ -275,7 +277,7 @@ def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_sai
         assert told == set(range(theirs)), cut
 
 
-@pytest.mark.parametrize(
+@each(
     ("ours", "theirs", "expected"),
     [
         (hold(0, 4, 8, said=False), hold(0, 2, 8, said=False), 8),
@@ -302,7 +304,7 @@ def cut_layers(layers: int, cuts: set[int]) -> list[tuple[int, ...]]:
     return [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-@settings(max_examples=150)
+@examples(30, 150)
 @given(
     cut=st.sampled_from(CUTS),
     layers=st.integers(1, 9),
@@ -346,7 +348,7 @@ def test_a_reader_with_nothing_in_common_has_no_share() -> None:
 # --- why not
 
 
-@pytest.mark.parametrize(
+@each(
     ("ours", "theirs", "expected"),
     [
         (hold(0, 1, 8), hold(0, 1, 8), []),
@@ -428,7 +430,7 @@ cache_shares = st.builds(
 )
 
 
-@settings(max_examples=500)
+@examples(100, 500)
 @given(ours=cache_shares, theirs=cache_shares)
 def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: CacheShare) -> None:
     """Whatever a peer says of its heads: what `differences` lets pass never leads outside of a block."""
@@ -458,7 +460,7 @@ def test_stages_that_hold_all_our_layers_once_are_fine() -> None:
     assert topology.missing_layers((0,), [(0,), (5,), (5,)]) == ""  # twice, but none of ours
 
 
-@pytest.mark.parametrize(
+@each(
     ("ours", "stages", "expected"),
     [
         ((0, 1, 2), [(0,), (2,)], "layers: ours 3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)"),
@@ -480,7 +482,7 @@ def test_what_is_wrong_with_the_layers(ours: tuple[int, ...], stages: list[tuple
 # --- bounds
 
 
-@pytest.mark.parametrize(
+@each(
     ("ours", "theirs", "heads"),
     [(RANKS_MAX, RANKS_MAX, 1), (1, RANKS_MAX, 1), (RANKS_MAX, 2, 8), (2, RANKS_MAX, 8), (512, RANKS_MAX, RANKS_MAX)],
 )

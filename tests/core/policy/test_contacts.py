@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.policy.contacts import Contact, Contacts, ContactState
+from tests.budgets import machine_test
 
 MOST, PATIENCE_S = 3, 0.5
 
@@ -74,7 +75,7 @@ class ContactsMachine(RuleBasedStateMachine):
             assert self.contacts.due_s(self.now_s) == float("inf")
 
 
-TestContactsMachine = ContactsMachine.TestCase
+TestContactsMachine = machine_test(ContactsMachine, 25, 100, steps=50)
 
 
 @given(silent=st.integers(0, 200))

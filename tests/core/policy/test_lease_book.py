@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent, LeaseState
+from tests.budgets import machine_test
 
 HOLD_S, LIFETIME_S = 0.05, 10.0
 
@@ -182,7 +183,7 @@ class BookMachine(RuleBasedStateMachine):
             assert self.book.next_s <= min(self.ended[entry] for entry in held) + HOLD_S
 
 
-TestBookMachine = BookMachine.TestCase
+TestBookMachine = machine_test(BookMachine, 25, 100, steps=50)
 
 
 @given(st.lists(st.floats(0.001, 50.0), min_size=1, max_size=200))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.ledger import BlockCounts, BlockLedger
 from kvflow.errors import BlocksBusy
+from tests.budgets import machine_test
 
 TOTAL = 7
 block_sets = st.lists(st.integers(0, TOTAL - 1), unique=True, max_size=4)
@@ -124,8 +124,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
         assert self.ledger.counts() == BlockCounts(total=TOTAL, free=TOTAL, leased=0, in_flight=0, quarantined=0)
 
 
-LedgerAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=25)
-TestLedgerAgainstModel = LedgerAgainstModel.TestCase
+TestLedgerAgainstModel = machine_test(LedgerAgainstModel, 20, 80, steps=25)
 
 
 def test_leases_share_blocks_until_the_last_is_released() -> None:

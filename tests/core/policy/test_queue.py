@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.policy.queue import Amount, FairQueue, Permit, PermitState, ShortestFirst
+from tests.budgets import machine_test
 
 LIMITS, PEER_LIMITS = (20, 6), (10, 3)
 PEERS = ("a", "b", "c")
@@ -104,7 +105,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert (self.queue.used, self.queue.waiting, list(self.queue.peers())) == ((0, 0), 0, [])
 
 
-TestQueue = QueueMachine.TestCase
+TestQueue = machine_test(QueueMachine, 25, 100, steps=50)
 
 
 def full(limit: int = 1) -> tuple[FairQueue, Permit]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -36,6 +35,8 @@ from kvflow.core.policy.states import (
     request_blocks_held,
     transfer_blocks_safe,
 )
+from tests.budgets import machine_test
+from tests.tests_support import each
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ MACHINES = {
         PRODUCER_TABLE, ProducerState, ProducerEvent, ProducerState.COMPUTING, frozenset({ProducerState.ENDED})
     ),
 }
-machines = pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+machines = each("machine", MACHINES.values())
 
 
 @machines
@@ -283,5 +284,4 @@ class TransferLife(RuleBasedStateMachine):
             self.ended = self.state
 
 
-TransferLife.TestCase.settings = settings(max_examples=100, stateful_step_count=25)
-TestTransferLife = TransferLife.TestCase
+TestTransferLife = machine_test(TransferLife, 25, 100, steps=25)

@@ -9,13 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
+from tests.budgets import examples
+from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size=128)
@@ -113,7 +115,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
 # --- messages
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@each("kind", DECODERS)
 def test_messages_survive_the_wire(kind: str) -> None:
     decode, examples = DECODERS[kind]
     for message in examples:
@@ -136,7 +138,7 @@ def test_a_header_of_another_version_is_read() -> None:
     assert messages.decode_header(with_more).version == 9
 
 
-@pytest.mark.parametrize(
+@each(
     "header",
     [
         messages.Header(magic="kvfl0w", version=1, fingerprint=b""),
@@ -149,11 +151,11 @@ def test_a_header_that_is_not_ours_is_refused(header: messages.Header) -> None:
         messages.decode_header(messages.encode(header))
 
 
-@pytest.mark.parametrize("kind", DECODERS)
+@each("kind", DECODERS)
 def test_a_message_of_another_kind_is_refused(kind: str) -> None:
     decode, _ = DECODERS[kind]
-    for other, (_, examples) in DECODERS.items():
-        for message in examples:
+    for other, (_, samples) in DECODERS.items():
+        for message in samples:
             if other != kind:
                 with pytest.raises(messages.WireError):
                     decode(messages.encode(message))
@@ -161,17 +163,17 @@ def test_a_message_of_another_kind_is_refused(kind: str) -> None:
 
 def only_wire_errors(payload: bytes) -> None:
     """Whatever the bytes are: a message of its kind or a WireError. A second pass must agree with the first."""
-    for decode, examples in DECODERS.values():
+    for decode, samples in DECODERS.values():
         try:
             message = decode(payload)
         except messages.WireError:
             continue
-        assert type(message) in {type(known) for known in examples}
+        assert type(message) in {type(known) for known in samples}
         assert isinstance(message, msgspec.Struct)
         assert decode(messages.encode(message)) == message
 
 
-@settings(max_examples=2000)
+@examples(400, 2000)
 @given(payload=st.binary(max_size=80))
 @example(payload=b"")
 @example(payload=b"\xc1")
@@ -201,7 +203,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@examples(200, 1000)
 @given(value=VALUES)
 def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -> None:
     only_wire_errors(msgspec.msgpack.encode(value))
@@ -210,7 +212,7 @@ def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -
 ENCODED = [messages.encode(message) for _, examples in DECODERS.values() for message in examples]
 
 
-@settings(max_examples=2000)
+@examples(400, 2000)
 @given(data=st.data())
 def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     payload = bytearray(data.draw(st.sampled_from(ENCODED)))
@@ -226,7 +228,7 @@ def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     only_wire_errors(bytes(payload))
 
 
-@pytest.mark.parametrize("message", ENCODED, ids=range(len(ENCODED)))
+@each("message", ENCODED)
 def test_a_truncated_message_is_refused(message: bytes) -> None:
     for decode, _ in DECODERS.values():
         for length in range(len(message)):
@@ -235,12 +237,12 @@ def test_a_truncated_message_is_refused(message: bytes) -> None:
 
 
 def test_trailing_bytes_are_refused() -> None:
-    for decode, examples in DECODERS.values():
+    for decode, samples in DECODERS.values():
         with pytest.raises(messages.WireError):
-            decode(messages.encode(examples[0]) + b"\x00")
+            decode(messages.encode(samples[0]) + b"\x00")
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value"),
     [
         ("engine_id", 5),
@@ -274,7 +276,7 @@ def test_decoding_does_not_convert(path: str, value: object) -> None:
         messages.decode_reply(msgspec.msgpack.encode(raw))
 
 
-@pytest.mark.parametrize(
+@each(
     "notification",
     [
         ["read_done", LEASE_ID, "r"],  # a reader of version 1
@@ -289,7 +291,7 @@ def test_a_notification_without_its_share_is_refused(notification: list[object])
         messages.decode_notification(msgspec.msgpack.encode(notification))
 
 
-@pytest.mark.parametrize(
+@each(
     "notification",
     [
         ["renew", LEASE_ID, "r"],
@@ -312,7 +314,7 @@ def test_as_many_renewals_as_fit_into_a_notification(reader: str, bytes_max: int
     assert len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * (count + 2), reader=reader))) > bytes_max
 
 
-@pytest.mark.parametrize("clock_s", [float("nan"), float("inf"), float("-inf")])
+@each("clock_s", [float("nan"), float("inf"), float("-inf")])
 def test_no_clock_shows_that(clock_s: float) -> None:
     messages.check_clock(-1e300)
     with pytest.raises(messages.WireError, match="clock"):
@@ -332,7 +334,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=50)
+@examples(25, 50)
 @given(
     data=st.data(),
     blocks=st.integers(1, 1 << 20),
@@ -361,7 +363,7 @@ def test_region_tables_survive_the_wire(
     assert (back.block, back.parts, back.num_blocks, back.device) == (block, parts, blocks, regions.device)
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"bases": [], "strides": []},
@@ -394,7 +396,6 @@ def test_region_tables_survive_the_wire(
         {"device_index": -1},
         {"device_index": 1 << 16},
     ],
-    ids=lambda changes: ", ".join(f"{name}={str(value)[:80]}" for name, value in changes.items()),
 )
 def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(messages.WireError, match="region table") as caught:
@@ -402,7 +403,7 @@ def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) 
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
+@each("order", ["NHD", "HND"])
 def test_dense_blocks_of_both_orders_pass(order: str) -> None:
     for tokens, heads, run in ((4, 2, 8), (1, 8, 8), (8, 1, 8), (64, 1, 1)):
         block = shape_of(tokens, heads, run, order)
@@ -412,7 +413,7 @@ def test_dense_blocks_of_both_orders_pass(order: str) -> None:
 NUMBERS = st.integers(-1, 2**64 - 1) | st.integers(1, 64)
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(
     bases=st.lists(st.integers(0, 2**64 - 1), max_size=3),
     strides=st.lists(st.integers(0, 2**64 - 1), max_size=3),
@@ -457,7 +458,7 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     messages.check_cache_share_of(theirs, messages.regions_from_wire(latent))
 
 
-@pytest.mark.parametrize(
+@each(
     "changes",
     [
         {"tp_size": 0},
@@ -483,7 +484,6 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
         {"block_size": 0},
         {"latent": True},
     ],
-    ids=lambda changes: str(changes)[:50],
 )
 def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(messages.WireError, match=r"^cache share: ") as caught:
@@ -500,7 +500,7 @@ def test_a_latent_has_one_head() -> None:
         messages.check_cache_share_of(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
 
 
-@pytest.mark.parametrize(
+@each(
     ("address", "count"),
     [(0, 1), (-1, 1), (4096, 0), (4096, -1), (4096, (1 << 24) + 1), ((1 << 64) - 16, 1), (1 << 64, 1)],
 )
@@ -509,7 +509,7 @@ def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int) -
         messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=0.02))
 
 
-@pytest.mark.parametrize("hold_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
+@each("hold_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
 def test_a_peer_that_promises_to_hold_blocks_for_ever_is_refused(hold_s: float) -> None:
     """A reader would trust a seal that it fetched long before its last byte landed."""
     with pytest.raises(messages.WireError, match=f"hold_s {hold_s}"):
@@ -544,7 +544,7 @@ def test_other_facts_cover_every_field() -> None:
     assert set(OTHER_FACTS) == set(messages.Compatibility.__struct_fields__)
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(ours=facts, theirs=facts)
 def test_fingerprints_are_equal_exactly_for_equal_facts(
     ours: messages.Compatibility, theirs: messages.Compatibility
@@ -554,7 +554,7 @@ def test_fingerprints_are_equal_exactly_for_equal_facts(
     assert len(ours.fingerprint()) == 16
 
 
-@pytest.mark.parametrize("field", OTHER_FACTS)
+@each("field", OTHER_FACTS)
 def test_every_fact_changes_the_fingerprint(field: str) -> None:
     theirs = msgspec.structs.replace(FACTS, **{field: OTHER_FACTS[field]})
     assert theirs.fingerprint() != FACTS.fingerprint()
@@ -622,7 +622,7 @@ def test_agent_names_are_different_for_every_rank_and_life() -> None:
     assert len(names) == 2 * 3 * 3 * 12 * 2
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(st.lists(st.lists(st.integers(0, 2**31), max_size=4).map(tuple), min_size=2, max_size=2))
 @example([(1, 2), (2, 1)])
 @example([(), (0,)])

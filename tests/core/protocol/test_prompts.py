@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
+from tests.tests_support import each
 
 PROMPT = list(range(1000, 1041))
 
@@ -40,7 +41,7 @@ def ticket_of(prompt: Sequence[int], *, says: bool = True) -> Ticket:
     )
 
 
-@pytest.mark.parametrize("make", [tuple, np.array, np.int32, torch.tensor, lambda ids: array("i", ids)])
+@each("make", [tuple, np.array, np.int32, torch.tensor, lambda ids: array("i", ids)])
 def test_it_does_not_matter_what_holds_the_tokens(make: Any) -> None:
     assert prompt_digest("r", make(PROMPT)) == prompt_digest("r", PROMPT)
     check_prompt(ticket_of(PROMPT), make([*PROMPT, 7]), "request 'r'")
@@ -65,7 +66,7 @@ def test_a_ticket_that_does_not_say_fits_everything() -> None:
     check_prompt(ticket_of(PROMPT, says=False), [], "request 'r'")
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "message"),
     [
         (PROMPT[:-1], "request 'r': its prompt has 40 tokens, the ticket of request 'req-1' offers 41"),
@@ -78,7 +79,7 @@ def test_another_prompt_is_refused(prompt: list[int], message: str) -> None:
         check_prompt(ticket_of(PROMPT), prompt, "request 'r'")
 
 
-@pytest.mark.parametrize("wrong", [[1.5], ["a"], [[1], [2]], [None], [[1], [2, 3]], [1 << 70], "abc", [True]])
+@each("wrong", [[1.5], ["a"], [[1], [2]], [None], [[1], [2, 3]], [1 << 70], "abc", [True]])
 def test_what_are_no_token_ids_is_refused(wrong: Any) -> None:
     with pytest.raises(RequestError, match=r"^request 'r': prompt: expected a flat list of whole numbers"):
         prompt_digest("r", wrong)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,6 +14,8 @@ from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, SealTable, fetch_sea
 from kvflow.core.protocol.messages import LEASE_ID_CHARS
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
+from tests.budgets import machine_test
+from tests.tests_support import each
 
 COUNT = 4
 ZERO_ID = "0" * LEASE_ID_CHARS
@@ -96,8 +97,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
                     assert self.table.blocks_not_staged(index, lease_id) == missing
 
 
-SealsAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=20)
-TestSealsAgainstModel = SealsAgainstModel.TestCase
+TestSealsAgainstModel = machine_test(SealsAgainstModel, 20, 80, steps=20)
 
 
 def test_words_lie_side_by_side_in_the_span_that_is_registered() -> None:
@@ -144,7 +144,7 @@ def test_a_torn_word_matches_neither_lease(first: str, second: str, torn_at: int
     assert not table.holds(0, second)
 
 
-@pytest.mark.parametrize("state", ["never used", "taken", "wiped"])
+@each("state", ["never used", "taken", "wiped"])
 def test_an_empty_word_is_a_seal_of_no_ticket(state: str) -> None:
     """An empty word is all zeros, and so is a reader's landing place before anything was fetched into it.
 
@@ -197,7 +197,7 @@ def test_a_seal_fetched_meanwhile_is_trusted_for_half_of_the_hold_at_most(hold_s
     assert 0 < quick_read_max_s(hold_s) <= hold_s / 2
 
 
-@pytest.mark.parametrize("lease_id", ["", "ab", "ab" * 15, "ab" * 17])
+@each("lease_id", ["", "ab", "ab" * 15, "ab" * 17])
 def test_an_id_of_another_length_is_held_by_no_word(lease_id: str) -> None:
     table = SealTable(2)
     table.seal(0, "ab" * 16)
@@ -252,7 +252,7 @@ def test_an_unfinished_lease_is_not_another_one(first: str, second: str, missing
     assert table.blocks_not_staged(0, second) is None
 
 
-@pytest.mark.parametrize("missing", [0, 1, 2**32 - 1])
+@each("missing", [0, 1, 2**32 - 1])
 def test_a_wiped_seal_misses_no_blocks_it_is_gone(missing: int) -> None:
     table = SealTable(1)
     index = table.take()

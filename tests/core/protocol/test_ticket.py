@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
@@ -17,6 +17,8 @@ from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
 from kvflow.errors import RequestError
+from tests.budgets import examples
+from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FIRST = RankLease(
@@ -105,7 +107,7 @@ def tickets(draw: st.DrawFn) -> Ticket:
     )
 
 
-@settings(max_examples=300)
+@examples(60, 300)
 @given(ticket=tickets())
 def test_a_ticket_survives_json_and_fields_of_others(ticket: Ticket) -> None:
     params = ticket.to_params()
@@ -256,7 +258,7 @@ def _key(path: str) -> str:
     return path.rpartition(".")[2]
 
 
-@pytest.mark.parametrize("path", REQUIRED)
+@each("path", REQUIRED)
 def test_a_missing_field_is_named(path: str) -> None:
     params = TICKET.to_params()
     where, name = where_of(params, path)
@@ -265,7 +267,7 @@ def test_a_missing_field_is_named(path: str) -> None:
         Ticket.from_params(params)
 
 
-@pytest.mark.parametrize("name", ["host", "port"])
+@each("name", ["host", "port"])
 def test_a_rank_behind_the_first_needs_an_address(name: str) -> None:
     params = TICKET.to_params()
     del params["kvflow"]["ranks"][1][name]
@@ -297,7 +299,7 @@ WRONG_TYPES: list[tuple[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value"), WRONG_TYPES, ids=lambda value: ascii(value)[:40])
+@each(("path", "value"), WRONG_TYPES)
 def test_a_field_of_another_type_is_named(path: str, value: object) -> None:
     with pytest.raises(RequestError, match=rf"^ticket: .*\b{_key(path)}\b"):
         Ticket.from_params(changed(path, value))
@@ -342,7 +344,7 @@ ALSO_CALLED = {
 }
 
 
-@pytest.mark.parametrize(("path", "value"), OUT_OF_RANGE, ids=lambda value: ascii(value)[:40])
+@each(("path", "value"), OUT_OF_RANGE)
 def test_a_field_out_of_range_is_named(path: str, value: object) -> None:
     name = _key(path)
     with pytest.raises(RequestError, match=rf"^ticket: .*({ALSO_CALLED.get(name, name)})") as caught:
@@ -350,15 +352,15 @@ def test_a_field_out_of_range_is_named(path: str, value: object) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("block_ids", [[], [1, 2], [1, 2, 3, 4]])
+@each("rank", [0, 1])
+@each("block_ids", [[], [1, 2], [1, 2, 3, 4]])
 def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: list[int]) -> None:
     with pytest.raises(RequestError, match=rf"^ticket: 3 blocks, but {len(block_ids)} of tp_rank {1 - rank}$"):
         Ticket.from_params(changed(f"kvflow.ranks.{rank}.block_ids", block_ids))
 
 
-@pytest.mark.parametrize("path", NAME_FIELDS)
-@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"], ids=ascii)
+@each("path", NAME_FIELDS)
+@each("text", ["\ud800", "a\udfffb"])
 def test_text_that_no_message_can_carry_is_refused(path: str, text: str) -> None:
     """JSON may carry half a surrogate pair; UTF-8, hence every message of ours, cannot."""
     params = json.loads(json.dumps(changed(path, text)))
@@ -366,16 +368,16 @@ def test_text_that_no_message_can_carry_is_refused(path: str, text: str) -> None
         Ticket.from_params(params)
 
 
-@pytest.mark.parametrize("path", NAME_FIELDS)
-@pytest.mark.parametrize("text", ["a\x00b", "a\x1bb"], ids=ascii)
+@each("path", NAME_FIELDS)
+@each("text", ["a\x00b", "a\x1bb"])
 def test_names_with_characters_that_cannot_be_seen_are_refused(path: str, text: str) -> None:
     """A NUL ends a host for C and breaks Python's resolver; control characters forge log lines."""
     with pytest.raises(RequestError, match=_key(path)):
         Ticket.from_params(changed(path, text))
 
 
-@pytest.mark.parametrize("path", HOST_FIELDS)
-@pytest.mark.parametrize("host", ["a..b", "a.b." + "c" * 64])
+@each("path", HOST_FIELDS)
+@each("host", ["a..b", "a.b." + "c" * 64])
 def test_a_host_that_no_resolver_takes_is_refused(path: str, host: str) -> None:
     """Python's resolver answers such a host with a UnicodeError instead of an OSError."""
     with pytest.raises(RequestError, match="remote_host"):
@@ -389,7 +391,7 @@ class Ids(list[int]):
         raise AssertionError("they were read")
 
 
-@pytest.mark.parametrize("path", ["remote_block_ids", "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"])
+@each("path", ["remote_block_ids", "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"])
 def test_too_many_block_ids_are_refused_before_they_are_read(path: str) -> None:
     """Those of the ranks count as well."""
     assert read_ticket(TICKET.to_params(), 6) == read_ticket(TICKET, 6) == TICKET
@@ -416,7 +418,7 @@ def test_too_many_ranks_are_refused_before_they_are_read() -> None:
         Ticket.from_params(params)
 
 
-@pytest.mark.parametrize("path", ["", "kvflow", "kvflow.ranks.1"])
+@each("path", ["", "kvflow", "kvflow.ranks.1"])
 def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
     params = TICKET.to_params()
     where = params
@@ -448,13 +450,13 @@ def test_ranks_of_large_tickets_are_looked_through_once() -> None:
     assert Counted.passes <= 2, "once for their places, once for them"
 
 
-@pytest.mark.parametrize("params", [None, [], 5, "ticket", b"{}", {}, {1: 2}, Ellipsis], ids=ascii)
+@each("params", [None, [], 5, "ticket", b"{}", {}, {1: 2}, Ellipsis])
 def test_what_is_no_dict_of_a_ticket_is_refused(params: Any) -> None:
     with pytest.raises(RequestError, match=r"^ticket: "):
         Ticket.from_params(params)
 
 
-@pytest.mark.parametrize("where", ["", "kvflow", "kvflow.ranks.0"])
+@each("where", ["", "kvflow", "kvflow.ranks.0"])
 def test_a_field_that_no_message_can_carry_is_refused(where: str) -> None:
     """JSON may carry half a surrogate pair in a key, too."""
     params = json.loads(json.dumps(changed(f"{where}.\ud800".strip("."), 1)))
@@ -462,7 +464,7 @@ def test_a_field_that_no_message_can_carry_is_refused(where: str) -> None:
         Ticket.from_params(params)
 
 
-@pytest.mark.parametrize("path", TEXT_FIELDS)
+@each("path", TEXT_FIELDS)
 def test_a_text_of_another_class_is_refused(path: str) -> None:
     """No message of ours can carry it: the load would die of it later."""
     where, name = where_of(TICKET.to_params(), path)
@@ -490,7 +492,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=1000)
+@examples(200, 1000)
 @given(path=st.sampled_from([*FIELDS, "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"]), value=JSON)
 @example(path="remote_engine_id", value="\ud800")
 @example(path="kvflow.num_tokens", value=2**64)
@@ -541,8 +543,8 @@ def test_a_named_rank_is_where_the_ticket_says() -> None:
         assert ticket.address_of(Rank(4, 1, 0)) == "tcp://10.0.0.8:5602"
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 3), (2, 3), (8, 2)])
-@pytest.mark.parametrize("dp_rank", [0, 1, 5])
+@each(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 3), (2, 3), (8, 2)])
+@each("dp_rank", [0, 1, 5])
 def test_fixed_ports_are_those_that_the_ranks_listen_at(tp_size: int, pp_size: int, dp_rank: int) -> None:
     """Worked out from any rank's ticket, for any other rank of the same replica."""
     ranks = list(itertools.product(range(pp_size), range(tp_size)))
@@ -582,7 +584,7 @@ def test_a_rank_on_a_port_of_the_systems_choice_has_to_be_named() -> None:
     )
 
 
-@pytest.mark.parametrize(("port", "rank"), [(1, Rank(4, 0, 0)), (65535, Rank(4, 2, 1))])
+@each(("port", "rank"), [(1, Rank(4, 0, 0)), (65535, Rank(4, 2, 1))])
 def test_a_rank_that_would_listen_at_no_port_is_refused(port: int, rank: Rank) -> None:
     """The first rank's port is a router's to change; what follows from it must be a port too."""
     ticket = msgspec.structs.replace(TICKET, ranks=(msgspec.structs.replace(FIRST, port=port),))
@@ -674,8 +676,8 @@ def test_others_are_all_but_what_may_differ() -> None:
     assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent"}
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("at", [1, 2])
+@each("name", OTHERS)
+@each("at", [1, 2])
 def test_tickets_of_different_requests_or_engines_are_not_merged(name: str, at: int) -> None:
     found = [ticket_of(FIRST), ticket_of(SECOND), ticket_of(SECOND)]
     found[at] = ticket_of(SECOND, **{name: OTHERS[name]})
