@@ -111,7 +111,7 @@ class Sides:
             assert engine.runtime.state is RuntimeState.OPEN
             assert_quiet(engine.runtime.statistics())
             cache = engine.runtime._supervisor.cache
-            assert cache.loader._seals.used == cache.serving._blocks._seals.used == 0
+            assert cache.loader._gear.seals.used == cache.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")
@@ -489,6 +489,7 @@ def right_calls(sides: Sides) -> dict[str, tuple[Callable[..., Any], dict[str, A
         "Runtime.forget_peer": (awaited(consumer.runtime.forget_peer), {"engine_id": "e", "address": None}),
         "Runtime.keep_leases": (kept(consumer.runtime), {"ticket": ticket}),
         "Runtime.load_blocks": (awaited(consumer.runtime.load_blocks), {"request": None}),
+        "Runtime.observed_by": (producer.runtime.observed_by, {"observer": None}),
         "Runtime.prewarm": (prewarmed(consumer.runtime), {"engines": ()}),
         "Runtime.register_kv_caches": (registered, of_cache),
         "Runtime.release_blocks": (awaited(consumer.runtime.release_blocks), {"ticket": ticket}),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 from kvflow import checks
 from kvflow.core.plan.topology import Rank
-from kvflow.errors import ConfigError
+from kvflow.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,16 @@ class Observers:
             )
         self._set(listed)
 
+    def one_more(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tell another observer, too, inside the block. UsageError if it is none."""
+        if not _listens(observer):
+            raise UsageError(
+                f"observer: expected an object with load_ended and lease_ended, got {checks.shown(observer)}"
+            )
+        return self._with(observer)
+
     @contextlib.contextmanager
-    def one_more(self, observer: Observer) -> Iterator[None]:
-        """Tell another observer, too, inside the block."""
+    def _with(self, observer: Observer) -> Iterator[None]:
         self._set((*self._observers, observer))
         try:
             yield

@@ -110,7 +110,8 @@ class BlockMap:
         return int(self._rows.shape[1]) * self.heads.heads * self.local.block.run
 
     def _make_groups(self, tokens: int) -> tuple[RegionMap, ...]:
-        tokens = self.chunk_tokens if self.opaque else tokens
+        if self.opaque and tokens != self.chunk_tokens:
+            return self.groups[self.chunk_tokens]
         ours, theirs = self.local.block, self.remote.block
         local_offsets, remote_offsets, size = _pieces(ours, theirs, tokens, self.heads.heads)
         rows = self._rows

@@ -299,7 +299,7 @@ def test_a_chunk_is_as_few_pieces_as_both_memories_allow(
 @given(case=sides(), data=st.data())
 def test_no_two_pieces_of_a_chunk_could_be_one(case: Sides, data: st.DataObject) -> None:
     block_map = pair_sides(case, Cache(case.local), Cache(case.remote))
-    for pairs in block_map.groups(data.draw(st.integers(1, block_map.chunk_tokens))):
+    for pairs in block_map.groups[data.draw(st.integers(1, block_map.chunk_tokens))]:
         size = pairs.piece_size
         both = set(zip(pairs.local_offsets.tolist(), pairs.remote_offsets.tolist(), strict=True))
         assert len(both) == len(pairs.local_offsets)

@@ -154,7 +154,7 @@ def test_the_chunks_between_two_places_of_the_prompt(
 def test_more_local_blocks_than_tokens_are_refused() -> None:
     with pytest.raises(RequestError) as caught:
         match_chunks(array([1, 2, 3, 4]), 5, local_block_size=16, remote_block_size=8, num_tokens=1000)
-    assert str(caught.value) == "4 local blocks of 16 tokens, but only 40 tokens in 5 blocks of 8 are offered"
+    assert str(caught.value) == "load: 4 local blocks of 16 tokens, but only 40 tokens in 5 blocks of 8 are offered"
 
 
 @each("num_tokens", [0, 1, 15, 16, 17, 1000])
