@@ -9,8 +9,9 @@ from contextvars import copy_context
 
 from kvflow.config import Config
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
-from kvflow.runtime.channel.protocol import Answer, ListenerStatistics, failure
+from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]

@@ -12,8 +12,8 @@ from tests_support import turns, until
 from kvflow import Config, Limits
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.contacts import Contact
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import Overloaded, PeerUnreachable
-from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.peers.contacts import FirstContacts
 from kvflow.testing import run_virtual
 

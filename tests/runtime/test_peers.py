@@ -26,6 +26,7 @@ from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, PeerAddress, R
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import (
     KVFlowError,
     LeaseExpired,
@@ -37,7 +38,6 @@ from kvflow.errors import (
     ProtocolError,
     TransferFailed,
 )
-from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, InprocPair, InprocTransport, ManualClock, inproc_pair

@@ -21,11 +21,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.config import Config, split_address
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
-from kvflow.runtime.channel.protocol import Answer, failure
+from kvflow.runtime.channel.protocol import Answer
 
 _FAILURES = (
     zmq.Event.CONNECT_RETRIED

@@ -1,44 +1,14 @@
-"""The side channel: how the ranks of engines ask each other questions. Protocols only; see `zmq_side_channel`."""
+"""The side channel: how the ranks of engines ask each other questions. Protocols only; see `asking`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol
 
-from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.errors import PeerError
 
 Answer = Callable[[messages.Header, messages.Request], messages.Reply]
-
-ErrorT = TypeVar("ErrorT", bound=PeerError)
-
-
-def failure(
-    kind: type[ErrorT], target: messages.Target, address: str, why: str, *, retry_after_s: float | None = None
-) -> ErrorT:
-    """What went wrong with a rank, as an error that names it."""
-    return kind(f"{target.at(address)}: {why}", peer=address, engine_id=target.engine_id, retry_after_s=retry_after_s)
-
-
-class Address(NamedTuple):
-    """A rank of a remote engine, and where we believe its side channel to listen."""
-
-    engine_id: str
-    rank: Rank
-    address: str
-
-    def __str__(self) -> str:
-        return self.target.at(self.address)
-
-    @property
-    def target(self) -> messages.Target:
-        return messages.Target(self.engine_id, *self.rank)
-
-    def failure(self, kind: type[ErrorT], why: str, *, retry_after_s: float | None = None) -> ErrorT:
-        """What went wrong with the rank, as an error that names it."""
-        return failure(kind, self.target, self.address, why, retry_after_s=retry_after_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,8 +48,7 @@ from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.memory.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Source
-from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 from kvflow.transport.base import TransportError
 
@@ -101,7 +100,7 @@ class Loader:
         self,
         context: RankContext,
         local: LocalRank,
-        reach: Reach,
+        reach: Reaching,
         remote_leases: RemoteLeases,
         route: Route,
         gear: Gear,

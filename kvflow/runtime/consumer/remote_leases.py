@@ -26,14 +26,12 @@ from functools import partial
 from typing import Any
 
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError
-from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank, Source
-from kvflow.runtime.peers.reach import Reach, check_parallelism
-from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.peer import LocalRank, PeerTable, Reaching, Source, check_parallelism
 from kvflow.transport.base import AgentName
 
 logger = logging.getLogger(__name__)
@@ -53,7 +51,7 @@ class _Kept:
 class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
-    def __init__(self, context: RankContext, local: LocalRank, peers: Peers, reach: Reach) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, peers: PeerTable, reach: Reaching) -> None:
         self._config = context.config
         self._clock = context.clock
         self._spawn = context.spawn

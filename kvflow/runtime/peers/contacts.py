@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from kvflow.config import Config
 from kvflow.core.policy.contacts import Contact, Contacts, ContactState
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import Overloaded, PeerUnreachable
-from kvflow.runtime.channel.protocol import Address
 
 T = TypeVar("T")
 

@@ -14,6 +14,7 @@ from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import RemoteClock
 from kvflow.errors import (
     PeerError,
@@ -23,7 +24,6 @@ from kvflow.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.agents import Agents
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer

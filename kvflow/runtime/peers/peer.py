@@ -6,22 +6,26 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.topology import CacheShare, ReportShare
+from kvflow.core.plan.topology import CacheShare, Parallelism, ReportShare
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import HOST, RemoteClock, quick_read_max_s
-from kvflow.core.protocol.ticket import RankLease
-from kvflow.runtime.channel.protocol import Address
+from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.errors import PeerIncompatible
 from kvflow.transport.base import AgentName
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 INCARNATIONS_MAX = 64
 _ERROR_CHARS_MAX = 500
@@ -185,6 +189,46 @@ class Source:
     """On our clock: before this the lease cannot have run out, but it may have been ended."""
     seal_address: int
     """Where the producer keeps the lease's seal."""
+
+
+class PeerTable(Protocol):
+    """All peers, as leases of theirs need them; see `table.Peers`."""
+
+    def get(self, at: Address) -> Peer: ...
+
+    async def release(self, peer: Peer, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease: ...
+
+    def read_clock(self, peer: Peer, now_s: float) -> None: ...
+
+
+class Reaching(Protocol):
+    """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
+
+    def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket: ...
+
+    async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
+
+    async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
+
+    async def when_served(self, ask: Callable[[], Awaitable[T | messages.NoLease]]) -> T | messages.NoLease: ...
+
+    def hold(self, sources: Sequence[Source]) -> None: ...
+
+    def release(self, sources: Sequence[Source]) -> None: ...
+
+    def succeeded(self, sources: Sequence[Source]) -> None: ...
+
+    def failed(self, source: Source, why: str) -> None: ...
+
+
+def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
+    """PeerIncompatible unless a rank's engine is cut as the ticket says."""
+    said, true = ticket.parallelism, connection.parallelism
+    if said != true:
+        name, mine, theirs = next(
+            entry for entry in zip(Parallelism._fields, said, true, strict=True) if entry[1] != entry[2]
+        )
+        raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 
 
 def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s: float) -> Peer | None:

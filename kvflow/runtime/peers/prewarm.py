@@ -11,10 +11,11 @@ from kvflow import checks
 from kvflow.checks import answer, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, is_host, rank_offset, split_address
 from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, RuntimeBroken
-from kvflow.runtime.channel.protocol import Address
-from kvflow.runtime.peers.reach import Reach, check_parallelism, first_to_ask
+from kvflow.runtime.peers.peer import check_parallelism
+from kvflow.runtime.peers.reach import Reach, first_to_ask
 from kvflow.runtime.peers.table import Peers
 
 _AT_ONCE_MAX = 16

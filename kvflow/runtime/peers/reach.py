@@ -22,12 +22,12 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
-from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
 
 VISITS_AT_ONCE_MAX = 8
@@ -310,16 +310,6 @@ class Reach:
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     """Whom to ask before the others: the first of the ranks that the ticket names itself."""
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
-
-
-def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
-    """PeerIncompatible unless a rank's engine is cut as the ticket says."""
-    said, true = ticket.parallelism, connection.parallelism
-    if said != true:
-        name, mine, theirs = next(
-            entry for entry in zip(Parallelism._fields, said, true, strict=True) if entry[1] != entry[2]
-        )
-        raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 
 
 def _found(peer: Peer, connection: Connection, lease: RankLease, found: Found) -> Source:

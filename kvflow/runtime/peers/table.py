@@ -22,6 +22,7 @@ from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, after_failed_hands
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
 from kvflow.errors import (
     KVFlowError,
     PeerError,
@@ -31,7 +32,6 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeClosed,
 )
-from kvflow.runtime.channel.protocol import Address
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.contacts import FirstContacts, overloaded, patience_s

@@ -6,10 +6,11 @@ seal says how many are still missing. Blocks that a copy reads are given back on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
@@ -17,8 +18,7 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.freshness import SealTable
 from kvflow.errors import RequestError
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.host_buffers import HostBuffers
-from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.runtime.memory.pool import Pool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,6 +38,15 @@ class HeldBlocks:
     """Set once they are to be given back."""
 
 
+class Staging(Protocol):
+    """Where blocks are copied before they can be read; see `host_buffers.HostBuffers`."""
+
+    @property
+    def pool(self) -> Pool: ...
+
+    def to_host(self, device_ids: BlockIds, host_ids: BlockIds) -> None: ...
+
+
 class OfferedBlocks:
     """The blocks of one rank, as its leases take them and give them back."""
 
@@ -46,7 +55,7 @@ class OfferedBlocks:
         layout: CacheLayout,
         ledger: BlockLedger,
         seals: SealTable,
-        staging: HostBuffers | None,
+        staging: Staging | None,
         copy_thread: CopyThread,
         copy_bytes_max: int,
     ) -> None:
@@ -57,14 +66,12 @@ class OfferedBlocks:
         self._copy_thread = copy_thread
         self._copy_blocks_max = max(copy_bytes_max // layout.block_size_bytes, 1)
 
-    def take(self, request: ServeRequest, lease_id: str) -> HeldBlocks:
+    def take(self, block_ids: Sequence[int], num_tokens: int, what: str, lease_id: str) -> HeldBlocks:
         """Take what a lease needs. Raises RequestError, and changes nothing then."""
-        what, size = f"request {request.request_id!r}", self._layout.block_size
-        ids = check_block_ids(request.block_ids, num_blocks=self._layout.num_blocks, what=f"{what}: block_ids")
-        if len(ids) > -(-request.num_tokens // size):
-            raise RequestError(
-                f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {request.num_tokens} fill"
-            )
+        size = self._layout.block_size
+        ids = check_block_ids(block_ids, num_blocks=self._layout.num_blocks, what=f"{what}: block_ids")
+        if len(ids) > -(-num_tokens // size):
+            raise RequestError(f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {num_tokens} fill")
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:

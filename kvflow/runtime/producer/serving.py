@@ -93,7 +93,8 @@ class Serving:
         if self._book.serving(request.request_id) is not None:
             raise RequestError(f"request {request.request_id!r}: it is being served already")
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
-        held = self._blocks.take(request, self._context.token_hex(messages.LEASE_ID_CHARS // 2))
+        lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
+        held = self._blocks.take(request.block_ids, request.num_tokens, what, lease_id)
         offered_s = self._clock.now_s()
         ticket = _ticket(self._context, self._cache_share, request, held, digest=digest, now_s=offered_s)
         entry = self._book.open(
