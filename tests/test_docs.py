@@ -49,8 +49,12 @@ def test_links_between_the_docs_lead_somewhere() -> None:
 
 
 @pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs kvflow[docs]; python3 dev.py docs installs it")
+@pytest.mark.thorough
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every link and anchor leads somewhere, every page has its place, every public name has a docstring's page."""
+    """Every link and anchor leads somewhere, every page has its place, every public name has a docstring's page.
+
+    Thorough: see `test_links_between_the_docs_lead_somewhere`.
+    """
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False)

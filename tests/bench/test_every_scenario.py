@@ -93,7 +93,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
 @pytest.mark.nixl
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "topology" else pytest.mark.thorough) for name in SCENARIOS]
+    "name", [pytest.param(name, marks=() if name == "planning" else pytest.mark.thorough) for name in SCENARIOS]
 )
 def test_every_scenario_runs_with_its_smallest_settings_and_prints_a_table_and_json(name: str, tmp_path: Path) -> None:
     path = tmp_path / "bench.json"

@@ -18,7 +18,9 @@ def test_seeds_that_keep_all_promises() -> None:
     assert "0 of 5 seeds broke a promise" in done.output
 
 
+@pytest.mark.thorough
 def test_several_processes_share_the_seeds() -> None:
+    """Thorough: see `test_seeds_that_keep_all_promises`."""
     done = runner.invoke(app, ["simulate", "--seeds", "60", "--jobs", "2"])
     assert done.exit_code == 0, done.output
     assert "0 of 60 seeds broke a promise" in done.output

@@ -105,11 +105,8 @@ class TestRanks:
     @pytest.mark.parametrize(
         ("transport", "prefill_tp", "decode_tp"),
         [
-            ("shm", 2, 1),
-            *(
-                pytest.param(*case, marks=pytest.mark.thorough)
-                for case in (("shm", 2, 4), ("tcp", 4, 2), ("tcp", 1, 2))
-            ),
+            pytest.param(*case, marks=pytest.mark.thorough)
+            for case in (("shm", 2, 1), ("shm", 2, 4), ("tcp", 4, 2), ("tcp", 1, 2))
         ],
     )
     def test_any_ranks_go_on_from_any_ranks(
@@ -157,10 +154,14 @@ class TestRanks:
 
         asyncio.run(scenario())
 
+    @pytest.mark.thorough
     def test_a_rank_that_waits_for_another_leaves_when_it_does(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By itself: nobody has to end it, and it does not wait until the other one counts as silent."""
+        """By itself: nobody has to end it, and it does not wait until the other one counts as silent.
+
+        Thorough: see `test_a_killed_rank_is_an_error_and_no_hang`.
+        """
         monkeypatch.setattr(router, "EXIT_TIMEOUT_S", SILENCE_TIMEOUT_S * 0.8)
 
         async def scenario() -> None:

@@ -10,7 +10,9 @@ pytestmark = pytest.mark.timeout(600)  # passing takes seconds, on a busy machin
 
 
 @pytest.mark.budget
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=() if mode is Mode.UNLIMITED else pytest.mark.thorough) for mode in Mode]
+)
 async def test_mutants_and_noise_change_nothing_for_honest_engines(mode: Mode) -> None:
     messages = budget(1000, 5000) if mode is Mode.UNLIMITED else 1000
     report = await fuzz(messages, 7, mode)

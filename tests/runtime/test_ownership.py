@@ -242,7 +242,9 @@ WAYS = ["reading", "in_run", "kept_after_run", "asking", "loop_closed", "loop_le
 @pytest.mark.parametrize(
     "transport", [pytest.param("inproc", marks=pytest.mark.thorough), pytest.param("nixl", marks=pytest.mark.nixl)]
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in ("reading", "loop_closed") else pytest.mark.thorough) for way in WAYS]
+)
 def test_a_program_that_forgets_to_close_leaves_nothing_and_ends_by_itself(way: str, transport: str) -> None:
     command = [sys.executable, "-W", "default::ResourceWarning", str(FORGETFUL), way, transport]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, env=ENVIRONMENT, check=False)
