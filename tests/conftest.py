@@ -54,6 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(folder))
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.budget)
+    items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in PROCESSES)  # the long groups begin first
     _mark_variants(items)
     if config.getoption("--thorough") or any("::" in argument for argument in config.args):
         return

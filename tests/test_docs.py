@@ -53,7 +53,7 @@ def test_links_between_the_docs_lead_somewhere() -> None:
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Every link and anchor leads somewhere, every page has its place, every public name has a docstring's page.
 
-    Thorough: see `test_links_between_the_docs_lead_somewhere`.
+    Thorough: see `test_links_between_the_docs_lead_somewhere` of this file.
     """
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}

@@ -20,7 +20,7 @@ def test_seeds_that_keep_all_promises() -> None:
 
 @pytest.mark.thorough
 def test_several_processes_share_the_seeds() -> None:
-    """Thorough: see `test_seeds_that_keep_all_promises`."""
+    """Thorough: see `test_seeds_that_keep_all_promises` of this file."""
     done = runner.invoke(app, ["simulate", "--seeds", "60", "--jobs", "2"])
     assert done.exit_code == 0, done.output
     assert "0 of 60 seeds broke a promise" in done.output

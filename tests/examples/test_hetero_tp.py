@@ -160,7 +160,7 @@ class TestRanks:
     ) -> None:
         """By itself: nobody has to end it, and it does not wait until the other one counts as silent.
 
-        Thorough: see `test_a_killed_rank_is_an_error_and_no_hang`.
+        Thorough: see `test_a_killed_rank_is_an_error_and_no_hang` of this file.
         """
         monkeypatch.setattr(router, "EXIT_TIMEOUT_S", SILENCE_TIMEOUT_S * 0.8)
 
