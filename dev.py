@@ -74,8 +74,8 @@ def serve(options: list[str]) -> int:
 
 
 def test(options: list[str]) -> int:
-    # Two at a time; a folder of tests that start processes of their own is a group, which one of the two runs.
-    return run(ensure("examples,dev"), "-m", "pytest", "-n", "2", "--dist", "loadgroup", *options)
+    # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
+    return run(ensure("examples,dev"), "-m", "pytest", "-n", "3", "--dist", "loadgroup", *options)
 
 
 def vllm(options: list[str]) -> int:
