@@ -15,6 +15,7 @@ from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics
+from kvflow.runtime.world import World
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "RuntimeStatistics",
     "ServeRequest",
     "Ticket",
+    "World",
     "errors",
     "layout_for_backend",
     "merge_tickets",

@@ -253,7 +253,7 @@ class Runtime:
         config: Config,
         *,
         observers: Sequence[Observer] = (),
-        world: World = World(),  # noqa: B008 - frozen
+        world: World | None = None,
         call_timeout_s: float = 10.0,
     ) -> None:
         self._call_timeout_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)

@@ -68,7 +68,8 @@ class Config:
 
     `listen` is the side channel's base address. The rank listens at base port + its offset (see
     `listen_port_offset`), so all ranks of an engine share one Config but for their rank. Port 0 asks the
-    system for any free port; tickets carry the real one.
+    system for any free port; tickets carry the real one. What each setting is for: docs/reference/config, and beside it
+    in the source, which `help()` does not show.
     """
 
     engine_id: str

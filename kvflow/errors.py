@@ -2,7 +2,8 @@
 
 Each class answers three questions by attributes: `blame`, whose fault it was; `retryable`, whether the same call with
 the same ticket may succeed later or on another engine; `memory_safe`, whether the local blocks may be reused at once.
-Where `memory_safe` is False ask the error: its `quarantine` is None, or the load whose bytes may still land.
+Of a class, `memory_safe` is False ("ask" below) where errors of it differ. An error itself knows: it is so unless
+it has a `quarantine`, the load whose bytes may still land.
 
     KVFlowError
     |- InvalidInput              caller   do not retry   safe      what was passed cannot be right
@@ -90,14 +91,24 @@ class QuarantineNotice:
         raise UsageError(f"request {self.request_id!r}: a quarantine is awaited in the process that owns its blocks")
 
 
+class _MemorySafe:
+    """Of a class: whether all its errors are memory safe. Of an error: whether it has no `quarantine`."""
+
+    def __init__(self, always: bool) -> None:
+        self._always = always
+
+    def __get__(self, error: KVFlowError | None, kind: type[KVFlowError]) -> bool:
+        return self._always if error is None else error.quarantine is None
+
+
 class KVFlowError(Exception):
     """Base of all errors that kvflow raises on purpose."""
 
     blame: ClassVar[Blame] = Blame.KVFLOW
     retryable: ClassVar[bool] = False
     """Whether the same call with the same ticket may succeed later or on another engine."""
-    memory_safe: ClassVar[bool] = False
-    """Whether local blocks may be reused at once; if False, only when `quarantine` is None."""
+    memory_safe = _MemorySafe(False)
+    """Whether local blocks may be reused at once. Asked of a class: whether that is so for every error of it."""
 
     quarantine: Quarantine | None = None
     """The load, if bytes may still land in its blocks although it has ended; await its `settled()`."""
@@ -132,7 +143,7 @@ class InvalidInput(KVFlowError):
     """What the caller passed cannot be right; nothing was started and no memory was touched."""
 
     blame = Blame.CALLER
-    memory_safe = True
+    memory_safe = _MemorySafe(True)
 
 
 class ConfigError(InvalidInput):
@@ -183,7 +194,7 @@ class PeerError(KVFlowError):
     """
 
     blame = Blame.PEER
-    memory_safe = True
+    memory_safe = _MemorySafe(True)
 
     def __init__(
         self,

@@ -65,8 +65,8 @@ def test_extra_config_goes_where_it_belongs() -> None:
         ({"fetch_tokens_min": 1.5}, "kv_connector_extra_config: fetch_tokens_min: Expected `int`, got `float`"),
         ({"limits": {"peer_max": 5}}, "kv_connector_extra_config: limits: unknown: peer_max; known are .*peers_max"),
         ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: Expected `int`, got `str`"),
-        ({"lease_ttl_s": -1}, "lease_ttl_s: expected more than 0"),
-        ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected more than 0"),
+        ({"lease_ttl_s": -1}, "lease_ttl_s: expected seconds above 0"),
+        ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected a whole number from 1 on"),
         ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
     ],
 )

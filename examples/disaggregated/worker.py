@@ -1,16 +1,17 @@
 """One rank of an engine in a process of its own: the engine computes, kvflow moves its blocks, the router commands.
 
 This is the part to read if you want to use kvflow: `_Worker.prefill` offers blocks and keeps them until
-they were read, `_Worker.decode` loads them and goes on from there. Both keep one rule: blocks are reserved
-by a `with` that ends only when neither the engine nor kvflow can touch them any more.
+they were read, `_Worker.decode` loads them and goes on from there. Both keep one rule: while kvflow may touch blocks,
+they belong to a background task, which gives them back when it cannot any more. A request that is cancelled, even
+twice, does not take that along.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,20 +92,23 @@ async def _started(
         listen="tcp://127.0.0.1:0",
         model=MODEL_NAME,
     )
-    async with (
-        Engine(
-            model,
-            block_count=settings.block_count,
-            block_size=settings.block_size,
-            # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
-            # The ranks of one engine scatter them alike, for they use the same blocks.
-            shuffle_seed=settings.engine_id,
-        ) as engine,
-        kvflow.Runtime(config) as runtime,
-    ):
-        layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
-        await runtime.register_kv_caches(engine.kv_caches, layout)
-        yield _Worker(engine, runtime, channel)
+    async with Engine(
+        model,
+        block_count=settings.block_count,
+        block_size=settings.block_size,
+        # Scattered blocks, different ones in each engine: what a real engine's cache looks like.
+        # The ranks of one engine scatter them alike, for they use the same blocks.
+        shuffle_seed=settings.engine_id,
+    ) as engine:
+        runtime = kvflow.Runtime(config)
+        worker = _Worker(engine, runtime, channel)
+        try:
+            async with runtime:
+                layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
+                await runtime.register_kv_caches(engine.kv_caches, layout)
+                yield worker
+        finally:
+            await worker.all_given_back()  # closing has ended all loads and leases
 
 
 class _Worker:
@@ -114,6 +118,7 @@ class _Worker:
         self._engine = engine
         self._runtime = runtime
         self._channel = channel
+        self._giving_back: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         """Take commands until the router hangs up, then drop what it no longer waits for."""
@@ -145,25 +150,29 @@ class _Worker:
 
     async def prefill(self, command: Prefill) -> None:
         """Compute the prompt and keep its blocks until the decode engine has read them."""
-        async with self._engine.reserve(len(command.prompt)) as block_ids:
+        async with AsyncExitStack() as blocks:
+            block_ids = await blocks.enter_async_context(self._engine.reserve(len(command.prompt)))
             token = await self._engine.prefill(command.prompt, block_ids)
             lease = self._runtime.serve_blocks(
                 kvflow.ServeRequest(command.request_id, block_ids=block_ids, num_tokens=len(command.prompt))
             )
-            try:
-                await self._channel.send(Prefilled(token=token, ticket=lease.ticket.to_params()))
-                outcome = await lease
-            finally:
-                # Has no effect on a lease that has ended; an open one must not outlive the reservation.
-                await lease.revoke()
+            freed = self._give_back(blocks.pop_all(), after=lease)
+        try:
+            await self._channel.send(Prefilled(token=token, ticket=lease.ticket.to_params()))
+            outcome = await lease
+        finally:
+            lease.revoke()  # has no effect on a lease that has ended
+            await asyncio.shield(freed)
         await self._channel.send(Released(outcome=outcome.value))
 
     async def decode(self, command: Decode) -> None:
         """Load the prompt's blocks instead of computing them, and generate from there."""
-        async with self._engine.reserve(command.prompt_count + command.max_tokens) as block_ids:
+        async with AsyncExitStack() as blocks:
+            room = self._engine.reserve(command.prompt_count + command.max_tokens)
+            block_ids = await blocks.enter_async_context(room)
             filled_count = blocks_for(command.prompt_count, self._engine.block_size)
             request = kvflow.LoadRequest(command.request_id, ticket=command.ticket, block_ids=block_ids[:filled_count])
-            await self._channel.send(_loaded(await self._load(request)))
+            await self._channel.send(_loaded(await self._load(request, blocks)))
             await self._stream(
                 self._engine.decode(
                     command.token,
@@ -180,18 +189,34 @@ class _Worker:
         await self._stream(self._engine.generate(command.prompt, max_tokens=command.max_tokens))
         await self._channel.send(Done())
 
-    async def _load(self, request: kvflow.LoadRequest) -> kvflow.LoadReport:
+    async def _load(self, request: kvflow.LoadRequest, blocks: AsyncExitStack) -> kvflow.LoadReport:
         load = self._runtime.start_load(request)
         try:
             return await load
         finally:
-            # After a failure or a cancellation bytes may still land: the caller keeps the blocks until they cannot.
-            await load.settled()
+            # After a failure or a cancellation bytes may still land: the blocks are kept until they cannot.
+            if not load.safe:
+                await asyncio.shield(self._give_back(blocks.pop_all(), after=load.settled()))
+
+    def _give_back(self, blocks: AsyncExitStack, after: Awaitable[object]) -> asyncio.Task[None]:
+        task = asyncio.create_task(_freed_after(after, blocks), name="give blocks back")
+        self._giving_back.add(task)
+        task.add_done_callback(self._giving_back.discard)
+        return task
+
+    async def all_given_back(self) -> None:
+        """Wait until no block is kept for kvflow any more; raises if that can never be known of some."""
+        await asyncio.gather(*self._giving_back)
 
     async def _stream(self, generated: AsyncGenerator[int, None]) -> None:
         async with aclosing(generated) as tokens:
             async for token in tokens:
                 await self._channel.send(Token(token=token))
+
+
+async def _freed_after(over: Awaitable[object], blocks: AsyncExitStack) -> None:
+    await over  # if it raises, it is not known whether bytes may still land: then the blocks stay taken
+    await blocks.aclose()
 
 
 @asynccontextmanager

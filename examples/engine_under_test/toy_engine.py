@@ -12,8 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from kvflow import CacheLayout, Config, Lease, Load, LoadRequest, Runtime, ServeRequest
-from kvflow.runtime.world import World
+from kvflow import CacheLayout, Config, Lease, Load, LoadRequest, Runtime, ServeRequest, World
 
 BLOCK_SIZE = 4
 
@@ -23,7 +22,7 @@ class Engine:
 
     def __init__(self, name: str, *, num_blocks: int = 8, world: World | None = None) -> None:
         config = Config(engine_id=name, listen="tcp://127.0.0.1:0", lease_ttl_s=5.0, cancel_grace_s=0.5)
-        self.runtime = Runtime(config, world=world or World())
+        self.runtime = Runtime(config, world=world)
         self.free = list(range(num_blocks))
         self.num_blocks = num_blocks
         self.leases: set[Lease] = set()

@@ -18,7 +18,7 @@ _NAMED_MAX = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainReport:
-    """How leases and loads ended while a runtime drained, and whether all ended by themselves, within the deadline."""
+    """How what was open when draining began has ended; `finished` says that all did by itself, within the deadline."""
 
     finished: bool
     leases_read: int = 0
@@ -44,7 +44,7 @@ async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: fl
     finished = await _all_within([serving.drained(), loader.drained()], deadline_s)
     if not finished:
         what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
-        logger.warning("engine %r: still open after draining for %s s: %s", config.engine_id, deadline_s, what)
+        logger.warning("engine %r: open after draining for %s s, ended now: %s", config.engine_id, deadline_s, what)
     await end(serving, loader, config)
     leases_now, loads_now = serving.statistics, loader.statistics
     return DrainReport(

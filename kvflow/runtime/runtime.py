@@ -45,10 +45,10 @@ class Runtime:
         config: Config,
         *,
         observers: Sequence[Observer] = (),
-        world: World = World(),  # noqa: B008 - frozen
+        world: World | None = None,
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
-        checks.instance(world, World, "world", error=ConfigError)
+        world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
         self._observers = Observers(observers)
         self._supervisor = Supervisor(config, self._observers, world)
         self._registering = False

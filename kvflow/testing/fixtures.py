@@ -1,6 +1,6 @@
 """Pytest fixtures, to be switched on by `pytest_plugins = ["kvflow.testing.fixtures"]` in a conftest.py.
 
-They need pytest-asyncio. Each closes what it has opened and fails the test if anything was left behind.
+They need pytest-asyncio (`kvflow[testing]`). Each closes what it has opened and fails the test if anything is left.
 """
 
 from __future__ import annotations
@@ -8,7 +8,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-import pytest_asyncio
+
+try:
+    import pytest_asyncio
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError("kvflow.testing.fixtures: pip install 'kvflow[testing]'", name=missing.name) from missing
 
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import InprocPair, NixlPair, inproc_pair, nixl_pair

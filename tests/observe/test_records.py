@@ -47,7 +47,7 @@ async def test_each_load_and_lease_has_one_record() -> None:
     assert (good.blocks, good.bytes) == (2, 2 * layout.block_size_bytes)
     assert good.seconds["wire"] > 0
     assert (bad.outcome, bad.phase, bad.traceparent) == ("LeaseExpired", "wire", "")
-    assert "its lease ended before the read did" in bad.error
+    assert "the offer is over" in bad.error
     leases = {record.request_id: record for record in notebook.leases}
     assert {name: (record.outcome, record.readers) for name, record in leases.items()} == {
         "good": ("read", 1),

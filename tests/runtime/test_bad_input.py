@@ -17,7 +17,7 @@ SERVE = [
     (ServeRequest("r", block_ids=[1, 2, 1], num_tokens=12), "block id 1 is given twice"),
     (ServeRequest("r", block_ids=[1.5], num_tokens=4), "expected a flat list of whole numbers"),  # type: ignore[list-item]
     (ServeRequest("r", block_ids=[[1]], num_tokens=4), "expected a flat list of whole numbers"),  # type: ignore[list-item]
-    (ServeRequest("r", block_ids=[1, 2], num_tokens=4), "2 blocks of 4 tokens are more than num_tokens 4 fill"),
+    (ServeRequest("r", block_ids=[1, 2], num_tokens=4), "2 block ids, but 4 tokens fill 1 blocks of 4"),
     (ServeRequest("r", block_ids=[], num_tokens=-1), "num_tokens: expected a whole number from 0 on"),
     (ServeRequest("r", block_ids=[1], num_tokens=4, ttl_s=0), "ttl_s: expected seconds above 0"),
     (ServeRequest("r", block_ids=[1], num_tokens=4, reader_count=0), "reader_count: expected a whole number from 1"),

@@ -139,7 +139,8 @@ async def test_what_is_left_at_the_deadline_is_named_in_the_log(sides: Sides, ca
     report = await sides.producer.drain(0.01)
     assert report.leases_revoked == 1
     assert await lease is LeaseOutcome.REVOKED
-    assert "engine 'producer': still open after draining for 0.01 s: leases of ['slow'], loads of []" in caplog.text
+    said = "engine 'producer': open after draining for 0.01 s, ended now: leases of ['slow'], loads of []"
+    assert said in caplog.text
 
 
 async def test_readers_without_an_open_lease_are_sent_elsewhere(sides: Sides) -> None:

@@ -17,6 +17,7 @@ from kvflow.testing import (
     BlockWatch,
     InprocCluster,
     PatternCache,
+    Weather,
     assert_blocks_equal,
     cancel_everywhere,
     run_virtual,
@@ -36,6 +37,11 @@ class FreesEarly(Engine):
 class ForgetsARelease(Engine):
     async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
         await load  # raises, if that was cancelled, before the blocks are given back
+        self.give_back(blocks)
+
+
+class FreesUnsettled(Engine):
+    async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
         self.give_back(blocks)
 
 
@@ -85,7 +91,7 @@ async def blocks_are_loaded(cluster: InprocCluster, kind: type[Engine]) -> None:
 def cancelled_anywhere(kind: type[Engine]) -> int:
     @asynccontextmanager
     async def scenario() -> AsyncIterator[Coroutine[Any, Any, object]]:
-        cluster = InprocCluster()
+        cluster = InprocCluster(seed=1, weather=Weather(read_s=5.0))  # longer than cancel_grace_s
         prefill, decode = Engine("prefill", world=cluster.world()), kind("decode", world=cluster.world())
         with blocks_watched(prefill), blocks_watched(decode):
             async with prefill, decode:
@@ -129,6 +135,11 @@ def test_a_release_that_is_forgotten_is_found_wherever_the_engine_is_cancelled()
         cancelled_anywhere(ForgetsARelease)
     (note,) = caught.value.__notes__
     assert re.search(r"cancelled at moment 2: .*toy_engine\.py:\d+ \(decode\)", note)
+
+
+def test_blocks_that_are_freed_in_quarantine_are_found_wherever_the_engine_is_cancelled() -> None:
+    with pytest.raises(AssertionError, match=r"engine 'decode' .*: block 0 was freed at .* while it is quarantined"):
+        cancelled_anywhere(FreesUnsettled)
 
 
 def test_a_coroutine_that_never_ends_is_given_up() -> None:

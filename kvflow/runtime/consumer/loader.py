@@ -55,6 +55,7 @@ from kvflow.transport.base import TransportError
 logger = logging.getLogger(__name__)
 
 _LABEL_OF = attrgetter("peer.label")
+_OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 
 
 @dataclass(slots=True, eq=False)
@@ -305,7 +306,7 @@ class Loader:
             raise
         self._reach.succeeded(load.read_from)
         if not fresh:
-            raise self._failure(LeaseExpired, load, "its lease ended before the read did")
+            raise self._failure(LeaseExpired, load, _OVER)
         load.watch.enter("notify")
         self._remote_leases.tell(sources)
         tokens = 0

@@ -70,8 +70,9 @@ class OfferedBlocks:
         """Take what a lease needs. Raises RequestError, and changes nothing then."""
         size = self._layout.block_size
         ids = check_block_ids(block_ids, num_blocks=self._layout.num_blocks, what=f"{what}: block_ids")
-        if len(ids) > -(-num_tokens // size):
-            raise RequestError(f"{what}: {len(ids)} blocks of {size} tokens are more than num_tokens {num_tokens} fill")
+        filled = -(-num_tokens // size)
+        if len(ids) > filled:
+            raise RequestError(f"{what}: {len(ids)} block ids, but {num_tokens} tokens fill {filled} blocks of {size}")
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:
