@@ -15,7 +15,6 @@ from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics
-from kvflow.runtime.world import World
 
 __version__ = "0.1.0"
 
@@ -37,7 +36,6 @@ __all__ = [
     "RuntimeStatistics",
     "ServeRequest",
     "Ticket",
-    "World",
     "errors",
     "layout_for_backend",
     "merge_tickets",

@@ -12,7 +12,8 @@ from typing import Any, Self
 
 import torch
 
-from kvflow import CacheLayout, Config, Lease, Load, LoadRequest, Runtime, ServeRequest, World
+from kvflow import CacheLayout, Config, Lease, Load, LoadRequest, Runtime, ServeRequest
+from kvflow.testing import World
 
 BLOCK_SIZE = 4
 

@@ -1,5 +1,6 @@
 """What tests of code that uses kvflow need: engines in one process, faults and time to script, checks of the books."""
 
+from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
 from kvflow.testing.caches import PatternCache, assert_blocks_equal, assert_loaded, compare_blocks
 from kvflow.testing.cancel import cancel_everywhere
@@ -29,6 +30,7 @@ __all__ = [
     "TestEngine",
     "VirtualLoop",
     "Weather",
+    "World",
     "assert_blocks_equal",
     "assert_closed",
     "assert_conserved",
