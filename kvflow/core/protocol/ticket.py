@@ -471,8 +471,8 @@ def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
 def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
     """What somebody else has filled in cannot be read."""
     if isinstance(error, msgspec.ValidationError):
-        got = shown(_value_at(str(error), given))
-        return RequestError(f"ticket: {error}, got {got}; expected a dict of `lease.ticket.to_params()`")
+        hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
+        return RequestError(f"ticket: {error}, got {shown(_value_at(str(error), given))}{hint}")
     return RequestError(f"ticket: {shown(error)}")
 
 

@@ -473,12 +473,14 @@ def test_a_text_of_another_class_is_refused(path: str) -> None:
 
 
 def test_a_value_of_the_wrong_type_is_shown() -> None:
-    with pytest.raises(RequestError, match=r"num_tokens`, got nan;"):
+    with pytest.raises(RequestError, match=r"num_tokens`, got nan$"):
         Ticket.from_params(changed("kvflow.num_tokens", float("nan")))
     with pytest.raises(RequestError, match=r"ranks\[1\]\.port`, got 'x{30}.*\.\.\..*'$"):
         Ticket.from_params(changed("kvflow.ranks.1.port", "x" * 10_000))
     with pytest.raises(RequestError, match=r"remote_block_ids\[1\]`, got None$"):
         Ticket.from_params(changed("remote_block_ids", [1, None]))
+    with pytest.raises(RequestError, match=r"do_remote_prefill`, got {'x': 1}; expected a dict of `lease.ticket"):
+        Ticket.from_params({"x": 1})
 
 
 class Text(str):
