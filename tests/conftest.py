@@ -22,11 +22,16 @@ COMPUTING = ("core", "testing")
 PROCESSES = ("nixl", "bench", "examples", "doctor", "cli")
 """Tests that start processes of their own: those of one folder run one after the other, and share what they make."""
 
-VARIANTS = ("asyncio", "uvloop", "shm", "tcp")
-"""Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name."""
+LOOPS = ("asyncio", "uvloop")
+VARIANTS = (*LOOPS, "shm", "tcp")
+"""Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name. The
+thorough one runs the other transports, too, and the other loop where `LOOPS_MATTER`."""
 
 ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "breaking", "closing_reads", "side_channel")}
 """Where the event loops differ: opening and closing, breaking, cancelling, sockets."""
+
+LOOPS_MATTER = {"runtime/test_ownership.py", "runtime/test_safety.py", "runtime/test_fuzz.py"}
+"""Where they may: the fast suite runs one of them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,10 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.budget)
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in PROCESSES)  # the long groups begin first
     _mark_variants(items)
-    if config.getoption("--thorough") or any("::" in argument for argument in config.args):
+    if any("::" in argument for argument in config.args):
         return
-    only = config.getoption("--thorough-only")
-    chosen = {item: _runs(item, only) for item in items}
+    thorough, only = config.getoption("--thorough"), config.getoption("--thorough-only")
+    chosen = {item: not item.get_closest_marker("other_loop") and (thorough or _runs(item, only)) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not chosen[item]])
     items[:] = [item for item in items if chosen[item]]
 
@@ -70,7 +75,7 @@ def _runs(item: pytest.Item, thorough_only: bool) -> bool:
 
 
 def _mark_variants(items: list[pytest.Item]) -> None:
-    cells: defaultdict[tuple[str, ...], list[pytest.Item]] = defaultdict(list)
+    cells: defaultdict[tuple[str, ...], list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.path.relative_to(HERE).as_posix() not in ALL_VARIANTS:
             parameters = item.callspec.id.split("-") if hasattr(item, "callspec") else []
@@ -78,7 +83,12 @@ def _mark_variants(items: list[pytest.Item]) -> None:
                 cell = (item.nodeid.split("[")[0], *(part for part in parameters if part not in VARIANTS))
                 cells[cell].append(item)
     for cell, variants in cells.items():
-        kept = crc32(":".join(cell).encode()) % len(variants)
-        for index, item in enumerate(variants):
-            if index != kept:
-                item.add_marker(pytest.mark.thorough)
+        kept = variants[crc32(":".join(cell).encode()) % len(variants)]
+        for item in variants:
+            same = _loop_of(item) == _loop_of(kept) or item.path.relative_to(HERE).as_posix() in LOOPS_MATTER
+            if item is not kept:
+                item.add_marker(pytest.mark.thorough if same else pytest.mark.other_loop)
+
+
+def _loop_of(item: pytest.Function) -> set[str]:
+    return set(item.callspec.id.split("-")) & set(LOOPS)
