@@ -1,4 +1,4 @@
-"""What exists once a KV cache is registered: the parts that serve, load and know peers, built together.
+"""What exists once a KV cache is registered: the parts that serve, load and know peers, and what peers are answered.
 
 Registering happens once; nothing here changes afterwards but the parts themselves.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from kvflow import checks
-from kvflow.config import Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
 from kvflow.core.cache.tensors import KVCaches, checked_caches
-from kvflow.core.plan.topology import CacheShare, cache_share_of
+from kvflow.core.plan.topology import Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
@@ -31,7 +31,6 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.producer.answers import Answers
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
@@ -39,18 +38,14 @@ from kvflow.transport.base import TransportError, is_staged
 
 logger = logging.getLogger(__name__)
 
-
-class Movers(NamedTuple):
-    """What moves bytes for the loads and leases of a rank."""
-
-    poller: Poller
-    copy_thread: CopyThread
+_NAME_CHARS_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
+    context: RankContext
     local: LocalRank
     ledger: BlockLedger
     serving: Serving
@@ -63,16 +58,58 @@ class RegisteredCache:
     scratch: Scratch
     metadata: messages.Metadata
     """What readers are told of this rank, but for what its clock shows then."""
-    answers: Answers
 
     @property
     def buffers_used(self) -> int:
         return self.scratch.used + (self.staging.pool.used if self.staging else 0)
 
+    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
+        """Answer a peer; never waits. A rank that drains connects readers of its open leases only."""
+        ours, theirs = self.local.caller.target, request.target
+        if theirs.engine_id != ours.engine_id:
+            asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
+            return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
+        if header.fingerprint != self.local.compatibility.fingerprint():
+            return refusal("the caches are not compatible", local=self.local)
+        if theirs != ours:
+            expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
+            return refusal(f"expected {expected}, this is {self.context.identity.rank}")
+        match request:
+            case messages.LeaseRequest():
+                return self.serving.find(request)
+            case messages.ReleaseRequest():
+                try:
+                    return self.serving.release(request)
+                except messages.WireError as error:
+                    return refusal(str(error))
+            case messages.ClockRequest():
+                return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self.context.clock.now_s())
+            case messages.Goodbye():
+                self.peers.said_goodbye(request)
+                return messages.Ack()
+            case messages.MetadataRequest():
+                if draining and not self.serving.serves(request.request_id):
+                    return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
+                if request.caller is not None:
+                    self.readers.remember(request.caller)
+                return msgspec.structs.replace(self.metadata, clock_s=self.context.clock.now_s())
+
+
+def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
+    """A "no"; with what we are, if that is the reason."""
+    return messages.Refusal(
+        reason=reason,
+        version=messages.PROTOCOL_VERSION,
+        transient=transient,
+        compatibility=local.compatibility if local else None,
+        cache_share=local.cache_share if local else None,
+    )
+
 
 async def register(
     context: RankContext,
-    movers: Movers,
+    poller: Poller,
+    copy_thread: CopyThread,
     kv_caches: KVCaches,
     layout: CacheLayout,
     copy_blocks: BlockCopier | None,
@@ -84,10 +121,12 @@ async def register(
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     kv_caches = checked_caches(kv_caches)
     regions = map_regions(layout, kv_caches)
-    staged = is_staged(regions.device.kind, config.staging)
+    staging: list[HostBuffers] = []
     try:
-        staging = await _stage(context, movers, kv_caches, layout, copy_blocks) if staged else None
-        registered = await _register(context, movers, kv_caches, layout, regions, staging)
+        if is_staged(regions.device.kind, config.staging):  # on the copy thread, since that touches all their pages
+            await copy_thread.run(lambda: staging.append(HostBuffers(kv_caches, layout, config, copy_blocks)))
+        host_buffers = staging[0] if staging else None
+        registered = await _register(context, poller, copy_thread, kv_caches, layout, host_buffers)
     except TransportError as error:
         raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
     logger.info(
@@ -98,115 +137,92 @@ async def register(
         layout.num_blocks,
         layout.block_size_bytes,
         f"{regions.device.kind}:{regions.device.number}",
-        ", through host buffers" if staged else "",
+        ", through host buffers" if staging else "",
     )
     return registered
 
 
-async def _stage(
-    context: RankContext, movers: Movers, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
-) -> HostBuffers:
-    """Make the host buffers; on the copy thread, since that touches all their pages."""
-    made: list[HostBuffers] = []
-    await movers.copy_thread.run(lambda: made.append(HostBuffers(kv_caches, layout, context.config, copy_blocks)))
-    return made[0]
-
-
 async def _register(
     context: RankContext,
-    movers: Movers,
+    poller: Poller,
+    copy_thread: CopyThread,
     kv_caches: KVCaches,
     layout: CacheLayout,
-    regions: Regions,
     staging: HostBuffers | None,
 ) -> RegisteredCache:
-    config, transport = context.config, context.transport
-    seals, fetched = SealTable(config.limits.leases_max), SealTable(config.limits.loads_max)
+    config, limits, transport = context.config, context.config.limits, context.transport
+    seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
     caches = kv_caches if staging is None else staging.caches
-    regions = regions if staging is None else staging.regions
+    regions = map_regions(layout, kv_caches) if staging is None else staging.regions
     await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
-    agent_metadata = await transport.metadata()
-    cache_share = _cache_share(config, layout)
-    local = _local_rank(context, layout, cache_share, regions)
-    ledger = BlockLedger(layout.num_blocks)
-    scratch = Scratch(
-        transport,
-        regions.device,
-        slot_bytes=config.limits.scratch_slot_bytes_max,
-        slots=config.limits.scratch_slots_max,
+    metadata = _metadata(context, layout, regions, seals, await transport.metadata(), staged=staging is not None)
+    local = LocalRank(
+        reader=context.identity.agent_name,
+        caller=messages.Caller(
+            target=messages.Target(config.engine_id, *context.identity.rank), address=context.identity.address
+        ),
+        compatibility=messages.compatibility_of(layout, model=config.model),
+        cache_share=metadata.cache_share,
+        regions=regions,
     )
-    route = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
+    ledger = BlockLedger(layout.num_blocks)
+    scratch = Scratch(transport, regions.device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
+    route = Route(config, kv_caches, layout, scratch, staging, copy_thread)
     gear = Gear(
         ledger=ledger,
         seals=fetched,
         queue=reads_in_flight(config),
-        poller=movers.poller,
-        copy_thread=movers.copy_thread,
+        poller=poller,
+        copy_thread=copy_thread,
         clock=context.clock,
-        reads_max=config.limits.slices_in_flight_max,
+        reads_max=limits.slices_in_flight_max,
     )
     peers = Peers(context, Handshakes(context, local))
     reach = Reach(context, local, peers)
     remote_leases = RemoteLeases(context, local, peers, reach)
-    offered = OfferedBlocks(layout, ledger, seals, staging, movers.copy_thread, config.limits.slice_bytes_max)
-    serving = Serving(context, cache_share, offered)
-    readers = Farewells(context, local)
-    metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
+    offered = OfferedBlocks(layout, ledger, seals, staging, copy_thread, limits.slice_bytes_max)
     return RegisteredCache(
+        context=context,
         local=local,
         ledger=ledger,
-        serving=serving,
+        serving=Serving(context, local.cache_share, offered),
         loader=Loader(context, local, reach, remote_leases, route, gear),
         remote_leases=remote_leases,
         reach=reach,
         peers=peers,
-        readers=readers,
+        readers=Farewells(context, local),
         staging=staging,
         scratch=scratch,
         metadata=metadata,
-        answers=Answers(context.clock, local, metadata, serving, peers, readers),
-    )
-
-
-def _cache_share(config: Config, layout: CacheLayout) -> CacheShare:
-    return cache_share_of(
-        layout,
-        tp_rank=config.tp_rank,
-        tp_size=config.tp_size,
-        pp_rank=config.pp_rank,
-        pp_size=config.pp_size,
-        model_kv_heads=config.num_kv_heads,
-    )
-
-
-def _local_rank(context: RankContext, layout: CacheLayout, cache_share: CacheShare, regions: Regions) -> LocalRank:
-    config, rank = context.config, context.identity.rank
-    return LocalRank(
-        reader=context.identity.agent_name,
-        caller=messages.Caller(
-            target=messages.Target(config.engine_id, rank.dp, rank.pp, rank.tp),
-            address=context.identity.address,
-        ),
-        compatibility=messages.compatibility_of(layout, model=config.model),
-        cache_share=cache_share,
-        regions=regions,
     )
 
 
 def _metadata(
-    context: RankContext, local: LocalRank, agent_metadata: bytes, seals: SealTable, *, staged: bool
+    context: RankContext,
+    layout: CacheLayout,
+    regions: Regions,
+    seals: SealTable,
+    agent_metadata: bytes,
+    *,
+    staged: bool,
 ) -> messages.Metadata:
+    config = context.config
     return messages.Metadata(
-        engine_id=context.config.engine_id,
+        engine_id=config.engine_id,
         incarnation=context.identity.incarnation,
         clock_s=0.0,
-        cache_share=local.cache_share,
+        cache_share=cache_share_of(
+            layout,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=config.pp_rank,
+            pp_size=config.pp_size,
+            model_kv_heads=config.num_kv_heads,
+        ),
         agent_metadata=agent_metadata,
         agent_metadata_crc32=messages.checksum(agent_metadata),
-        regions=messages.regions_to_wire(local.regions),
-        seals=messages.SealLocation(
-            address=seals.address(0), count=seals.count, hold_s=context.config.limits.seal_hold_s
-        ),
+        regions=messages.regions_to_wire(regions),
+        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=staged,
     )

@@ -27,27 +27,28 @@ RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """One load that was accepted and has ended. `seconds` has an entry per phase, which add up."""
+    """One load that has ended, or was refused. `seconds` has an entry per phase, which add up."""
 
     engine_id: str
     rank: Rank
     request_id: str
-    peer_engine_id: str
-    remote_request_id: str
-    """The producer's name for the request: its leases' records have it."""
-    peer: str
-    """Address of the rank that the ticket names first."""
     outcome: str
     """"loaded", "cancelled" or the name of the error's type."""
     error: str
     """The error's message, or ""."""
     phase: str
     """In which it ended."""
-    bytes: int
-    blocks: int
-    descriptors: int
     seconds: Mapping[str, float]
-    traceparent: str
+    peer_engine_id: str = ""
+    """Empty, as all below, if it was refused: nothing of its request is known to be right."""
+    remote_request_id: str = ""
+    """The producer's name for the request: its leases' records have it."""
+    peer: str = ""
+    """Address of the rank that the ticket names first."""
+    bytes: int = 0
+    blocks: int = 0
+    descriptors: int = 0
+    traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
 
 

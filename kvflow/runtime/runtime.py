@@ -20,7 +20,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
-from kvflow.runtime.assembly import RegisteredCache, register
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_load
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
@@ -136,8 +136,7 @@ class Runtime:
             raise UsageError("a KV cache is registered already; a runtime has one")
         self._registering = True
         try:
-            supervisor = self._supervisor
-            supervisor.cache = await register(supervisor.context(), supervisor.movers(), kv_caches, layout, copy_blocks)
+            await self._supervisor.register(kv_caches, layout, copy_blocks)
         finally:
             self._registering = False
 
@@ -210,8 +209,7 @@ class Runtime:
         """
         self._require_here("forget_peer")
         checks.text(engine_id, "engine_id")
-        if address is not None:
-            checks.text(address, "address")
+        checks.text("" if address is None else address, "address")
         cache = self._supervisor.cache
         return cache is None or await cache.peers.forget(engine_id, address)
 
@@ -243,9 +241,7 @@ class Runtime:
     def _require_here(self, what: str) -> None:
         """The services are there, and this is their loop."""
         self._supervisor.require_running()
-        loop = self._supervisor.loop
-        assert loop is not None, "it is open"
-        require_loop(loop, what)
+        require_loop(self._supervisor.loop, what)
 
     def _require_cache(self, what: str) -> RegisteredCache:
         self._require_open(what)

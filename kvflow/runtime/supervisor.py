@@ -21,18 +21,20 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 from kvflow.config import Config
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
-from kvflow.runtime.assembly import Movers, RegisteredCache
+from kvflow.runtime.assembly import RegisteredCache, refusal, register
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.consumer.flight import Poller
 from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
+from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.table import PeerStatistics
-from kvflow.runtime.producer.answers import refusal
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.records import Observers
 from kvflow.runtime.world import World
@@ -197,12 +199,9 @@ class Supervisor:
                 return
             case RuntimeState.NEW:
                 raise UsageError(f"the runtime {self} is not open yet: use it as `async with Runtime(config) as rt`")
-            case RuntimeState.BROKEN:
-                raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
-            case RuntimeState.CLOSING | RuntimeState.CLOSED:
-                if self._cause is not None:
-                    raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
-                raise RuntimeClosed(f"the runtime {self} is {self.state}")
+        if self._cause is not None:
+            raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
+        raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
     def require_open(self) -> None:
         """New work is possible."""
@@ -210,8 +209,9 @@ class Supervisor:
         if self.state is RuntimeState.DRAINING:
             raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
 
-    def context(self) -> RankContext:
-        return RankContext(
+    async def register(self, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None) -> None:
+        """See `Runtime.register_kv_caches`."""
+        context = RankContext(
             config=self.config,
             identity=Identity(
                 rank=self.rank,
@@ -227,9 +227,7 @@ class Supervisor:
             side_channel=self._side_channel,
             token_hex=self._world.token_hex,
         )
-
-    def movers(self) -> Movers:
-        return Movers(self._poller, self._copier)
+        self.cache = await register(context, self._poller, self._copier, kv_caches, layout, copy_blocks)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """See `context.Spawn`."""
@@ -384,7 +382,7 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
-        return cache.answers.to(header, request, draining=self.state is not RuntimeState.OPEN)
+        return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _on_notification(self, payload: bytes) -> None:
         if self.cache is None:
@@ -395,10 +393,9 @@ class Supervisor:
     def _describe(self) -> str:
         config = self.config
         backend = f" ({config.nixl_backend}, NIXL {_NIXL_VERSION})" if config.transport == "nixl" else ""
+        transport = f"kvflow {_VERSION}, transport {config.transport}{backend}"
         curve = "off" if config.curve_secret_key_file is None else "on"
-        return (
-            f"kvflow {_VERSION}, transport {config.transport}{backend}, CURVE {curve}, incarnation {self._incarnation}"
-        )
+        return f"{transport}, CURVE {curve}, incarnation {self._incarnation}"
 
 
 def _version_of(package: str) -> str:

@@ -61,7 +61,7 @@ class Route:
         """How blocks of a peer are permuted, if they ever may be; made once per peer."""
         block_map = source.block_map
         if block_map not in self._permutations:
-            self._permutations[block_map] = self._make_permutation(block_map, source.regions)
+            self._permutations[block_map] = self._make_permutation(block_map, source.origin.connection.regions)
         return self._permutations[block_map]
 
     def _make_permutation(self, block_map: BlockMap, remote: Regions) -> Permutation | None:
@@ -84,7 +84,7 @@ class Route:
             if part.permutation is not None and not self._scratch_pays(part):
                 part = _Part(source, None)
             parts.append(part)
-            straight = straight and part.permutation is None and not source.staged
+            straight = straight and part.permutation is None and not source.origin.connection.staged
         if straight:
             return self._straight(sources)
         grouping = Grouping(parts, self._staging)
@@ -108,7 +108,8 @@ class Route:
 
     def _slices(self, source: SourceRead, chunks: Sequence[Chunks], not_staged_max: int) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
-        head: Piece | None = source.seal if source.carries_seal and not source.freshness.asked else None
+        carries_seal = source.origin.connection.carries_seals and not source.freshness.asked
+        head: Piece | None = source.seal if carries_seal else None
         for descriptors in plan_slices(
             source.block_map,
             chunks,
