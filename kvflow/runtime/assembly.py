@@ -6,7 +6,6 @@ Registering happens once; nothing here changes afterwards but the parts themselv
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import msgspec
 
@@ -41,27 +40,31 @@ logger = logging.getLogger(__name__)
 _NAME_CHARS_SHOWN = 80
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
-    context: RankContext
-    local: LocalRank
-    ledger: BlockLedger
-    serving: Serving
-    loader: Loader
-    remote_leases: RemoteLeases
-    reach: Reach
-    peers: Peers
-    readers: Farewells
-    staging: HostBuffers | None
-    scratch: Scratch
-    metadata: messages.Metadata
-    """What readers are told of this rank, but for what its clock shows then."""
-
-    @property
-    def buffers_used(self) -> int:
-        return self.scratch.used + (self.staging.pool.used if self.staging else 0)
+    def __init__(
+        self,
+        context: RankContext,
+        local: LocalRank,
+        metadata: messages.Metadata,
+        gear: Gear,
+        route: Route,
+        offered: OfferedBlocks,
+    ) -> None:
+        """`metadata`: what readers are told of this rank, but for what its clock shows then."""
+        self.local = local
+        self.metadata = metadata
+        self.ledger = gear.ledger
+        self.route = route
+        self.peers = Peers(context, Handshakes(context, local))
+        self.reach = Reach(context, local, self.peers)
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach)
+        self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
+        self.serving = Serving(context, local.cache_share, offered)
+        self.readers = Farewells(context, local)
+        self._rank = context.identity.rank
+        self._clock = context.clock
 
     def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
         """Answer a peer; never waits. A rank that drains connects readers of its open leases only."""
@@ -73,7 +76,7 @@ class RegisteredCache:
             return refusal("the caches are not compatible", local=self.local)
         if theirs != ours:
             expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
-            return refusal(f"expected {expected}, this is {self.context.identity.rank}")
+            return refusal(f"expected {expected}, this is {self._rank}")
         match request:
             case messages.LeaseRequest():
                 return self.serving.find(request)
@@ -83,7 +86,7 @@ class RegisteredCache:
                 except messages.WireError as error:
                     return refusal(str(error))
             case messages.ClockRequest():
-                return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self.context.clock.now_s())
+                return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():
                 self.peers.said_goodbye(request)
                 return messages.Ack()
@@ -92,7 +95,7 @@ class RegisteredCache:
                     return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
                 if request.caller is not None:
                     self.readers.remember(request.caller)
-                return msgspec.structs.replace(self.metadata, clock_s=self.context.clock.now_s())
+                return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
 
 
 def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
@@ -120,10 +123,10 @@ async def register(
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     kv_caches = checked_caches(kv_caches)
-    regions = map_regions(layout, kv_caches)
+    device = map_regions(layout, kv_caches).device
     staging: list[HostBuffers] = []
     try:
-        if is_staged(regions.device.kind, config.staging):  # on the copy thread, since that touches all their pages
+        if is_staged(device.kind, config.staging):  # on the copy thread, since that touches all their pages
             await copy_thread.run(lambda: staging.append(HostBuffers(kv_caches, layout, config, copy_blocks)))
         host_buffers = staging[0] if staging else None
         registered = await _register(context, poller, copy_thread, kv_caches, layout, host_buffers)
@@ -136,7 +139,7 @@ async def register(
         len(layout.layer_names),
         layout.num_blocks,
         layout.block_size_bytes,
-        f"{regions.device.kind}:{regions.device.number}",
+        f"{device.kind}:{device.number}",
         ", through host buffers" if staging else "",
     )
     return registered
@@ -157,20 +160,16 @@ async def _register(
     await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
     metadata = _metadata(context, layout, regions, seals, await transport.metadata(), staged=staging is not None)
+    own = messages.Target(config.engine_id, *context.identity.rank)
     local = LocalRank(
         reader=context.identity.agent_name,
-        caller=messages.Caller(
-            target=messages.Target(config.engine_id, *context.identity.rank), address=context.identity.address
-        ),
+        caller=messages.Caller(target=own, address=context.identity.address),
         compatibility=messages.compatibility_of(layout, model=config.model),
         cache_share=metadata.cache_share,
         regions=regions,
     )
-    ledger = BlockLedger(layout.num_blocks)
-    scratch = Scratch(transport, regions.device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
-    route = Route(config, kv_caches, layout, scratch, staging, copy_thread)
     gear = Gear(
-        ledger=ledger,
+        ledger=BlockLedger(layout.num_blocks),
         seals=fetched,
         queue=reads_in_flight(config),
         poller=poller,
@@ -178,24 +177,10 @@ async def _register(
         clock=context.clock,
         reads_max=limits.slices_in_flight_max,
     )
-    peers = Peers(context, Handshakes(context, local))
-    reach = Reach(context, local, peers)
-    remote_leases = RemoteLeases(context, local, peers, reach)
-    offered = OfferedBlocks(layout, ledger, seals, staging, copy_thread, limits.slice_bytes_max)
-    return RegisteredCache(
-        context=context,
-        local=local,
-        ledger=ledger,
-        serving=Serving(context, local.cache_share, offered),
-        loader=Loader(context, local, reach, remote_leases, route, gear),
-        remote_leases=remote_leases,
-        reach=reach,
-        peers=peers,
-        readers=Farewells(context, local),
-        staging=staging,
-        scratch=scratch,
-        metadata=metadata,
-    )
+    scratch = Scratch(transport, regions.device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
+    route = Route(config, kv_caches, layout, scratch, staging, copy_thread)
+    offered = OfferedBlocks(layout, gear.ledger, seals, staging, copy_thread, limits.slice_bytes_max)
+    return RegisteredCache(context, local, metadata, gear, route, offered)
 
 
 def _metadata(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -21,6 +20,7 @@ from kvflow.errors import ConfigError, UsageError
 logger = logging.getLogger(__name__)
 
 LOADED, CANCELLED = "loaded", "cancelled"
+_EXPECTED = "expected objects with load_ended and lease_ended"
 
 RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
@@ -85,38 +85,26 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         listed = checks.answer(lambda: tuple(observers))
         if listed is None or not all(map(_listens, listed)):
-            raise ConfigError(
-                f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
-            )
-        self._set(listed)
-
-    def one_more(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tell another observer, too, inside the block. UsageError if it is none."""
-        if not _listens(observer):
-            raise UsageError(
-                f"observer: expected an object with load_ended and lease_ended, got {checks.shown(observer)}"
-            )
-        return self._with(observer)
+            raise ConfigError(f"observers: {_EXPECTED}, got {checks.shown(observers)}")
+        self.all = listed
 
     @contextlib.contextmanager
-    def _with(self, observer: Observer) -> Iterator[None]:
-        self._set((*self._observers, observer))
+    def one_more(self, observer: Observer) -> Iterator[None]:
+        """Tell another observer, too, inside the block. UsageError if it is none."""
+        if not _listens(observer):
+            raise UsageError(f"observer: {_EXPECTED}, got {checks.shown(observer)}")
+        self.all = (*self.all, observer)
         try:
             yield
         finally:
-            self._set(tuple(other for other in self._observers if other is not observer))
-
-    def _set(self, observers: tuple[Observer, ...]) -> None:
-        self._observers = observers
-        self.any = bool(observers)
-        """Whether there is somebody to tell."""
+            self.all = tuple(other for other in self.all if other is not observer)
 
     def load_ended(self, record: LoadRecord) -> None:
-        for observer in self._observers:
+        for observer in self.all:
             _tell(observer.load_ended, record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        for observer in self._observers:
+        for observer in self.all:
             _tell(observer.lease_ended, record)
 
 

@@ -145,7 +145,7 @@ class Supervisor:
             self.state = RuntimeState.CLOSING
             if self._closing is None or self._closing.cancelled():  # before its first step: later it would go on
                 self._closing = asyncio.create_task(self._close(), name="kvflow-close")
-                self._closing.add_done_callback(_seen)
+                self._closing.add_done_callback(seen)
             try:
                 await asyncio.shield(self._closing)
             except asyncio.CancelledError:
@@ -182,7 +182,7 @@ class Supervisor:
             state=self.state,
             tasks=len(self._tasks) + supervising,
             blocks=cache.ledger.counts() if cache else None,
-            buffers_used=cache.buffers_used if cache else 0,
+            buffers_used=cache.route.buffers_used if cache else 0,
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
             peers=cache.peers.statistics if cache else (),
@@ -192,9 +192,11 @@ class Supervisor:
             early_notifications=self._early_notifications,
         )
 
-    def require_running(self) -> None:
-        """The services are there."""
+    def require_running(self, *, new_work: bool = False) -> None:
+        """The services are there; and they take `new_work`, if that is meant."""
         match self.state:
+            case RuntimeState.DRAINING if new_work:
+                raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
             case RuntimeState.OPEN | RuntimeState.DRAINING:
                 return
             case RuntimeState.NEW:
@@ -202,12 +204,6 @@ class Supervisor:
         if self._cause is not None:
             raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
-
-    def require_open(self) -> None:
-        """New work is possible."""
-        self.require_running()
-        if self.state is RuntimeState.DRAINING:
-            raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
 
     async def register(self, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None) -> None:
         """See `Runtime.register_kv_caches`."""
@@ -408,7 +404,7 @@ def _version_of(package: str) -> str:
 _VERSION, _NIXL_VERSION = _version_of("kvflow"), _version_of("nixl")
 
 
-def _seen(task: asyncio.Task[None]) -> None:
-    """The closing's error belongs to who waits for it; nobody may."""
-    if not task.cancelled():
-        task.exception()
+def seen(closing: asyncio.Future[None]) -> None:
+    """The closing's error belongs to who waits for it; nobody may, and it is logged."""
+    if not closing.cancelled():
+        closing.exception()

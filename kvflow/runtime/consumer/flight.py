@@ -124,7 +124,11 @@ class Poller:
             raise
         finally:
             self._ended = True
-            self._tell_all()
+            under_way, self._under_way = self._under_way, {}
+            for read in under_way.values():
+                lost = TransportBroken("the transfer poller ended while the read was under way")
+                lost.__cause__ = self._cause
+                read.flight.read_lost(read, lost)
 
     def _dispatch(self, event: ReadEnded | Notified) -> None:
         if isinstance(event, ReadEnded):
@@ -132,13 +136,6 @@ class Poller:
             read.flight.read_ended(event, read)
         else:
             self._on_notification(event.payload)
-
-    def _tell_all(self) -> None:
-        under_way, self._under_way = self._under_way, {}
-        for read in under_way.values():
-            error = TransportBroken("the transfer poller ended while the read was under way")
-            error.__cause__ = self._cause
-            read.flight.read_lost(read, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

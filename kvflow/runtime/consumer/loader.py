@@ -42,7 +42,6 @@ from kvflow.runtime.consumer.load import (
     PeerLoad,
     Stopwatch,
     checked_load_request,
-    refused_load,
     request_name,
 )
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
@@ -159,11 +158,8 @@ class Loader:
         return await self._carry_out(self._accept(request))
 
     def start(self, request: LoadRequest) -> Load:
-        """See `Runtime.start_load`."""
-        try:
-            load = self._accept(request)
-        except KVFlowError as error:
-            return refused_load(request, error)
+        """See `Runtime.start_load`; raises what is wrong with the request."""
+        load = self._accept(request)
         load.handle.begin(partial(self._carry_out, load)).add_done_callback(partial(self._over, load))
         return load.handle
 
@@ -171,7 +167,7 @@ class Loader:
         """Note that a load was not accepted, and why."""
         self._counts["refused"] += 1
         logger.info("refused a load: %s", error)
-        if self._context.observers.any:
+        if self._context.observers.all:
             self._context.observers.load_ended(
                 LoadRecord(
                     engine_id=self._config.engine_id,
@@ -283,10 +279,8 @@ class Loader:
             raise load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}", phase=phase) from None
 
     def _closed_error(self, load: _Load) -> RuntimeClosed:
-        return RuntimeClosed(
-            f"request {load.request.request_id!r}: the runtime {self._config.engine_id!r} was closed, or had drained, "
-            f"in phase {load.watch.phase!r}"
-        )
+        why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {load.watch.phase!r}"
+        return RuntimeClosed(f"request {load.request.request_id!r}: {why}")
 
     async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
         load.watch.enter("plan")
@@ -361,11 +355,8 @@ class Loader:
             assert index is not None, "there are as many words as ranks may be read from"
             assert connection.block_map is not None, "something is read from it"
             seal = Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES)
-            freshness = Freshness(
-                staged=connection.staged,
-                not_expired_before_s=source.not_expired_before_s,
-                quick_read_max_s=connection.quick_read_max_s,
-            )
+            sure_s, quick_s = source.not_expired_before_s, connection.quick_read_max_s
+            freshness = Freshness(staged=connection.staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
             load.reads.append(SourceRead(source, connection.block_map, seal, index, freshness))
         self._reach.hold(load.read_from)
         self._unsafe[flight] = load
@@ -393,7 +384,7 @@ class Loader:
         self._counts[counted] += 1
         if not self._loads and not self._unsafe:
             self._quiet.set()
-        if not self._context.observers.any:
+        if not self._context.observers.all:
             return
         load.watch.enter(load.watch.phase)
         flight = load.flight
