@@ -27,6 +27,7 @@ from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
 from kvflow.runtime.channel.protocol import Answer
+from kvflow.runtime.clock import SystemClock
 
 _FAILURES = (
     zmq.Event.CONNECT_RETRIED
@@ -40,7 +41,7 @@ _FAILURES = (
 class ZmqSideChannel:
     """See `SideChannel`."""
 
-    def __init__(self, config: Config, now_s: Callable[[], float]) -> None:
+    def __init__(self, config: Config, now_s: Callable[[], float] = SystemClock.now_s) -> None:
         self._config = config
         self._now_s = now_s
         self._keyring: Keyring | None = None
