@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -88,11 +89,14 @@ class Observers:
             raise ConfigError(f"observers: {_EXPECTED}, got {checks.shown(observers)}")
         self.all = listed
 
-    @contextlib.contextmanager
-    def one_more(self, observer: Observer) -> Iterator[None]:
-        """Tell another observer, too, inside the block. UsageError if it is none."""
+    def one_more(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tell another observer, too, inside the block. UsageError, at once, if it is none."""
         if not _listens(observer):
             raise UsageError(f"observer: {_EXPECTED}, got {checks.shown(observer)}")
+        return self._with(observer)
+
+    @contextlib.contextmanager
+    def _with(self, observer: Observer) -> Iterator[None]:
         self.all = (*self.all, observer)
         try:
             yield
