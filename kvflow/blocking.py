@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 import uvloop
 
@@ -44,6 +44,7 @@ from kvflow.runtime.world import World
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
 
 
 class Pending(Generic[ResultT]):
@@ -57,6 +58,7 @@ class Pending(Generic[ResultT]):
 
     @property
     def done(self) -> bool:
+        """Whether `result` returns, or raises, at once."""
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> ResultT:
@@ -70,9 +72,13 @@ class Pending(Generic[ResultT]):
         """Ask the work to end. It has ended when `done` says so."""
         _tell(self._loop, self._cancel)
 
-    def add_done_callback(self, callback: Callable[[Pending[ResultT]], object]) -> None:
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call `callback` with this once it is done: on the loop's thread, or here and now if it is done already."""
         self._future.add_done_callback(lambda _: callback(self))
+
+    def wait_done(self, timeout_s: float | None = None) -> bool:
+        """Wait until it is done; whether it is, after `timeout_s`."""
+        return bool(concurrent.futures.wait([self._future], _bound(timeout_s)).done)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
         """Only for `Runtime`, on its loop: start the task."""
@@ -85,16 +91,6 @@ class Pending(Generic[ResultT]):
         """Only for `Runtime`: end it, unless it has ended."""
         if not self._future.done():
             self._future.set_exception(error)
-
-    def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; whether it is, after `timeout_s`."""
-        done, _ = concurrent.futures.wait([self._future], _bound(timeout_s))
-        return bool(done)
-
-    async def over(self) -> None:
-        """Only for `Load`, on the loop: wait until the task has ended."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
 
     def _cancel(self) -> None:
         self._cancelled = True
@@ -113,23 +109,24 @@ class Pending(Generic[ResultT]):
             self.fail(error)
 
 
-class Load:
+class Load(Pending[LoadReport]):
     """A load on the loop: see `kvflow.Load`. Also the `quarantine` of the error that it ended with.
 
-    `done` says that its outcome is known. Its blocks may be reused when `safe` says so, or `settled` has returned.
+    `result` raises what `kvflow.Runtime.load_blocks` raises. Cancelled, it is `done` within Config.cancel_grace_s. Its
+    blocks may be reused when `safe` says so, or `settled` has returned.
     """
 
     def __init__(self, host: _Host, request: LoadRequest) -> None:
+        super().__init__(host.loop)
         self.request_id = request_name(request)
         self._host = host
         self._request = request
         self._load: AsyncLoad | None = None
         try:
-            self._pending = host.start(self._run)
+            host.begin(self, self._carry_out)
         except KVFlowError as error:  # it is raised by `result`
             self._load = refused_load(request, error)
-            self._pending = Pending(host.loop)
-            self._pending.fail(error)
+            self.fail(error)
 
     def __repr__(self) -> str:
         return f"<blocking {self._load!r}>" if self._load else f"<blocking Load {self.request_id} not begun>"
@@ -140,29 +137,9 @@ class Load:
         return self._load.block_ids if self._load else ()
 
     @property
-    def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
-        return self._pending.done
-
-    @property
     def safe(self) -> bool:
         """Whether it has ended and no byte can land in its blocks any more."""
         return self.done and (self._load is None or self._load.safe)
-
-    def result(self, timeout_s: float | None = None) -> LoadReport:
-        """Wait for the report, or for what `kvflow.Runtime.load_blocks` raises; TimeoutError after `timeout_s`.
-
-        Raises CancelledError (concurrent.futures) if it was cancelled. The load goes on after a TimeoutError.
-        """
-        return self._pending.result(timeout_s)
-
-    def cancel(self) -> None:
-        """Ask it to end. It has within Config.cancel_grace_s, but its blocks may not be `safe` then."""
-        self._pending.cancel()
-
-    def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; whether it is, after `timeout_s`."""
-        return self._pending.wait_done(timeout_s)
 
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended and no byte can land in its blocks any more, however it ended.
@@ -172,16 +149,12 @@ class Load:
         if self.safe:
             return
         try:
-            self._host.call(self._settle, timeout_s=timeout_s)
+            self._host.call(self._settle, timeout_s)
         except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
             if not self.safe:
                 raise RuntimeBroken(f"request {self.request_id!r}: its reads were not seen to stop") from None
 
-    def add_done_callback(self, callback: Callable[[Load], object]) -> None:
-        """Call `callback` with this once it is done: on the loop's thread, or here and now if it is done already."""
-        self._pending.add_done_callback(lambda _: callback(self))
-
-    async def _run(self, runtime: asynchronous.Runtime) -> LoadReport:
+    async def _carry_out(self, runtime: asynchronous.Runtime) -> LoadReport:
         self._load = runtime.start_load(self._request)
         try:
             return await self._load
@@ -191,7 +164,8 @@ class Load:
             raise
 
     async def _settle(self, _: asynchronous.Runtime) -> None:
-        await self._pending.over()
+        if self._task is not None:
+            await asyncio.wait([self._task])
         if self._load is not None:
             await self._load.settled()
 
@@ -199,26 +173,15 @@ class Load:
 class Lease:
     """A lease held on the loop: see `kvflow.Lease`."""
 
-    def __init__(self, lease: AsyncLease, outcome: Pending[LeaseOutcome], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, lease: AsyncLease, host: _Host) -> None:
+        self.request_id, self.ticket, self.block_ids = lease.request_id, lease.ticket, lease.block_ids
         self._lease = lease
-        self._loop = loop
-        self.outcome = outcome
+        self._loop = host.loop
+        self.outcome: Pending[LeaseOutcome] = host.start(lambda _: lease.wait())
         """How it ended, once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
-
-    @property
-    def request_id(self) -> str:
-        return self._lease.request_id
-
-    @property
-    def ticket(self) -> Ticket:
-        return self._lease.ticket
-
-    @property
-    def block_ids(self) -> tuple[int, ...]:
-        return self._lease.block_ids
 
     @property
     def state(self) -> LeaseState:
@@ -258,6 +221,7 @@ class Runtime:
     ) -> None:
         self._call_timeout_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
         self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world))
+        self.config = config
         self._drop = weakref.finalize(self, _dropped, self._host)
         self._drop.atexit = False
 
@@ -272,10 +236,6 @@ class Runtime:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    @property
-    def config(self) -> Config:
-        return self._host.runtime.config
 
     def open(self) -> None:
         """Start the thread and the runtime. Raises ConfigError if something that Config asks for cannot be had."""
@@ -300,18 +260,14 @@ class Runtime:
         timeout_s: float = 120.0,
     ) -> None:
         """See `kvflow.Runtime.register_kv_caches`."""
-        self._call(
-            lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s=timeout_s
+        self._host.call(
+            lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s
         )
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
         """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns."""
-
-        async def serve(runtime: asynchronous.Runtime) -> AsyncLease:
-            return runtime.serve_blocks(request)
-
-        lease = self._call(serve, timeout_s=self._call_timeout_s)
-        return Lease(lease, self.start(lambda _: _outcome(lease)), self._host.loop)
+        lease = self._host.call_at_once(lambda runtime: runtime.serve_blocks(request), self._call_timeout_s)
+        return Lease(lease, self._host)
 
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers; returns at once and never raises: `result` does.
@@ -326,9 +282,8 @@ class Runtime:
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
         who may be interrupted uses `start_load`, whose handle tells.
         """
-        deadline_s = checked_load_request(
-            request, self.config.limits.request_id_chars_max, self.config.limits.block_ids_max
-        ).deadline_s
+        limits = self.config.limits
+        deadline_s = checked_load_request(request, limits.request_id_chars_max, limits.block_ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._call_timeout_s
@@ -343,11 +298,7 @@ class Runtime:
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> Iterator[None]:
         """Keep what a ticket offers while a request waits for its load: see `kvflow.Runtime.keep_leases`."""
         kept = contextlib.ExitStack()
-
-        async def enter(runtime: asynchronous.Runtime) -> None:
-            kept.enter_context(runtime.keep_leases(ticket))
-
-        self._call(enter, timeout_s=self._call_timeout_s)
+        self._host.call_at_once(lambda runtime: kept.enter_context(runtime.keep_leases(ticket)), self._call_timeout_s)
         try:
             yield
         finally:
@@ -356,7 +307,7 @@ class Runtime:
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
         bound_s = self.config.handshake_timeout_s + self._call_timeout_s
-        return self._call(lambda runtime: runtime.release_blocks(ticket), timeout_s=bound_s)
+        return self._host.call(lambda runtime: runtime.release_blocks(ticket), bound_s)
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
@@ -365,31 +316,27 @@ class Runtime:
 
         TimeoutError after `timeout_s`; handshakes under way go on then.
         """
-        return self._call(lambda runtime: runtime.prewarm(engines), timeout_s=timeout_s)
+        return self._host.call(lambda runtime: runtime.prewarm(engines), timeout_s)
 
     def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget an engine, or one rank of it: see `kvflow.Runtime.forget_peer`."""
         bound_s = 2 * self.config.handshake_timeout_s + self._call_timeout_s
-        return self._call(lambda runtime: runtime.forget_peer(engine_id, address), timeout_s=bound_s)
+        return self._host.call(lambda runtime: runtime.forget_peer(engine_id, address), bound_s)
 
     def drain(self, deadline_s: float | None = None) -> DrainReport:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         waited_s = checks.seconds(wanted_s, "drain: deadline_s", error=UsageError)
-        return self._call(lambda runtime: runtime.drain(deadline_s), timeout_s=waited_s + self._closing_s)
+        return self._host.call(lambda runtime: runtime.drain(deadline_s), waited_s + self._closing_s)
 
     def statistics(self) -> RuntimeStatistics:
         """What is open now and what has happened so far. Legal in every state."""
-
-        async def take(runtime: asynchronous.Runtime) -> RuntimeStatistics:
-            return runtime.statistics()
-
         if self._host.alive:
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
-                return self._call(take, timeout_s=self._call_timeout_s)
+                return self._host.call_at_once(asynchronous.Runtime.statistics, self._call_timeout_s)
         return self._host.runtime.statistics()
 
-    def start(self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]) -> Pending[ResultT]:
+    def start(self, work: Work[ResultT]) -> Pending[ResultT]:
         """Run a coroutine of your own on the runtime's loop; returns at once. It must never block the loop.
 
         Raises RuntimeClosed, RuntimeBroken if the loop has died, UsageError if it has not been opened.
@@ -401,11 +348,6 @@ class Runtime:
         config = self.config
         draining_s = 2 * config.drain_timeout_s + config.limits.seal_hold_s + config.cancel_grace_s
         return draining_s + 2 * config.limits.transport_close_timeout_s + self._call_timeout_s
-
-    def _call(
-        self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None
-    ) -> ResultT:
-        return self._host.call(work, timeout_s=timeout_s)
 
 
 class _Host:
@@ -464,23 +406,36 @@ class _Host:
         if self._thread.is_alive():
             raise TimeoutError(f"{self.runtime!r} has not closed within {timeout_s} s")
         atexit.unregister(self.close)
-        cause, self._cause = self._cause, None
-        if cause is not None:
-            raise RuntimeBroken(f"the loop of {self.runtime.config.engine_id!r} died: {cause}") from cause
+        if self._cause is not None:
+            error, self._cause = self._closed_error(), None
+            raise error
 
-    def start(self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]) -> Pending[ResultT]:
+    def start(self, work: Work[ResultT]) -> Pending[ResultT]:
         """See `Runtime.start`."""
         pending: Pending[ResultT] = Pending(self.loop)
+        self.begin(pending, work)
+        return pending
+
+    def begin(self, pending: Pending[ResultT], work: Work[ResultT]) -> None:
+        """Have `pending` run a coroutine on the loop, soon."""
         with self._lock:
-            self._require_open()
+            if self._ended:
+                raise self._closed_error()
+            if not self.begun:
+                raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
             self._pending.add(pending)
         pending.add_done_callback(self._forget)
         _tell(self.loop, pending.begin, lambda: work(self.runtime))
-        return pending
 
-    def call(
-        self, work: Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]], *, timeout_s: float | None
-    ) -> ResultT:
+    def call_at_once(self, verb: Callable[[asynchronous.Runtime], ResultT], timeout_s: float) -> ResultT:
+        """Call a verb that waits for nothing, on the loop."""
+
+        async def work(runtime: asynchronous.Runtime) -> ResultT:
+            return verb(runtime)
+
+        return self.call(work, timeout_s)
+
+    def call(self, work: Work[ResultT], timeout_s: float | None) -> ResultT:
         """Run a coroutine on the loop and wait for it, up to `timeout_s`; then it is cancelled."""
         self._require_another_thread()
         bound_s = _bound(timeout_s)
@@ -529,12 +484,6 @@ class _Host:
         error.__cause__ = self._cause
         return error
 
-    def _require_open(self) -> None:
-        if self._ended:
-            raise self._closed_error()
-        if not self.begun:
-            raise UsageError("the runtime is not open yet: use it as `with Runtime(config) as rt`")
-
     def _require_another_thread(self) -> None:
         if threading.current_thread() is self._thread:
             raise UsageError("called on the loop's own thread, which would wait for itself")
@@ -545,10 +494,6 @@ def _dropped(host: _Host) -> None:
     if host.alive:
         warnings.warn(f"{host.runtime!r} was dropped without being closed", ResourceWarning, stacklevel=2)
     host.stop()
-
-
-async def _outcome(lease: AsyncLease) -> LeaseOutcome:
-    return await lease
 
 
 def _bound(timeout_s: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""What exists once a KV cache is registered: the parts that serve, load and know peers, built together.
+"""What exists once a KV cache is registered: the parts that serve, load and know peers, and what peers are answered.
 
 Registering happens once; nothing here changes afterwards but the parts themselves.
 """
@@ -6,15 +6,14 @@ Registering happens once; nothing here changes afterwards but the parts themselv
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import NamedTuple
+
+import msgspec
 
 from kvflow import checks
-from kvflow.config import Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
 from kvflow.core.cache.tensors import KVCaches, checked_caches
-from kvflow.core.plan.topology import CacheShare, cache_share_of
+from kvflow.core.plan.topology import Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
@@ -31,7 +30,6 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.producer.answers import Answers
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
@@ -39,40 +37,82 @@ from kvflow.transport.base import TransportError, is_staged
 
 logger = logging.getLogger(__name__)
 
-
-class Movers(NamedTuple):
-    """What moves bytes for the loads and leases of a rank."""
-
-    poller: Poller
-    copy_thread: CopyThread
+_NAME_CHARS_SHOWN = 80
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
-    local: LocalRank
-    ledger: BlockLedger
-    serving: Serving
-    loader: Loader
-    remote_leases: RemoteLeases
-    reach: Reach
-    peers: Peers
-    readers: Farewells
-    staging: HostBuffers | None
-    scratch: Scratch
-    metadata: messages.Metadata
-    """What readers are told of this rank, but for what its clock shows then."""
-    answers: Answers
+    def __init__(
+        self,
+        context: RankContext,
+        local: LocalRank,
+        metadata: messages.Metadata,
+        gear: Gear,
+        route: Route,
+        offered: OfferedBlocks,
+    ) -> None:
+        """`metadata`: what readers are told of this rank, but for what its clock shows then."""
+        self.local = local
+        self.metadata = metadata
+        self.ledger = gear.ledger
+        self.route = route
+        self.peers = Peers(context, Handshakes(context, local))
+        self.reach = Reach(context, local, self.peers)
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach)
+        self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
+        self.serving = Serving(context, local.cache_share, offered)
+        self.readers = Farewells(context, local)
+        self._rank = context.identity.rank
+        self._clock = context.clock
 
-    @property
-    def buffers_used(self) -> int:
-        return self.scratch.used + (self.staging.pool.used if self.staging else 0)
+    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
+        """Answer a peer; never waits. A rank that drains connects readers of its open leases only."""
+        ours, theirs = self.local.caller.target, request.target
+        if theirs.engine_id != ours.engine_id:
+            asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
+            return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
+        if header.fingerprint != self.local.compatibility.fingerprint():
+            return refusal("the caches are not compatible", local=self.local)
+        if theirs != ours:
+            expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
+            return refusal(f"expected {expected}, this is {self._rank}")
+        match request:
+            case messages.LeaseRequest():
+                return self.serving.find(request)
+            case messages.ReleaseRequest():
+                try:
+                    return self.serving.release(request)
+                except messages.WireError as error:
+                    return refusal(str(error))
+            case messages.ClockRequest():
+                return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
+            case messages.Goodbye():
+                self.peers.said_goodbye(request)
+                return messages.Ack()
+            case messages.MetadataRequest():
+                if draining and not self.serving.serves(request.request_id):
+                    return refusal(f"engine {ours.engine_id!r} is draining", transient=True)
+                if request.caller is not None:
+                    self.readers.remember(request.caller)
+                return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
+
+
+def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
+    """A "no"; with what we are, if that is the reason."""
+    return messages.Refusal(
+        reason=reason,
+        version=messages.PROTOCOL_VERSION,
+        transient=transient,
+        compatibility=local.compatibility if local else None,
+        cache_share=local.cache_share if local else None,
+    )
 
 
 async def register(
     context: RankContext,
-    movers: Movers,
+    poller: Poller,
+    copy_thread: CopyThread,
     kv_caches: KVCaches,
     layout: CacheLayout,
     copy_blocks: BlockCopier | None,
@@ -83,11 +123,13 @@ async def register(
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     kv_caches = checked_caches(kv_caches)
-    regions = map_regions(layout, kv_caches)
-    staged = is_staged(regions.device.kind, config.staging)
+    device = map_regions(layout, kv_caches).device
+    staging: list[HostBuffers] = []
     try:
-        staging = await _stage(context, movers, kv_caches, layout, copy_blocks) if staged else None
-        registered = await _register(context, movers, kv_caches, layout, regions, staging)
+        if is_staged(device.kind, config.staging):  # on the copy thread, since that touches all their pages
+            await copy_thread.run(lambda: staging.append(HostBuffers(kv_caches, layout, config, copy_blocks)))
+        host_buffers = staging[0] if staging else None
+        registered = await _register(context, poller, copy_thread, kv_caches, layout, host_buffers)
     except TransportError as error:
         raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
     logger.info(
@@ -97,116 +139,75 @@ async def register(
         len(layout.layer_names),
         layout.num_blocks,
         layout.block_size_bytes,
-        f"{regions.device.kind}:{regions.device.number}",
-        ", through host buffers" if staged else "",
+        f"{device.kind}:{device.number}",
+        ", through host buffers" if staging else "",
     )
     return registered
 
 
-async def _stage(
-    context: RankContext, movers: Movers, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None
-) -> HostBuffers:
-    """Make the host buffers; on the copy thread, since that touches all their pages."""
-    made: list[HostBuffers] = []
-    await movers.copy_thread.run(lambda: made.append(HostBuffers(kv_caches, layout, context.config, copy_blocks)))
-    return made[0]
-
-
 async def _register(
     context: RankContext,
-    movers: Movers,
+    poller: Poller,
+    copy_thread: CopyThread,
     kv_caches: KVCaches,
     layout: CacheLayout,
-    regions: Regions,
     staging: HostBuffers | None,
 ) -> RegisteredCache:
-    config, transport = context.config, context.transport
-    seals, fetched = SealTable(config.limits.leases_max), SealTable(config.limits.loads_max)
+    config, limits, transport = context.config, context.config.limits, context.transport
+    seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
     caches = kv_caches if staging is None else staging.caches
-    regions = regions if staging is None else staging.regions
+    regions = map_regions(layout, kv_caches) if staging is None else staging.regions
     await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
-    agent_metadata = await transport.metadata()
-    cache_share = _cache_share(config, layout)
-    local = _local_rank(context, layout, cache_share, regions)
-    ledger = BlockLedger(layout.num_blocks)
-    scratch = Scratch(
-        transport,
-        regions.device,
-        slot_bytes=config.limits.scratch_slot_bytes_max,
-        slots=config.limits.scratch_slots_max,
-    )
-    route = Route(config, kv_caches, layout, scratch, staging, movers.copy_thread)
-    gear = Gear(
-        ledger=ledger,
-        seals=fetched,
-        queue=reads_in_flight(config),
-        poller=movers.poller,
-        copy_thread=movers.copy_thread,
-        clock=context.clock,
-        reads_max=config.limits.slices_in_flight_max,
-    )
-    peers = Peers(context, Handshakes(context, local))
-    reach = Reach(context, local, peers)
-    remote_leases = RemoteLeases(context, local, peers, reach)
-    offered = OfferedBlocks(layout, ledger, seals, staging, movers.copy_thread, config.limits.slice_bytes_max)
-    serving = Serving(context, cache_share, offered)
-    readers = Farewells(context, local)
-    metadata = _metadata(context, local, agent_metadata, seals, staged=staging is not None)
-    return RegisteredCache(
-        local=local,
-        ledger=ledger,
-        serving=serving,
-        loader=Loader(context, local, reach, remote_leases, route, gear),
-        remote_leases=remote_leases,
-        reach=reach,
-        peers=peers,
-        readers=readers,
-        staging=staging,
-        scratch=scratch,
-        metadata=metadata,
-        answers=Answers(context.clock, local, metadata, serving, peers, readers),
-    )
-
-
-def _cache_share(config: Config, layout: CacheLayout) -> CacheShare:
-    return cache_share_of(
-        layout,
-        tp_rank=config.tp_rank,
-        tp_size=config.tp_size,
-        pp_rank=config.pp_rank,
-        pp_size=config.pp_size,
-        model_kv_heads=config.num_kv_heads,
-    )
-
-
-def _local_rank(context: RankContext, layout: CacheLayout, cache_share: CacheShare, regions: Regions) -> LocalRank:
-    config, rank = context.config, context.identity.rank
-    return LocalRank(
+    metadata = _metadata(context, layout, regions, seals, await transport.metadata(), staged=staging is not None)
+    own = messages.Target(config.engine_id, *context.identity.rank)
+    local = LocalRank(
         reader=context.identity.agent_name,
-        caller=messages.Caller(
-            target=messages.Target(config.engine_id, rank.dp, rank.pp, rank.tp),
-            address=context.identity.address,
-        ),
+        caller=messages.Caller(target=own, address=context.identity.address),
         compatibility=messages.compatibility_of(layout, model=config.model),
-        cache_share=cache_share,
+        cache_share=metadata.cache_share,
         regions=regions,
     )
+    gear = Gear(
+        ledger=BlockLedger(layout.num_blocks),
+        seals=fetched,
+        queue=reads_in_flight(config),
+        poller=poller,
+        copy_thread=copy_thread,
+        clock=context.clock,
+        reads_max=limits.slices_in_flight_max,
+    )
+    scratch = Scratch(transport, regions.device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
+    route = Route(config, kv_caches, layout, scratch, staging, copy_thread)
+    offered = OfferedBlocks(layout, gear.ledger, seals, staging, copy_thread, limits.slice_bytes_max)
+    return RegisteredCache(context, local, metadata, gear, route, offered)
 
 
 def _metadata(
-    context: RankContext, local: LocalRank, agent_metadata: bytes, seals: SealTable, *, staged: bool
+    context: RankContext,
+    layout: CacheLayout,
+    regions: Regions,
+    seals: SealTable,
+    agent_metadata: bytes,
+    *,
+    staged: bool,
 ) -> messages.Metadata:
+    config = context.config
     return messages.Metadata(
-        engine_id=context.config.engine_id,
+        engine_id=config.engine_id,
         incarnation=context.identity.incarnation,
         clock_s=0.0,
-        cache_share=local.cache_share,
+        cache_share=cache_share_of(
+            layout,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=config.pp_rank,
+            pp_size=config.pp_size,
+            model_kv_heads=config.num_kv_heads,
+        ),
         agent_metadata=agent_metadata,
         agent_metadata_crc32=messages.checksum(agent_metadata),
-        regions=messages.regions_to_wire(local.regions),
-        seals=messages.SealLocation(
-            address=seals.address(0), count=seals.count, hold_s=context.config.limits.seal_hold_s
-        ),
+        regions=messages.regions_to_wire(regions),
+        seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=staged,
     )

@@ -7,7 +7,7 @@ import asyncio
 from kvflow.errors import UsageError
 
 
-def require_loop(loop: asyncio.AbstractEventLoop, what: str) -> None:
+def require_loop(loop: asyncio.AbstractEventLoop | None, what: str) -> None:
     """UsageError unless this is called on `loop`, by its thread."""
     try:
         running = asyncio.get_running_loop()

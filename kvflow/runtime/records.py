@@ -21,33 +21,35 @@ from kvflow.errors import ConfigError, UsageError
 logger = logging.getLogger(__name__)
 
 LOADED, CANCELLED = "loaded", "cancelled"
+_EXPECTED = "expected objects with load_ended and lease_ended"
 
 RecordT = TypeVar("RecordT", "LoadRecord", "LeaseRecord")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRecord:
-    """One load that was accepted and has ended. `seconds` has an entry per phase, which add up."""
+    """One load that has ended, or was refused. `seconds` has an entry per phase, which add up."""
 
     engine_id: str
     rank: Rank
     request_id: str
-    peer_engine_id: str
-    remote_request_id: str
-    """The producer's name for the request: its leases' records have it."""
-    peer: str
-    """Address of the rank that the ticket names first."""
     outcome: str
     """"loaded", "cancelled" or the name of the error's type."""
     error: str
     """The error's message, or ""."""
     phase: str
     """In which it ended."""
-    bytes: int
-    blocks: int
-    descriptors: int
     seconds: Mapping[str, float]
-    traceparent: str
+    peer_engine_id: str = ""
+    """Empty, as all below, if it was refused: nothing of its request is known to be right."""
+    remote_request_id: str = ""
+    """The producer's name for the request: its leases' records have it."""
+    peer: str = ""
+    """Address of the rank that the ticket names first."""
+    bytes: int = 0
+    blocks: int = 0
+    descriptors: int = 0
+    traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
 
 
@@ -84,38 +86,29 @@ class Observers:
     def __init__(self, observers: Sequence[Observer]) -> None:
         listed = checks.answer(lambda: tuple(observers))
         if listed is None or not all(map(_listens, listed)):
-            raise ConfigError(
-                f"observers: expected objects with load_ended and lease_ended, got {checks.shown(observers)}"
-            )
-        self._set(listed)
+            raise ConfigError(f"observers: {_EXPECTED}, got {checks.shown(observers)}")
+        self.all = listed
 
     def one_more(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tell another observer, too, inside the block. UsageError if it is none."""
+        """Tell another observer, too, inside the block. UsageError, at once, if it is none."""
         if not _listens(observer):
-            raise UsageError(
-                f"observer: expected an object with load_ended and lease_ended, got {checks.shown(observer)}"
-            )
+            raise UsageError(f"observer: {_EXPECTED}, got {checks.shown(observer)}")
         return self._with(observer)
 
     @contextlib.contextmanager
     def _with(self, observer: Observer) -> Iterator[None]:
-        self._set((*self._observers, observer))
+        self.all = (*self.all, observer)
         try:
             yield
         finally:
-            self._set(tuple(other for other in self._observers if other is not observer))
-
-    def _set(self, observers: tuple[Observer, ...]) -> None:
-        self._observers = observers
-        self.any = bool(observers)
-        """Whether there is somebody to tell."""
+            self.all = tuple(other for other in self.all if other is not observer)
 
     def load_ended(self, record: LoadRecord) -> None:
-        for observer in self._observers:
+        for observer in self.all:
             _tell(observer.load_ended, record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        for observer in self._observers:
+        for observer in self.all:
             _tell(observer.lease_ended, record)
 
 

@@ -20,7 +20,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
-from kvflow.runtime.assembly import RegisteredCache, register
+from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_load
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
@@ -29,7 +29,7 @@ from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics, Supervisor
+from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics, Supervisor, seen
 from kvflow.runtime.world import World
 
 
@@ -131,13 +131,12 @@ class Runtime:
         The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as `layout`
         says, ConfigError if the transport cannot reach their device. Cancelling leaves the runtime unregistered.
         """
-        self._require_open("register_kv_caches")
+        self._require("register_kv_caches", new_work=True)
         if self._supervisor.cache is not None or self._registering:
             raise UsageError("a KV cache is registered already; a runtime has one")
         self._registering = True
         try:
-            supervisor = self._supervisor
-            supervisor.cache = await register(supervisor.context(), supervisor.movers(), kv_caches, layout, copy_blocks)
+            await self._supervisor.register(kv_caches, layout, copy_blocks)
         finally:
             self._registering = False
 
@@ -166,10 +165,9 @@ class Runtime:
         when `await load.settled()` returns, however it has ended.
         """
         try:
-            loader = self._require_loader(request)
+            return self._require_loader(request).start(request)
         except KVFlowError as error:
             return refused_load(request, error)
-        return loader.start(request)
 
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
@@ -179,8 +177,7 @@ class Runtime:
         leases run out. A release that comes late or twice changes nothing. Raises RequestError for a ticket that
         cannot be right. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
         """
-        self._require_here("release_blocks")
-        return await self._registered().remote_leases.release(ticket)
+        return await self._require_cache("release_blocks", new_work=False).remote_leases.release(ticket)
 
     def keep_leases(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
         """Keep what a ticket offers while a request waits for its load, as in `with runtime.keep_leases(ticket): ...`.
@@ -189,7 +186,8 @@ class Runtime:
         Config.lease_lifetime_s; how often is in `statistics().loading.renewals`. A lease that cannot be kept raises
         nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
         """
-        return self._require_cache("keep_leases").remote_leases.keep_while(ticket)
+        cache = self._require_cache("keep_leases")
+        return cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket))
 
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
@@ -208,10 +206,9 @@ class Runtime:
         when they have left. Returns whether that was so within Config.handshake_timeout_s; if not it will be later.
         Cancelling stops the waiting.
         """
-        self._require_here("forget_peer")
+        self._require("forget_peer", new_work=False)
         checks.text(engine_id, "engine_id")
-        if address is not None:
-            checks.text(address, "address")
+        checks.text("" if address is None else address, "address")
         cache = self._supervisor.cache
         return cache is None or await cache.peers.forget(engine_id, address)
 
@@ -223,7 +220,7 @@ class Runtime:
         leases are revoked and loads ended, which takes at most Limits.seal_hold_s, cancel_grace_s and drain_timeout_s.
         Draining twice is fine. Cancelling stops the waiting: the runtime stays draining, and nothing is revoked.
         """
-        self._require_here("drain")
+        self._require("drain", new_work=False)
         wanted_s = self.config.drain_timeout_s if deadline_s is None else deadline_s
         return await self._supervisor.drain(checks.seconds(wanted_s, "drain: deadline_s", error=UsageError))
 
@@ -235,23 +232,13 @@ class Runtime:
         """What is open now and what has happened so far. Legal in every state."""
         return self._supervisor.statistics()
 
-    def _require_open(self, what: str) -> None:
-        """New work is possible, here."""
-        self._supervisor.require_open()
-        self._require_here(what)
+    def _require(self, what: str, *, new_work: bool) -> None:
+        """The services are there, `new_work` is possible if that is meant, and this is their loop."""
+        self._supervisor.require_running(new_work=new_work)
+        require_loop(self._supervisor.loop, what)
 
-    def _require_here(self, what: str) -> None:
-        """The services are there, and this is their loop."""
-        self._supervisor.require_running()
-        loop = self._supervisor.loop
-        assert loop is not None, "it is open"
-        require_loop(loop, what)
-
-    def _require_cache(self, what: str) -> RegisteredCache:
-        self._require_open(what)
-        return self._registered()
-
-    def _registered(self) -> RegisteredCache:
+    def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
+        self._require(what, new_work=new_work)
         cache = self._supervisor.cache
         if cache is None:
             raise UsageError("no KV cache is registered yet: await register_kv_caches first")
@@ -291,9 +278,4 @@ def _dropped(supervisor: Supervisor) -> None:
 
 
 def _close_soon(supervisor: Supervisor) -> None:
-    asyncio.ensure_future(supervisor.aclose()).add_done_callback(_note_closed)
-
-
-def _note_closed(closing: asyncio.Future[None]) -> None:
-    if not closing.cancelled():
-        closing.exception()  # seen: it is logged
+    asyncio.ensure_future(supervisor.aclose()).add_done_callback(seen)

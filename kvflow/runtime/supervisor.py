@@ -21,18 +21,20 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 
 from kvflow.config import Config
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
-from kvflow.runtime.assembly import Movers, RegisteredCache
+from kvflow.runtime.assembly import RegisteredCache, refusal, register
 from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.consumer.flight import Poller
 from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
+from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.table import PeerStatistics
-from kvflow.runtime.producer.answers import refusal
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.records import Observers
 from kvflow.runtime.world import World
@@ -143,7 +145,7 @@ class Supervisor:
             self.state = RuntimeState.CLOSING
             if self._closing is None or self._closing.cancelled():  # before its first step: later it would go on
                 self._closing = asyncio.create_task(self._close(), name="kvflow-close")
-                self._closing.add_done_callback(_seen)
+                self._closing.add_done_callback(seen)
             try:
                 await asyncio.shield(self._closing)
             except asyncio.CancelledError:
@@ -180,7 +182,7 @@ class Supervisor:
             state=self.state,
             tasks=len(self._tasks) + supervising,
             blocks=cache.ledger.counts() if cache else None,
-            buffers_used=cache.buffers_used if cache else 0,
+            buffers_used=cache.route.buffers_used if cache else 0,
             serving=cache.serving.statistics if cache else None,
             loading=cache.loader.statistics if cache else None,
             peers=cache.peers.statistics if cache else (),
@@ -190,28 +192,22 @@ class Supervisor:
             early_notifications=self._early_notifications,
         )
 
-    def require_running(self) -> None:
-        """The services are there."""
+    def require_running(self, *, new_work: bool = False) -> None:
+        """The services are there; and they take `new_work`, if that is meant."""
         match self.state:
+            case RuntimeState.DRAINING if new_work:
+                raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
             case RuntimeState.OPEN | RuntimeState.DRAINING:
                 return
             case RuntimeState.NEW:
                 raise UsageError(f"the runtime {self} is not open yet: use it as `async with Runtime(config) as rt`")
-            case RuntimeState.BROKEN:
-                raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
-            case RuntimeState.CLOSING | RuntimeState.CLOSED:
-                if self._cause is not None:
-                    raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
-                raise RuntimeClosed(f"the runtime {self} is {self.state}")
+        if self._cause is not None:
+            raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
+        raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
-    def require_open(self) -> None:
-        """New work is possible."""
-        self.require_running()
-        if self.state is RuntimeState.DRAINING:
-            raise RuntimeDraining(f"the runtime {self} drains: it takes no new work")
-
-    def context(self) -> RankContext:
-        return RankContext(
+    async def register(self, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None) -> None:
+        """See `Runtime.register_kv_caches`."""
+        context = RankContext(
             config=self.config,
             identity=Identity(
                 rank=self.rank,
@@ -227,9 +223,7 @@ class Supervisor:
             side_channel=self._side_channel,
             token_hex=self._world.token_hex,
         )
-
-    def movers(self) -> Movers:
-        return Movers(self._poller, self._copier)
+        self.cache = await register(context, self._poller, self._copier, kv_caches, layout, copy_blocks)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """See `context.Spawn`."""
@@ -384,7 +378,7 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
-        return cache.answers.to(header, request, draining=self.state is not RuntimeState.OPEN)
+        return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
     def _on_notification(self, payload: bytes) -> None:
         if self.cache is None:
@@ -395,10 +389,9 @@ class Supervisor:
     def _describe(self) -> str:
         config = self.config
         backend = f" ({config.nixl_backend}, NIXL {_NIXL_VERSION})" if config.transport == "nixl" else ""
+        transport = f"kvflow {_VERSION}, transport {config.transport}{backend}"
         curve = "off" if config.curve_secret_key_file is None else "on"
-        return (
-            f"kvflow {_VERSION}, transport {config.transport}{backend}, CURVE {curve}, incarnation {self._incarnation}"
-        )
+        return f"{transport}, CURVE {curve}, incarnation {self._incarnation}"
 
 
 def _version_of(package: str) -> str:
@@ -411,7 +404,7 @@ def _version_of(package: str) -> str:
 _VERSION, _NIXL_VERSION = _version_of("kvflow"), _version_of("nixl")
 
 
-def _seen(task: asyncio.Task[None]) -> None:
-    """The closing's error belongs to who waits for it; nobody may."""
-    if not task.cancelled():
-        task.exception()
+def seen(closing: asyncio.Future[None]) -> None:
+    """The closing's error belongs to who waits for it; nobody may, and it is logged."""
+    if not closing.cancelled():
+        closing.exception()

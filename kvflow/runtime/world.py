@@ -19,17 +19,13 @@ from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 
 
-def _zmq_side_channel(config: Config) -> SideChannel:
-    return ZmqSideChannel(config, SystemClock().now_s)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """Where a runtime gets each of these from; the defaults are the real ones."""
 
     transport: Callable[[Config, str], Transport] = make_transport
     """From the config and the agent's name."""
-    side_channel: Callable[[Config], SideChannel] = _zmq_side_channel
+    side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""

@@ -8,13 +8,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 import torch
 from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited, turns
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, merge_tickets
+from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
 from kvflow.runtime.clock import Clock, SystemClock
+from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -255,6 +258,22 @@ async def test_a_lease_lost_on_one_rank_fails_the_load() -> None:
             await both.load(ticket)
         assert not leases[0].done
         leases[0].revoke()
+
+
+async def test_a_rank_that_answers_with_a_lease_of_no_id_fails_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It must not pass for a rank of which nothing is needed: its heads would be missing."""
+    find = Serving.find
+
+    def nameless(self: Serving, question: messages.LeaseRequest) -> messages.LeaseFound | messages.NoLease:
+        return msgspec.structs.replace(find(self, question), lease_id="")
+
+    monkeypatch.setattr(Serving, "find", nameless)
+    async with engines() as both:
+        leases = [both.offer(rank) for rank in (0, 1)]
+        with pytest.raises(LeaseExpired):
+            await both.load(leases[0].ticket)
+        for lease in leases:
+            lease.revoke()
 
 
 def asking(ticket: Ticket, request_id: str = "req") -> Ticket:

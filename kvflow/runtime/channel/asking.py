@@ -27,6 +27,7 @@ from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
 from kvflow.runtime.channel.protocol import Answer
+from kvflow.runtime.clock import SystemClock
 
 _FAILURES = (
     zmq.Event.CONNECT_RETRIED
@@ -40,7 +41,7 @@ _FAILURES = (
 class ZmqSideChannel:
     """See `SideChannel`."""
 
-    def __init__(self, config: Config, now_s: Callable[[], float]) -> None:
+    def __init__(self, config: Config, now_s: Callable[[], float] = SystemClock.now_s) -> None:
         self._config = config
         self._now_s = now_s
         self._keyring: Keyring | None = None
@@ -95,17 +96,21 @@ class ZmqSideChannel:
 
     async def _keys(self) -> Keyring | None:
         """This engine's keys, read when they are first needed; None without CURVE."""
-        config = self._config
-        if self._keyring is None and config.curve_secret_key_file is not None and config.curve_peers_dir is not None:
-            self._keyring = await Keyring.read(
-                config.engine_id, Path(config.curve_secret_key_file), Path(config.curve_peers_dir), self._now_s
-            )
+        config, secret, peers = self._config, self._config.curve_secret_key_file, self._config.curve_peers_dir
+        if self._keyring is None and secret is not None and peers is not None:
+            self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)
         return self._keyring
 
     async def _exchange(self, target: messages.Target, address: str, frames: list[bytes]) -> list[bytes]:
         """Send a question and return the frames of its answer."""
         keyring = await self._keys()
-        server_key = await _server_key(keyring, target, address) if keyring is not None else b""
+        server_key = b""
+        if keyring is not None:
+            known_key = await keyring.key_of(target.engine_id)
+            if known_key is None:
+                why = f"CURVE: {keyring.folder} has no key of engine {target.engine_id!r}"
+                raise failure(PeerRefused, target, address, why)
+            server_key = known_key
         with _explained(target, address):
             host, port = split_address(address, what="peer")
             endpoint = f"tcp://{await self._lookups.find(host)}:{port}"
@@ -147,15 +152,6 @@ class ZmqSideChannel:
                     socket.disable_monitor()
 
 
-async def _server_key(keyring: Keyring, target: messages.Target, address: str) -> bytes:
-    key = await keyring.key_of(target.engine_id)
-    if key is None:
-        raise failure(
-            PeerRefused, target, address, f"CURVE: {keyring.folder} has no key of engine {target.engine_id!r}"
-        )
-    return key
-
-
 def _failure(event: int, target: messages.Target, address: str, ours: str, *, curve: bool) -> PeerError:
     """The error for a connection that failed."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
@@ -163,11 +159,9 @@ def _failure(event: int, target: messages.Target, address: str, ours: str, *, cu
         return failure(PeerRefused, target, address, why)
     if event == zmq.Event.DISCONNECTED:
         return failure(PeerUnreachable, target, address, "the peer closed the connection without an answer")
-    why = (
-        f"it may not use CURVE, as we do, or our {target.engine_id}.public is not the key that it uses"
-        if curve
-        else "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
-    )
+    why = "it may use CURVE, which we do not (curve_secret_key_file, curve_peers_dir)"
+    if curve:
+        why = f"it may not use CURVE, as we do, or our {target.engine_id}.public is not the key that it uses"
     return failure(PeerUnreachable, target, address, f"the connection failed in its handshake: {why}")
 
 

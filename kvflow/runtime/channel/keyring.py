@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import zmq
 from zmq.utils import z85
@@ -43,8 +43,7 @@ class KeyPair:
     secret: bytes = field(repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Allowlist:
+class _Allowlist(NamedTuple):
     """The public keys of a folder, both ways."""
 
     keys: dict[str, bytes]

@@ -58,17 +58,11 @@ class ZmqListener:
         self._keyring = keyring
         self._answer = answer
         self._now_s = now_s
-        self._rates = RateLimiter(
-            requests_per_s=config.limits.side_channel_requests_per_s_max, peers_max=_RATED_PEERS_MAX
-        )
+        per_s = config.limits.side_channel_requests_per_s_max
+        self._rates = RateLimiter(requests_per_s=per_s, peers_max=_RATED_PEERS_MAX)
         self._log_lines = RateLimiter(requests_per_s=_LOG_LINES_PER_S, peers_max=1)
-        self._answered = 0
-        self._refused = 0
-        self._dropped = 0
-        self._over_rate = 0
-        self._rejected = 0
+        self._counts = dict.fromkeys(("answered", "refused", "dropped", "over_rate", "rejected", "recycled"), 0)
         self._connections = 0
-        self._recycled = 0
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._monitor = self._context.socket(zmq.PAIR)
@@ -77,22 +71,13 @@ class ZmqListener:
             self._endpoint = self._bind()
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(
-                f"listen: cannot bind tcp://{config.listen_host}:{config.listen_port}: {error}"
-            ) from error
+            address = f"tcp://{config.listen_host}:{config.listen_port}"
+            raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
 
     @property
     def statistics(self) -> ListenerStatistics:
-        return ListenerStatistics(
-            answered=self._answered,
-            refused=self._refused,
-            dropped=self._dropped,
-            over_rate=self._over_rate,
-            rejected=self._rejected,
-            connections=self._connections,
-            recycled=self._recycled,
-        )
+        return ListenerStatistics(connections=self._connections, **self._counts)
 
     async def serve(self) -> None:
         """Answer requests one after the other; answering never waits, so a slow peer delays nobody."""
@@ -148,7 +133,7 @@ class ZmqListener:
             self._drop("it says not whom it is from")
             return
         if not self._rates.allows(peer, self._now_s()):
-            self._over_rate += 1
+            self._counts["over_rate"] += 1
             return
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
             self._drop(f"{len(frames)} frames")
@@ -167,33 +152,32 @@ class ZmqListener:
             return
         reply = self._reply_to(header, body_frame, engine)
         if isinstance(reply, messages.Refusal):
-            self._refused += 1
+            self._counts["refused"] += 1
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
         else:
-            self._answered += 1
+            self._counts["answered"] += 1
+        answer = messages.encode_frames(messages.our_header(b""), reply)
         try:
-            await self._socket.send_multipart(
-                [sender, *messages.encode_frames(messages.our_header(b""), reply)], flags=zmq.NOBLOCK
-            )
+            await self._socket.send_multipart([sender, *answer], flags=zmq.NOBLOCK)
         except zmq.Again:
-            self._dropped += 1
+            self._counts["dropped"] += 1
 
     def _reply_to(self, header: messages.Header, body_frame: bytes, engine: str | None) -> messages.Reply:
-        if header.version != messages.PROTOCOL_VERSION:
-            reason = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {header.version}"
-            return messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION)
         try:
+            if header.version != messages.PROTOCOL_VERSION:
+                ours = messages.PROTOCOL_VERSION
+                raise messages.WireError(f"kvflow protocol version: ours {ours}, theirs {header.version}")
             request = messages.decode_request(body_frame)
+            claimed = messages.asked_by(request)
+            if engine not in (None, claimed):
+                whose = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
+                raise messages.WireError(whose)
         except messages.WireError as error:
             return messages.Refusal(reason=str(error), version=messages.PROTOCOL_VERSION)
-        claimed = messages.asked_by(request)
-        if engine not in (None, claimed):
-            reason = f"the request is in the name of {claimed[:300]!r}, its key belongs to {engine!r}"
-            return messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION)
         return self._answer(header, request)
 
     def _drop(self, why: str) -> None:
-        self._dropped += 1
+        self._counts["dropped"] += 1
         self._log(logging.INFO, f"dropped a message on the side channel: {why}")
 
     def _log(self, level: int, text: str) -> None:
@@ -223,11 +207,11 @@ class ZmqListener:
                     self._connections = max(self._connections - 1, 0)  # may be one of those that were dropped
                 case zmq.Event.CLOSED:
                     logger.warning("dropped all %s connections of the side channel", self._connections)
-                    self._recycled += 1
+                    self._counts["recycled"] += 1
                     self._connections = 0
                     self._socket.bind(self._endpoint)
                 case _:
-                    self._rejected += 1
+                    self._counts["rejected"] += 1
                     self._log(logging.WARNING, f"rejected a connection: {_REJECTIONS[event]}")
             await asyncio.sleep(0)
 

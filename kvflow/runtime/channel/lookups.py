@@ -67,12 +67,11 @@ def _run(host: str, room: asyncio.Semaphore, found: asyncio.Future[list[str]]) -
 
     def end() -> None:
         room.release()
-        if found.done():
-            return
-        if isinstance(outcome, Exception):
-            found.set_exception(outcome)
-        else:
-            found.set_result(outcome)
+        if not found.done():
+            if isinstance(outcome, Exception):
+                found.set_exception(outcome)
+            else:
+                found.set_result(outcome)
 
     try:
         found.get_loop().call_soon_threadsafe(end)

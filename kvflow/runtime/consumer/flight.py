@@ -21,10 +21,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, Piece
 from kvflow.core.policy.ledger import BlockLedger
@@ -35,31 +34,26 @@ from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.pool import granted
-from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
+from kvflow.runtime.peers.peer import Source
+from kvflow.transport.base import Notified, PostedRead, ReadEnded, Transport, TransportError
 
 _LOOK_FIRST_S, _LOOK_MOST_S = 0.0005, 0.01
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class SourceRead:
     """What a load reads from one rank, and what it knows of that rank's lease."""
 
-    agent: AgentName
+    origin: Source
+    """The rank, connected, and its lease."""
     block_map: BlockMap
-    regions: Regions
-    """Its memory."""
-    chunks: list[Chunks]
-    """With that rank's block ids."""
-    staged: bool
-    """Whether the rank fills host buffers before they can be read, so that reads have to wait for it."""
-    lease_id: str
     seal: Piece
     """Where its seal is, and the word of ours that it is fetched to."""
     seal_index: int
     """Which word that is."""
-    carries_seal: bool
-    """Whether a read of blocks may fetch the seal, too; else it takes a read of its own."""
     freshness: Freshness
+    chunks: list[Chunks] = field(default_factory=list)
+    """With that rank's block ids."""
 
 
 class Read(NamedTuple):
@@ -83,12 +77,6 @@ class CopyGroup(NamedTuple):
 
 class CopyFailed(Exception):
     """A copy between buffers and the cache raised; `__cause__` says what."""
-
-
-class Watch(Protocol):
-    """Is told which phase the load is in: `load.Stopwatch`."""
-
-    def enter(self, phase: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -125,7 +113,7 @@ class Poller:
         """Post a read (see `Transport.post_read`); its flight is told when it ends."""
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
-        self._under_way[self._transport.post_read(read.source.agent, descriptors)] = read
+        self._under_way[self._transport.post_read(read.source.origin.connection.agent, descriptors)] = read
 
     async def run(self) -> None:
         """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
@@ -136,7 +124,11 @@ class Poller:
             raise
         finally:
             self._ended = True
-            self._tell_all()
+            under_way, self._under_way = self._under_way, {}
+            for read in under_way.values():
+                lost = TransportBroken("the transfer poller ended while the read was under way")
+                lost.__cause__ = self._cause
+                read.flight.read_lost(read, lost)
 
     def _dispatch(self, event: ReadEnded | Notified) -> None:
         if isinstance(event, ReadEnded):
@@ -144,13 +136,6 @@ class Poller:
             read.flight.read_ended(event, read)
         else:
             self._on_notification(event.payload)
-
-    def _tell_all(self) -> None:
-        under_way, self._under_way = self._under_way, {}
-        for read in under_way.values():
-            error = TransportBroken("the transfer poller ended while the read was under way")
-            error.__cause__ = self._cause
-            read.flight.read_lost(read, error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +162,15 @@ class Flight:
     """
 
     def __init__(
-        self, request_id: str, ids: BlockIds, priority: int, gear: Gear, watch: Watch, on_safe: Callable[[Flight], None]
+        self,
+        request_id: str,
+        ids: BlockIds,
+        priority: int,
+        gear: Gear,
+        enter: Callable[[str], None],
+        on_safe: Callable[[Flight], None],
     ) -> None:
+        """`enter` is told the load's phase: "queued" while a read waits for its permit, then "wire" again."""
         gear.ledger.begin_load(ids)
         self.request_id = request_id
         self.state = TransferState.PENDING
@@ -190,7 +182,7 @@ class Flight:
         self._ids = ids
         self._priority = priority
         self._gear = gear
-        self._watch = watch
+        self._enter = enter
         self._on_safe = on_safe
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
@@ -285,8 +277,8 @@ class Flight:
             if self._error is None:
                 self._error, self.failed = event.error, read.source
         elif read.fetches_seal:
-            source = read.source
-            source.freshness.fetched(self._gear.seals.blocks_not_staged(source.seal_index, source.lease_id))
+            index, lease_id = read.source.seal_index, read.source.origin.lease.lease_id
+            read.source.freshness.fetched(self._gear.seals.blocks_not_staged(index, lease_id))
         if read.running is not None:
             self._ended(read.running, intact=event.error is None)
         self._note_end()
@@ -360,11 +352,11 @@ class Flight:
         """Post a read when it has a permit; raises what has gone wrong while it waited."""
         gear = self._gear
         amount = (descriptors.size_bytes, len(descriptors), 1)
-        permit = gear.queue.ask(amount, source.agent, self._priority)
+        permit = gear.queue.ask(amount, source.origin.connection.agent, self._priority)
         if permit.state is PermitState.WAITING:
-            self._watch.enter("queued")
+            self._enter("queued")
             await granted(gear.queue, permit)
-            self._watch.enter("wire")
+            self._enter("wire")
         try:
             if self._error is not None:
                 raise self._error

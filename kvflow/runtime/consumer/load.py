@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.runtime.clock import Clock
+from kvflow.runtime.consumer.flight import Flight
 from kvflow.runtime.own_loop import require_loop
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
@@ -95,15 +96,6 @@ class LoadReport:
         return sum(self.seconds.values())
 
 
-class Bytes(Protocol):
-    """What a load has posted: `flight.Flight`."""
-
-    @property
-    def safe(self) -> bool: ...
-
-    async def settled(self) -> None: ...
-
-
 class Load:
     """One load, under way or over. Await it for its `LoadReport`; also the `quarantine` of the error it ended with.
 
@@ -115,7 +107,7 @@ class Load:
         self.request_id = request_id
         self._ids = block_ids
         self._task: asyncio.Task[LoadReport] | None = None
-        self.flight: Bytes | None = None
+        self.flight: Flight | None = None
         """Only for `Loader`: what it has posted."""
         self._outcome: LoadReport | BaseException | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -24,6 +24,7 @@ from kvflow.errors import (
     DeadlineExceeded,
     KVFlowError,
     LeaseExpired,
+    LoadError,
     Overloaded,
     PeerError,
     RequestError,
@@ -41,7 +42,6 @@ from kvflow.runtime.consumer.load import (
     PeerLoad,
     Stopwatch,
     checked_load_request,
-    refused_load,
     request_name,
 )
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
@@ -71,9 +71,15 @@ class _Load:
     started: bool = False
     read_from: list[Source] = field(default_factory=list)
     admission: Permit | None = None
-    seal_indices: list[int] = field(default_factory=list)
-    """Words of ours that seals are fetched to, one for each rank that is read."""
+    reads: list[SourceRead] = field(default_factory=list)
+    """Of each rank that is read from, once the load is admitted."""
     flight: Flight | None = None
+
+    def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
+        """What went wrong with it, as an error that names it."""
+        ticket, request_id = self.ticket, self.request.request_id
+        what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
+        return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
 
     def report(self, *, tokens: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
@@ -153,11 +159,8 @@ class Loader:
         return await self._carry_out(self._accept(request))
 
     def start(self, request: LoadRequest) -> Load:
-        """See `Runtime.start_load`."""
-        try:
-            load = self._accept(request)
-        except KVFlowError as error:
-            return refused_load(request, error)
+        """See `Runtime.start_load`; raises what is wrong with the request."""
+        load = self._accept(request)
         load.handle.begin(partial(self._carry_out, load)).add_done_callback(partial(self._over, load))
         return load.handle
 
@@ -165,8 +168,18 @@ class Loader:
         """Note that a load was not accepted, and why."""
         self._counts["refused"] += 1
         logger.info("refused a load: %s", error)
-        if self._context.observers.any:
-            self._context.observers.load_ended(self._record_refused(request, error))
+        if self._context.observers.all:
+            self._context.observers.load_ended(
+                LoadRecord(
+                    engine_id=self._config.engine_id,
+                    rank=self._context.identity.rank,
+                    request_id=request_name(request),
+                    outcome=type(error).__name__,
+                    error=str(error),
+                    phase="queued",
+                    seconds=dict.fromkeys(PHASES, 0.0),
+                )
+            )
 
     def close(self) -> None:
         """Make every load under way end soon, with RuntimeClosed."""
@@ -216,8 +229,9 @@ class Loader:
         except asyncio.CancelledError as cancelled:
             self._end(load, cancelled, "cancelled", CANCELLED)
             raise
-        except KVFlowError as problem:
-            error = _of_request(problem, load)
+        except KVFlowError as error:
+            if isinstance(error, PeerError | Overloaded):  # which others may have been raised, too
+                error = error.of_request(load.request.request_id, load.ticket.engine_id)
             error.quarantine = load.handle if load.flight is not None and not load.flight.safe else None
             logger.info("load %s failed in phase %s: %s", load.handle.request_id, load.watch.phase, error)
             self._end(load, error, "failed", type(error).__name__, str(error))
@@ -262,19 +276,12 @@ class Loader:
         except TimeoutError:
             if self._closed:
                 raise self._closed_error(load) from None
-            raise DeadlineExceeded(
-                f"request {request.request_id!r} from {ticket.engine_id!r} at {ticket.address}: "
-                f"deadline exceeded in phase {load.watch.phase!r}",
-                request_id=request.request_id,
-                peer=ticket.address,
-                phase=load.watch.phase,
-            ) from None
+            phase = load.watch.phase
+            raise load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}", phase=phase) from None
 
     def _closed_error(self, load: _Load) -> RuntimeClosed:
-        return RuntimeClosed(
-            f"request {load.request.request_id!r}: the runtime {self._config.engine_id!r} was closed, or had drained, "
-            f"in phase {load.watch.phase!r}"
-        )
+        why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {load.watch.phase!r}"
+        return RuntimeClosed(f"request {load.request.request_id!r}: {why}")
 
     async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
         load.watch.enter("plan")
@@ -287,26 +294,25 @@ class Loader:
                 what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
                 num_blocks = source.connection.regions.num_blocks
                 remote_ids.append(check_block_ids(offered, num_blocks=num_blocks, what=what))
-        flight, reads = self._take_off(load, await self._admit(load))
+        flight = self._take_off(load, await self._admit(load))
         try:
-            for read, ids in zip(reads, remote_ids, strict=True):
+            for read, ids in zip(load.reads, remote_ids, strict=True):
                 for some in chunks:
                     read.chunks.append(some.locate(ids))
-            groups = self._route.groups(reads, load.local_ids)
+            groups = self._route.groups(load.reads, load.local_ids)
             load.watch.enter("wire")
-            fresh = await flight.read(reads, groups)
+            fresh = await flight.read(load.reads, groups)
         except (TransportError, CopyFailed) as error:
-            for source, read in zip(load.read_from, reads, strict=True):
-                if read is flight.failed:
-                    self._reach.failed(source, str(error))
+            if flight.failed is not None:
+                self._reach.failed(flight.failed.origin, str(error))
             await flight.stop(self._config.cancel_grace_s)
-            raise self._failure(TransferFailed, load, f"the transfer failed: {error}") from error
+            raise load.failure(TransferFailed, f"the transfer failed: {error}") from error
         except BaseException:
             await flight.stop(self._config.cancel_grace_s)
             raise
         self._reach.succeeded(load.read_from)
         if not fresh:
-            raise self._failure(LeaseExpired, load, _OVER)
+            raise load.failure(LeaseExpired, _OVER)
         load.watch.enter("notify")
         self._remote_leases.tell(sources)
         tokens = 0
@@ -316,18 +322,16 @@ class Loader:
 
     async def _admit(self, load: _Load) -> Permit:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
-        what, ranks = f"request {load.request.request_id!r}", len(load.read_from)
-        if ranks > self._config.limits.loads_max:
-            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {self._config.limits.loads_max}")
+        ranks, ranks_max = len(load.read_from), self._config.limits.loads_max
+        if ranks > ranks_max:
+            what = f"request {load.request.request_id!r}"
+            raise RequestError(f"{what}: reads from {ranks} ranks, loads_max is {ranks_max}")
         permit = self._admissions.ask((ranks,), priority=load.request.priority)
         if permit.state is PermitState.WAITING:
             if self._admissions.waiting > self._config.loads_waiting_max:
                 self._admissions.end(permit)
-                raise Overloaded(
-                    f"{what}: {self._config.loads_waiting_max} loads (loads_waiting_max) wait already",
-                    request_id=load.request.request_id,
-                    peer=load.ticket.address,
-                )
+                waiting = f"{self._config.loads_waiting_max} loads (loads_waiting_max) wait already"
+                raise load.failure(Overloaded, waiting)
             self._reach.hold(load.read_from)  # a connection that breaks meanwhile stays until we have found out
             try:
                 load.watch.enter("queued")
@@ -337,62 +341,39 @@ class Loader:
                 self._reach.release(load.read_from)
         return permit
 
-    def _take_off(self, load: _Load, admission: Permit) -> tuple[Flight, list[SourceRead]]:
+    def _take_off(self, load: _Load, admission: Permit) -> Flight:
         """Claim what a flight needs, now that it is admitted: its blocks, a word for each rank's seal, connections."""
         gear, request = self._gear, load.request
         load.admission = admission
         try:
-            flight = Flight(request.request_id, load.local_ids, request.priority, gear, load.watch, self._landed)
+            enter = load.watch.enter
+            flight = Flight(request.request_id, load.local_ids, request.priority, gear, enter, self._landed)
         except KVFlowError:
             self._admissions.end(admission)
             raise
-        reads = []
         for source in load.read_from:
             connection, index = source.connection, gear.seals.take()
             assert index is not None, "there are as many words as ranks may be read from"
             assert connection.block_map is not None, "something is read from it"
-            load.seal_indices.append(index)
-            read = SourceRead(
-                agent=connection.agent,
-                block_map=connection.block_map,
-                regions=connection.regions,
-                chunks=[],
-                staged=connection.staged,
-                lease_id=source.lease.lease_id,
-                seal=Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES),
-                seal_index=index,
-                carries_seal=connection.carries_seals,
-                freshness=Freshness(
-                    staged=connection.staged,
-                    not_expired_before_s=source.not_expired_before_s,
-                    quick_read_max_s=connection.quick_read_max_s,
-                ),
-            )
-            reads.append(read)
+            seal = Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES)
+            sure_s, quick_s = source.not_expired_before_s, connection.quick_read_max_s
+            freshness = Freshness(staged=connection.staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
+            load.reads.append(SourceRead(source, connection.block_map, seal, index, freshness))
         self._reach.hold(load.read_from)
         self._unsafe[flight] = load
-        load.flight = flight
-        load.handle.flight = flight
-        return flight, reads
+        load.flight = load.handle.flight = flight
+        return flight
 
     def _landed(self, flight: Flight) -> None:
         """No byte of a flight can land any more: give back what it has claimed."""
         load = self._unsafe.pop(flight)
-        for index in load.seal_indices:
-            self._gear.seals.give_back(index)
+        for read in load.reads:
+            self._gear.seals.give_back(read.seal_index)
         assert load.admission is not None, "a flight is admitted before it takes off"
         self._admissions.end(load.admission)
         self._reach.release(load.read_from)
         if not self._loads and not self._unsafe:
             self._quiet.set()
-
-    def _failure(self, kind: type[TransferFailed | LeaseExpired], load: _Load, why: str) -> KVFlowError:
-        ticket = load.ticket
-        return kind(
-            f"request {load.request.request_id!r} from {ticket.engine_id!r} at {ticket.address}: {why}",
-            request_id=load.request.request_id,
-            peer=ticket.address,
-        )
 
     def _end(
         self, load: _Load, result: LoadReport | BaseException, counted: str, outcome: str, error: str = ""
@@ -404,7 +385,7 @@ class Loader:
         self._counts[counted] += 1
         if not self._loads and not self._unsafe:
             self._quiet.set()
-        if not self._context.observers.any:
+        if not self._context.observers.all:
             return
         load.watch.enter(load.watch.phase)
         flight = load.flight
@@ -427,39 +408,9 @@ class Loader:
             )
         )
 
-    def _record_refused(self, request: LoadRequest, error: KVFlowError) -> LoadRecord:
-        """What is known of a load that never began; its request may hold anything."""
-        return LoadRecord(
-            engine_id=self._config.engine_id,
-            rank=self._context.identity.rank,
-            request_id=request_name(request),
-            peer_engine_id="",
-            remote_request_id="",
-            peer="",
-            outcome=type(error).__name__,
-            error=str(error),
-            phase="queued",
-            bytes=0,
-            blocks=0,
-            descriptors=0,
-            seconds=dict.fromkeys(PHASES, 0.0),
-            traceparent="",
-        )
-
-
-def _of_request(error: KVFlowError, load: _Load) -> KVFlowError:
-    """The error as this load's caller gets it: what a peer did names the request, and is nobody else's object."""
-    if isinstance(error, PeerError | Overloaded):
-        return error.of_request(load.request.request_id, load.ticket.engine_id)
-    return error
-
 
 def reads_in_flight(config: Config) -> FairQueue:
     """What may be in flight at once, in all and from one rank."""
-    limits = config.limits
-    return FairQueue(
-        InFlight(config.in_flight_bytes_max, limits.in_flight_descriptors_max, limits.in_flight_reads_max),
-        InFlight(
-            limits.peer_in_flight_bytes_max, limits.peer_in_flight_descriptors_max, limits.peer_in_flight_reads_max
-        ),
-    )
+    most = config.limits
+    of_peer = most.peer_in_flight_bytes_max, most.peer_in_flight_descriptors_max, most.peer_in_flight_reads_max
+    return FairQueue((config.in_flight_bytes_max, most.in_flight_descriptors_max, most.in_flight_reads_max), of_peer)

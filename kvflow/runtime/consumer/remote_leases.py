@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -82,13 +82,23 @@ class RemoteLeases:
         for kept in self._kept.pop(owner, ()):
             kept.source.peer.leases_kept -= 1
 
-    def keep_while(self, ticket: Ticket | Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Keep a ticket's leases until the block ends, for a request that waits for its load.
+    @contextmanager
+    def keep_while(self, ticket: Ticket) -> Iterator[None]:
+        """Keep a checked ticket's leases until the block ends, for a request that waits for its load.
 
         They are found beside the block, as a load would find them, so their peers are connected before the load comes.
-        What could not be kept is for the load to say. Raises RequestError, or RuntimeClosed.
+        What could not be kept is for the load to say. Raises RuntimeClosed.
         """
-        return self._keep_while(self._reach.parse_ticket(ticket))
+        if not ticket.block_ids:
+            yield  # its leases ended when they were made
+            return
+        owner = object()
+        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
+        try:
+            yield
+        finally:
+            task.cancel()
+            self.forget(owner)
 
     def tell(self, sources: Sequence[Source]) -> None:
         """Report to every rank that holds a lease for us that we have read, also to those that we only report to."""
@@ -110,7 +120,12 @@ class RemoteLeases:
 
         async def visit(at: Address) -> bool:
             nonlocal told
-            told = told and await self._try_one(ticket, at) and told  # another one may have failed meanwhile
+            try:
+                told = told and await self._release_one(ticket, at) and told  # another one may have failed meanwhile
+            except (PeerError, Overloaded) as error:
+                problem = error.of_request(ticket.request_id, ticket.engine_id)
+                logger.warning("a lease could not be given back: %s", problem)
+                told = False
             return told
 
         try:
@@ -126,19 +141,6 @@ class RemoteLeases:
         """Renew nothing any more, whoever comes."""
         self._stop_timer()
         self._timer_due_s = -math.inf
-
-    @contextmanager
-    def _keep_while(self, ticket: Ticket) -> Iterator[None]:
-        if not ticket.block_ids:
-            yield  # its leases ended when they were made
-            return
-        owner = object()
-        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
-        try:
-            yield
-        finally:
-            task.cancel()
-            self.forget(owner)
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
         """The body of a task: until it is cancelled."""
@@ -173,27 +175,18 @@ class RemoteLeases:
                 kept.source.peer.used_s = now_s  # it is not idle: its connection stays
                 kept.due_s = now_s + pause_s
         for agent, lease_ids in due.items():
-            self._send(agent, tuple(lease_ids))
+            self.sent += len(lease_ids)
+            listed = tuple(lease_ids)
+            for start in range(0, len(listed), self._batch_max):
+                some = listed[start : start + self._batch_max]
+                message = messages.Renew(lease_ids=some, reader=self._local.reader)
+                self._transport.notify(agent, messages.encode(message))
         self._timer, self._timer_due_s = None, math.inf
         if self._kept:
             self._set_timer(now_s, min(kept.due_s for leases in self._kept.values() for kept in leases))
 
-    def _send(self, agent: AgentName, lease_ids: tuple[str, ...]) -> None:
-        self.sent += len(lease_ids)
-        for start in range(0, len(lease_ids), self._batch_max):
-            message = messages.Renew(lease_ids=lease_ids[start : start + self._batch_max], reader=self._local.reader)
-            self._transport.notify(agent, messages.encode(message))
-
-    async def _try_one(self, ticket: Ticket, at: Address) -> bool:
-        """Whether a rank was told. One that could not be is logged."""
-        try:
-            return await self._release_one(ticket, at)
-        except (PeerError, Overloaded) as error:
-            problem = error.of_request(ticket.request_id, ticket.engine_id)
-            logger.warning("a lease could not be given back: %s", problem)
-            return False
-
     async def _release_one(self, ticket: Ticket, at: Address) -> bool:
+        """Whether a rank was told. Raises a PeerError, or Overloaded."""
         named = ticket.find(at.rank)
         lease = named if named is not None and named.lease_id else None
         peer = self._peers.get(at)

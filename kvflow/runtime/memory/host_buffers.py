@@ -39,12 +39,10 @@ class HostBuffers:
     def __init__(self, kv_caches: KVCaches, layout: CacheLayout, config: Config, copier: BlockCopier | None) -> None:
         count = min(config.host_buffer_bytes_max // layout.block_size_bytes, layout.num_blocks)
         if count < 1:
-            raise ConfigError(
-                f"host_buffer_bytes_max: {config.host_buffer_bytes_max} bytes hold no block, "
-                f"which has {layout.block_size_bytes}"
-            )
+            most, size = config.host_buffer_bytes_max, layout.block_size_bytes
+            raise ConfigError(f"host_buffer_bytes_max: {most} bytes hold no block, which has {size}")
         self.layout = replace(layout, num_blocks=count)
-        pin = _device_kind(kv_caches) == "cuda"
+        pin = map_regions(layout, kv_caches).device.kind == "cuda"
         self.caches = allocate_host_caches(cast(CacheTensors, kv_caches), layout, count, pin=pin)
         self.regions: Regions = map_regions(self.layout, self.caches)
         self.pool = Pool(count)
@@ -52,26 +50,12 @@ class HostBuffers:
         self._own_layout = layout
         self._copier = copier
 
-    def to_host(self, device_ids: BlockIds, host_ids: BlockIds) -> None:
-        """Copy blocks to the host; on the copy thread."""
+    def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
+        """Copy blocks to the host or to the device; on the copy thread."""
+        device_caches = cast(CacheTensors, self._kv_caches)
         if self._copier is not None:
-            self._copier(self.caches, _pairs(device_ids, host_ids), CopyDirection.TO_HOST)
+            self._copier(self.caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
+        elif direction is CopyDirection.TO_HOST:
+            copy_blocks(device_caches, self.caches, self._own_layout, device_ids, host_ids)
         else:
-            copy_blocks(cast(CacheTensors, self._kv_caches), self.caches, self._own_layout, device_ids, host_ids)
-
-    def to_device(self, device_ids: BlockIds, host_ids: BlockIds) -> None:
-        """Copy blocks to the device; on the copy thread."""
-        if self._copier is not None:
-            self._copier(self.caches, _pairs(device_ids, host_ids), CopyDirection.TO_DEVICE)
-        else:
-            copy_blocks(self.caches, cast(CacheTensors, self._kv_caches), self._own_layout, host_ids, device_ids)
-
-
-def _pairs(device_ids: BlockIds, host_ids: BlockIds) -> list[tuple[int, int]]:
-    return list(zip(device_ids.tolist(), host_ids.tolist(), strict=True))
-
-
-def _device_kind(kv_caches: KVCaches) -> str:
-    layer = next(iter(kv_caches.values()))
-    tensor = layer[0] if isinstance(layer, tuple | list) else layer
-    return tensor.device.type
+            copy_blocks(self.caches, device_caches, self._own_layout, host_ids, device_ids)

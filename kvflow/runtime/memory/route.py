@@ -26,7 +26,7 @@ from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.runtime.consumer.flight import CopyFailed, CopyGroup, Read, SourceRead
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.host_buffers import HostBuffers
+from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
 
 
@@ -57,11 +57,16 @@ class Route:
         self._copier = copier
         self._permutations: WeakKeyDictionary[BlockMap, Permutation | None] = WeakKeyDictionary()
 
+    @property
+    def buffers_used(self) -> int:
+        """Host blocks and scratch buffers that are in use now."""
+        return self._scratch.used + (self._staging.pool.used if self._staging else 0)
+
     def _permutation(self, source: SourceRead) -> Permutation | None:
         """How blocks of a peer are permuted, if they ever may be; made once per peer."""
         block_map = source.block_map
         if block_map not in self._permutations:
-            self._permutations[block_map] = self._make_permutation(block_map, source.regions)
+            self._permutations[block_map] = self._make_permutation(block_map, source.origin.connection.regions)
         return self._permutations[block_map]
 
     def _make_permutation(self, block_map: BlockMap, remote: Regions) -> Permutation | None:
@@ -80,11 +85,11 @@ class Route:
         parts = []
         straight = self._staging is None
         for source in sources:
-            part = _Part(source, self._permutation(source))
-            if part.permutation is not None and not self._scratch_pays(part):
-                part = _Part(source, None)
-            parts.append(part)
-            straight = straight and part.permutation is None and not source.staged
+            permutation = self._permutation(source)
+            if permutation is not None and not self._scratch_pays(source, permutation):
+                permutation = None
+            parts.append(_Part(source, permutation))
+            straight = straight and permutation is None and not source.origin.connection.staged
         if straight:
             return self._straight(sources)
         grouping = Grouping(parts, self._staging)
@@ -93,22 +98,20 @@ class Route:
             grouping = Grouping(parts, self._staging)
         return self._grouped(parts, grouping, local_ids)
 
-    def _scratch_pays(self, part: _Part) -> bool:
+    def _scratch_pays(self, source: SourceRead, permutation: Permutation) -> bool:
         """Whether it is better to read a rank's blocks through scratch memory."""
-        permutation = part.permutation
-        if permutation is None:
-            return False
         if self._config.scratch == "always":
             return True
-        block_map = part.source.block_map
-        chunks = sum(map(len, part.source.chunks))
-        remote_blocks = -(-chunks * block_map.chunk_tokens // permutation.whole_blocks.rows.tokens)
-        batches = -(-remote_blocks * permutation.whole_blocks.block_bytes // self._scratch.slot_bytes)
-        return prefer_scratch(block_map, permutation.whole_blocks, chunks=chunks, blocks=remote_blocks, batches=batches)
+        block_map, whole = source.block_map, permutation.whole_blocks
+        chunks = sum(map(len, source.chunks))
+        remote_blocks = -(-chunks * block_map.chunk_tokens // whole.rows.tokens)
+        batches = -(-remote_blocks * whole.block_bytes // self._scratch.slot_bytes)
+        return prefer_scratch(block_map, whole, chunks=chunks, blocks=remote_blocks, batches=batches)
 
     def _slices(self, source: SourceRead, chunks: Sequence[Chunks], not_staged_max: int) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
-        head: Piece | None = source.seal if source.carries_seal and not source.freshness.asked else None
+        carries_seal = source.origin.connection.carries_seals and not source.freshness.asked
+        head: Piece | None = source.seal if carries_seal else None
         for descriptors in plan_slices(
             source.block_map,
             chunks,
@@ -167,7 +170,7 @@ class Route:
             raise
         if host_ids is not None:
             assert self._staging is not None
-            jobs.append(partial(self._staging.to_device, span.local_ids, host_ids))
+            jobs.append(partial(self._staging.copy, CopyDirection.TO_DEVICE, span.local_ids, host_ids))
         return CopyGroup(reads, partial(_run_all, jobs) if jobs else None, partial(_run_all, releases))
 
     async def _take_host_blocks(self, span: PromptSpan, releases: list[Callable[[], None]]) -> BlockIds | None:
@@ -177,9 +180,8 @@ class Route:
         host_ids = await self._staging.pool.take(len(span.local_ids))
         releases.append(partial(self._staging.pool.give_back, host_ids))
         if span.partly_filled:
-            fetching = asyncio.ensure_future(
-                self._copier.run(partial(self._staging.to_host, span.local_ids[-1:], host_ids[-1:]))
-            )
+            fetch = partial(self._staging.copy, CopyDirection.TO_HOST, span.local_ids[-1:], host_ids[-1:])
+            fetching = asyncio.ensure_future(self._copier.run(fetch))
             try:
                 await asyncio.shield(fetching)
             except asyncio.CancelledError:
@@ -221,9 +223,8 @@ class Grouping:
     def __init__(self, parts: Sequence[_Part], staging: HostBuffers | None) -> None:
         self._local_tokens = parts[0].source.block_map.local.block.tokens
         remote_tokens = parts[0].source.block_map.remote.block.tokens
-        self._unit = (
-            max(self._local_tokens, remote_tokens) if any(part.permutation for part in parts) else self._local_tokens
-        )
+        whole = any(part.permutation for part in parts)
+        self._unit = max(self._local_tokens, remote_tokens) if whole else self._local_tokens
         self._host_blocks = None if staging is None else staging.pool.size
         self._last = max(
             (some.first + len(some) - 1) * part.source.block_map.chunk_tokens + some.tokens

@@ -37,7 +37,7 @@ class ScratchBuffer(NamedTuple):
 class Scratch:
     """A few equal buffers on the cache's device. Each is made and registered when it is first taken."""
 
-    def __init__(self, transport: Transport, device: Device, *, slot_bytes: int, slots: int) -> None:
+    def __init__(self, transport: Transport, device: Device, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
         self._transport = transport
         self._device = device

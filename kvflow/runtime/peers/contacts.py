@@ -64,7 +64,12 @@ class FirstContacts:
         except TimeoutError:
             if not bound.expired():
                 raise
-            raise self._no_answer(peer) if contact.state is ContactState.LEAVING else self._no_turn(peer) from None
+            if contact.state is ContactState.LEAVING:
+                why = f"no answer within {self._patience_s:.3g} s, and others wait to be asked"
+                raise peer.failure(PeerUnreachable, why) from None
+            others = f"{self._config.limits.first_contacts_max} other new peers are asked at once (first_contacts_max)"
+            why = f"no turn to ask it within {self._config.handshake_timeout_s} s: {others}"
+            raise overloaded(peer, why) from None
         finally:
             del self._bounds[contact]
             self._end(contact)
@@ -102,14 +107,3 @@ class FirstContacts:
         due_s = self._contacts.due_s(now_s)
         if due_s < math.inf:
             self._timer = asyncio.get_running_loop().call_at(due_s, self.look)
-
-    def _no_answer(self, peer: Address) -> PeerUnreachable:
-        why = f"no answer within {self._patience_s:.3g} s, and others wait to be asked"
-        return peer.failure(PeerUnreachable, why)
-
-    def _no_turn(self, peer: Address) -> Overloaded:
-        why = (
-            f"no turn to ask it within {self._config.handshake_timeout_s} s: "
-            f"{self._config.limits.first_contacts_max} other new peers are asked at once (first_contacts_max)"
-        )
-        return overloaded(peer, why)

@@ -1,10 +1,12 @@
 """The handshake: ask a rank who it is, judge all that it says, and only then let the transport see its metadata.
 
+The transport's side of a connection is an agent: added once, and removed under no running read.
 Nothing of an answer is used before it was judged, and no text of a peer gets into our messages unbounded.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection
 
@@ -23,9 +25,9 @@ from kvflow.errors import (
     PeerRefused,
     PeerUnreachable,
     ProtocolError,
+    RuntimeClosed,
 )
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.agents import Agents
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
 from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
@@ -44,29 +46,38 @@ class Handshakes:
         self._clock = context.clock
         self._local = local
         self._agents = Agents(context)
+        self.leave, self.gone = self._agents.leave, self._agents.gone
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Shake hands with a peer; the connection that there is already if the peer is who it was.
 
-        Raises a PeerError. Cancelling leaves no trace in the transport.
+        Raises a PeerError, or TimeoutError. Cancelling leaves no trace in the transport.
         """
-        at = peer.at
-        question = messages.MetadataRequest(
-            reader=self._local.reader, target=at.target, request_id=request_id, caller=self._local.caller
-        )
-        reply = await self.ask(peer, question)
-        if not isinstance(reply, messages.Metadata):
-            raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
-        regions = _judge(at, reply, self._local)
-        agent = AgentName(messages.agent_name(at.engine_id, at.rank, reply.incarnation))
-        known = await self._agents.find(agent)
-        if known is not None:
-            return known
-        share = topology.report_share(self._local.cache_share, reply.cache_share)
-        block_map = _block_map(reply, self._local, regions)
-        connection = Connection(agent, reply, regions, block_map, share)
-        await self._add(at, connection, reply.agent_metadata)
-        return connection
+        async with asyncio.timeout(self._config.handshake_timeout_s):
+            at = peer.at
+            question = messages.MetadataRequest(
+                reader=self._local.reader, target=at.target, request_id=request_id, caller=self._local.caller
+            )
+            reply = await self.ask(peer, question)
+            if not isinstance(reply, messages.Metadata):
+                raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
+            regions = _judge(at, reply, self._local)
+            agent = AgentName(messages.agent_name(at.engine_id, at.rank, reply.incarnation))
+            known = await self._agents.find(agent)
+            if known is not None:
+                return known
+            share = topology.report_share(self._local.cache_share, reply.cache_share)
+            block_map = _block_map(reply, self._local, regions)
+            connection = Connection(agent, reply, regions, block_map, share)
+            try:
+                name = await self._agents.add(connection, reply.agent_metadata)
+            except PeerGone as error:
+                raise at.failure(PeerUnreachable, str(error)) from error
+            except TransportError as error:
+                raise at.failure(ProtocolError, str(error)) from error
+            if name != agent:
+                raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {_words(name)!r}")
+            return connection
 
     async def ask(self, peer: Peer, request: messages.Request) -> messages.Reply:
         """Put a question to a peer; its refusal is raised. Answers that show its clock are noted."""
@@ -87,14 +98,6 @@ class Handshakes:
         except PeerError as error:
             logger.info("no reading of a peer's clock: %s", error)
 
-    def leave(self, connection: Connection) -> None:
-        """Give a connection that no peer uses back to the transport, once no load holds it."""
-        self._agents.leave(connection)
-
-    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
-        """See `Agents.gone`."""
-        return await self._agents.gone(agents, timeout_s)
-
     def _note_clock(
         self, peer: Peer, reply: messages.Metadata | messages.LeaseFound | messages.ClockShown, sent_s: float
     ) -> None:
@@ -104,19 +107,84 @@ class Handshakes:
             raise peer.at.failure(ProtocolError, str(error)) from error
         now_s = self._clock.now_s()
         peer.clock_due_s = now_s + self._config.limits.clock_age_s
-        peer.note_clock(
-            RemoteClock(incarnation=reply.incarnation, theirs_s=reply.clock_s, sent_s=sent_s, received_s=now_s)
-        )
+        theirs, theirs_s = reply.incarnation, reply.clock_s
+        peer.note_clock(RemoteClock(incarnation=theirs, theirs_s=theirs_s, sent_s=sent_s, received_s=now_s))
 
-    async def _add(self, peer: Address, connection: Connection, metadata: bytes) -> None:
+
+class Agents:
+    """All agents that the transport knows, by a name that is unique per incarnation of a rank: open, or changing.
+
+    One is removed when no peer uses its connection, even if two addresses lead to it, and the last load that held it
+    has left. It is added again only after that.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._transport = context.transport
+        self._spawn = context.spawn
+        self._open: dict[AgentName, Connection] = {}
+        self._changing: dict[AgentName, asyncio.Future[None]] = {}
+
+    async def find(self, agent: AgentName) -> Connection | None:
+        """The agent's open connection; None if it has to be added, which is possible at once then."""
+        while (change := self._changing.get(agent)) is not None:
+            await asyncio.wait([change])
+        return self._open.get(agent)
+
+    async def add(self, connection: Connection, metadata: bytes) -> AgentName:
+        """Let the transport know the agent, right after `find`; the name by which it took it, or a TransportError.
+
+        Under another name than the connection's it is not kept. Cancelling leaves the agent unknown.
+        """
+        agent = connection.agent
+        change = self._begin(agent)
         try:
-            name = await self._agents.add(connection, metadata)
-        except PeerGone as error:
-            raise peer.failure(PeerUnreachable, str(error)) from error
-        except TransportError as error:
-            raise peer.failure(ProtocolError, str(error)) from error
-        if name != connection.agent:
-            raise peer.failure(ProtocolError, f"agent name: expected {connection.agent!r}, got {_words(name)!r}")
+            name = await self._transport.add_peer(metadata)
+        except asyncio.CancelledError:
+            self._remove_soon(connection, change)  # the transport may be in the middle of it
+            raise
+        except BaseException:
+            self._finish(agent, change)
+            raise
+        if name == agent:
+            self._open[agent] = connection
+        self._finish(agent, change)
+        if name != agent and name not in self._open and name not in self._changing:
+            await self._transport.remove_peer(name)
+        return name
+
+    def leave(self, connection: Connection) -> None:
+        """Give the connection back to the transport once no load holds it."""
+        if self._open.get(connection.agent) is connection:
+            del self._open[connection.agent]
+            self._remove_soon(connection, self._begin(connection.agent))
+
+    async def gone(self, agents: Collection[AgentName], timeout_s: float) -> bool:
+        """Wait until the transport has forgotten the agents that are on their way out; whether it has in time."""
+        changes = [self._changing[agent] for agent in agents if agent in self._changing]
+        if not changes:
+            return True
+        _, pending = await asyncio.wait(changes, timeout=timeout_s)
+        return not pending
+
+    def _remove_soon(self, connection: Connection, change: asyncio.Future[None]) -> None:
+        try:
+            task = self._spawn(self._remove(connection), name=f"kvflow-remove {connection.agent}")
+        except RuntimeClosed:  # the closing transport forgets everybody
+            self._finish(connection.agent, change)
+        else:
+            task.add_done_callback(lambda _: self._finish(connection.agent, change))
+
+    async def _remove(self, connection: Connection) -> None:
+        await connection.idle()
+        await self._transport.remove_peer(connection.agent)
+
+    def _begin(self, agent: AgentName) -> asyncio.Future[None]:
+        change = self._changing[agent] = asyncio.get_running_loop().create_future()
+        return change
+
+    def _finish(self, agent: AgentName, change: asyncio.Future[None]) -> None:
+        del self._changing[agent]
+        change.set_result(None)
 
 
 def _words(text: str, chars_max: int = _WORDS_MAX) -> str:
@@ -165,14 +233,15 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> Regio
     except messages.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
     found = topology.differences(ours.cache_share, metadata.cache_share)
-    for name, mine, theirs in (
+    facts: list[tuple[str, object, object]] = [
         ("attention", ours.cache_share.latent, metadata.cache_share.latent),
         ("rank (pp, tp)", peer.rank[1:], (metadata.cache_share.pp_rank, metadata.cache_share.tp_rank)),
         ("bytes of a head", _head_bytes(ours.regions), _head_bytes(regions)),
-        ("opaque blocks (kv_format)", *_opaque_shapes(ours, regions)),
-    ):
-        if mine != theirs:
-            found.append(f"{name}: ours {mine}, theirs {theirs}")
+    ]
+    if _opaque(ours):
+        mine, theirs = ((one.block, one.parts) for one in (ours.regions, regions))
+        facts.append(("opaque blocks (kv_format)", mine, theirs))
+    found += [f"{name}: ours {mine}, theirs {theirs}" for name, mine, theirs in facts if mine != theirs]
     reachable = {kind for kind, reached in DEVICES.items() if reached}
     if regions.device.kind not in reachable:
         found.append(f"device: ours {sorted(reachable)}, theirs {regions.device.kind}")
@@ -189,13 +258,6 @@ def _head_bytes(regions: Regions) -> int:
 def _opaque(ours: LocalRank) -> bool:
     """Whether blocks mean more than values at strides, so that only whole ones of the same shape can be read."""
     return ours.compatibility.kv_format != PLAIN
-
-
-def _opaque_shapes(ours: LocalRank, regions: Regions) -> tuple[object, object]:
-    """What has to be equal if blocks are opaque."""
-    if not _opaque(ours):
-        return None, None
-    return (ours.regions.block, ours.regions.parts), (regions.block, regions.parts)
 
 
 def _block_map(metadata: messages.Metadata, ours: LocalRank, regions: Regions) -> BlockMap | None:

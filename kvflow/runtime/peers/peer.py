@@ -94,31 +94,16 @@ class Handshake:
     """Its turn, if it needs one and has it."""
     waiters: int = 0
 
-    @property
-    def wanted(self) -> bool:
-        """Whether anybody waits for it."""
-        return self.waiters > 0
-
-    def is_idle(self, before_s: float) -> bool:
-        """Whether nobody waits for it, or it was begun before that time."""
-        return not self.wanted or self.since_s < before_s
-
-    def join(self) -> None:
-        self.waiters += 1
-        self._tell()
-
-    def leave(self) -> None:
-        self.waiters -= 1
-        self._tell()
+    def add_waiters(self, count: int) -> None:
+        """So many more wait for it, or fewer."""
+        self.waiters += count
+        if self.contact is not None:
+            self.contact.wanted = self.waiters > 0
 
     def begin(self, contact: Contact) -> None:
         """Its turn has come."""
         self.contact = contact
-        self._tell()
-
-    def _tell(self) -> None:
-        if self.contact is not None:
-            self.contact.wanted = self.wanted
+        self.add_waiters(0)
 
 
 class Peer:
@@ -154,9 +139,8 @@ class Peer:
     @property
     def busy(self) -> bool:
         """Whether a load uses it or waits for it, or its leases are kept."""
-        return (
-            self.handshake is not None or self.leases_kept > 0 or (self.current is not None and self.current.users > 0)
-        )
+        used = self.current is not None and self.current.users > 0
+        return used or self.handshake is not None or self.leases_kept > 0
 
     def fire(self, event: PeerEvent, why: str = "") -> None:
         before, self.state = self.state, fire(PEER_TABLE, self.state, event)
@@ -225,9 +209,8 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
     """PeerIncompatible unless a rank's engine is cut as the ticket says."""
     said, true = ticket.parallelism, connection.parallelism
     if said != true:
-        name, mine, theirs = next(
-            entry for entry in zip(Parallelism._fields, said, true, strict=True) if entry[1] != entry[2]
-        )
+        fields = zip(Parallelism._fields, said, true, strict=True)
+        name, mine, theirs = next(field for field in fields if field[1] != field[2])
         raise peer.at.failure(PeerIncompatible, f"{name}: the ticket says {mine}, the rank {theirs}")
 
 
@@ -239,7 +222,8 @@ def expendable(peers: Collection[Peer], *, asked_before_s: float, used_before_s:
     that does not hold it yet, unless they were used before `used_before_s`.
     """
     strangers = [peer for peer in peers if not peer.met]
-    silent = (one for one in strangers if one.handshake and one.handshake.is_idle(asked_before_s))
+    asked = ((one, one.handshake) for one in strangers if one.handshake)
+    silent = (one for one, handshake in asked if not handshake.waiters or handshake.since_s < asked_before_s)
     found = next((one for one in strangers if one.handshake is None), None) or next(silent, None)
     if found is not None:
         return found

@@ -74,6 +74,7 @@ async def prewarm(
 async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:
     engine_id = engine.engine_id if isinstance(engine, PeerAddress) and isinstance(engine.engine_id, str) else ""
     ranks: list[Rank] = []
+    error: KVFlowError | None = None
     try:
         if isinstance(engine, PeerAddress):
             engine = engine.checked()
@@ -83,23 +84,17 @@ async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket 
             ticket = reach.parse_ticket(engine)
             engine_id = ticket.engine_id
             await reach.check(ticket)
-            wanted = await _confirm(reach, peers, ticket)
+            wanted = reach.whereabouts(ticket)
+            peer = peers.get(first_to_ask(ticket, wanted))
+            check_parallelism(ticket, peer, await peers.connect(peer, None))
         for address in wanted:  # one after the other, and none after one that failed
             await peers.connect(peers.get(address), None)
             ranks.append(address.rank)
     except RuntimeBroken:
         raise
-    except KVFlowError as error:
-        return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=error)
-    return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=None)
-
-
-async def _confirm(reach: Reach, peers: Peers, ticket: Ticket) -> list[Address]:
-    """The ranks that loads with a ticket need, once one of them has said that its engine is cut as the ticket says."""
-    wanted = reach.whereabouts(ticket)
-    peer = peers.get(first_to_ask(ticket, wanted))
-    check_parallelism(ticket, peer, await peers.connect(peer, None))
-    return wanted
+    except KVFlowError as problem:
+        error = problem
+    return Prewarmed(engine_id=engine_id, ranks=tuple(ranks), error=error)
 
 
 async def _ask(reach: Reach, peers: Peers, engine: PeerAddress) -> list[Address]:
@@ -107,12 +102,11 @@ async def _ask(reach: Reach, peers: Peers, engine: PeerAddress) -> list[Address]
     host, port = split_address(engine.address, what="address")
     here = Rank(engine.dp_rank, engine.pp_rank, engine.tp_rank)
     parallelism = (await peers.connect(peers.get(Address(engine.engine_id, here, engine.address)), None)).parallelism
-    base = port - rank_offset(*here, tp_size=parallelism.tp_size, pp_size=parallelism.pp_size)
-    wanted = []
-    for rank in reach.ranks_of(
-        parallelism, engine.dp_rank, f"prewarm: engine {engine.engine_id!r} at {engine.address}"
-    ):
-        there = base + rank_offset(*rank, tp_size=parallelism.tp_size, pp_size=parallelism.pp_size)
+    sizes = {"tp_size": parallelism.tp_size, "pp_size": parallelism.pp_size}
+    base, wanted = port - rank_offset(*here, **sizes), []
+    what = f"prewarm: engine {engine.engine_id!r} at {engine.address}"
+    for rank in reach.ranks_of(parallelism, engine.dp_rank, what):
+        there = base + rank_offset(*rank, **sizes)
         if not 0 < there <= PORT_MAX:
             raise RequestError(f"prewarm: port {port} of {here} puts {rank} at port {there}")
         wanted.append(Address(engine.engine_id, rank, f"tcp://{host}:{there}"))

@@ -112,15 +112,13 @@ class Reach:
             connection = peer.current if peer is not None else None
             if lease is None or peer is None or connection is None or connection.incarnation != lease.incarnation:
                 return None
-            seals, clock = connection.seals, peer.clock
-            if connection.parallelism != parallelism or not 0 <= lease.seal_index < seals.count:
+            if connection.parallelism != parallelism or not 0 <= lease.seal_index < connection.seals.count:
                 return None
-            source = None
+            source, surely_s = None, -math.inf
             if connection.report_share.numerator > 0:
-                surely_s = -math.inf
-                if clock is not None:
-                    surely_s = clock.not_expired_before_s(lease.incarnation, lease.expires_s)
-                address = seals.address + lease.seal_index * SEAL_SIZE_BYTES
+                if peer.clock is not None:
+                    surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s)
+                address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
                 source = Source(peer, connection, lease, surely_s, address)
             reached.append(_Reached(peer, connection, source))
         for peer, _, source in reached:
@@ -132,17 +130,26 @@ class Reach:
     async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
         """Connect all ranks, then ask those for their leases that the ticket does not name."""
 
+        def with_lease(peer: Peer, connection: Connection, lease: RankLease) -> _Reached:
+            self._check_incarnation(ticket, peer, connection, lease.incarnation)
+            if not 0 <= lease.seal_index < connection.seals.count:
+                raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
+            surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s) if peer.clock else -math.inf
+            address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
+            source = Source(peer, connection, lease, surely_s, address)
+            found(source)
+            return _Reached(peer, connection, source)
+
         async def visit(at: Address) -> _Reached:
             lease = ticket.find(at.rank)
             peer, connection = await self._connect(ticket, at)
             check_parallelism(ticket, peer, connection)
-            if connection.report_share.numerator == 0:
+            if connection.report_share.numerator == 0 or lease is None:
                 return _Reached(peer, connection, None)
-            if lease is not None:
+            if not lease.lease_id:
                 self._check_incarnation(ticket, peer, connection, lease.incarnation)
-                if lease.lease_id:
-                    return _Reached(peer, connection, _found(peer, connection, lease, found))
-            return _Reached(peer, connection, None)
+                return _Reached(peer, connection, None)
+            return with_lease(peer, connection, lease)
 
         room = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
 
@@ -151,8 +158,7 @@ class Reach:
                 return one
             lease = await self._ask_for_lease(ticket, one.peer, room)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
-            self._check_incarnation(ticket, one.peer, connection, lease.incarnation)
-            return _Reached(one.peer, connection, _found(one.peer, connection, lease, found))
+            return with_lease(one.peer, connection, lease)
 
         return await _all_of([complete(one) for one in await self.walk(ticket, visit)])
 
@@ -234,19 +240,13 @@ class Reach:
         return found
 
     async def _connect(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
-        named = ticket.find(at.rank)
-        peer = self._peers.get(at)
-        incarnation = named.incarnation if named else None
-        return peer, await self._peers.connect(peer, incarnation, ticket.request_id)
+        named, peer = ticket.find(at.rank), self._peers.get(at)
+        return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
 
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
-            raise LeaseExpired(
-                f"request {ticket.request_id!r}: engine {ticket.engine_id!r} has restarted: the ticket is of "
-                f"incarnation {wanted}, the engine is {connection.incarnation}",
-                request_id=ticket.request_id,
-                peer=peer.address,
-            )
+            lives = f"the ticket is of incarnation {wanted}, the engine is {connection.incarnation}"
+            raise _expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted: {lives}")
 
     async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
         """The answer of a rank that a ticket does not name: it may open its lease a moment later, so `ask` again.
@@ -279,12 +279,9 @@ class Reach:
 
         reply = await self.when_served(ask)
         if isinstance(reply, messages.NoLease):
-            raise LeaseExpired(
-                f"request {ticket.request_id!r}: {ticket.engine_id!r} ({peer.rank}) at {peer.address} has no lease "
-                f"for it: {'it has ended' if reply.ended else f'none within {self._config.limits.lease_wait_s} s'}",
-                request_id=ticket.request_id,
-                peer=peer.address,
-            )
+            why = "it has ended" if reply.ended else f"none within {self._config.limits.lease_wait_s} s"
+            who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
+            raise _expired(ticket, peer, f"{who} has no lease for it: {why}")
         lease = RankLease(
             pp_rank=peer.rank.pp,
             tp_rank=peer.rank.tp,
@@ -300,11 +297,8 @@ class Reach:
         return lease
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
-        return PeerIncompatible(
-            f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible: {'; '.join(problems)}",
-            peer=ticket.address,
-            engine_id=ticket.engine_id,
-        )
+        what = f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible"
+        return PeerIncompatible(f"{what}: {'; '.join(problems)}", peer=ticket.address, engine_id=ticket.engine_id)
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
@@ -312,25 +306,12 @@ def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
 
 
-def _found(peer: Peer, connection: Connection, lease: RankLease, found: Found) -> Source:
-    """A rank whose lease is known. RequestError if it has no such lease."""
-    seals, clock = connection.seals, peer.clock
-    if not 0 <= lease.seal_index < seals.count:
-        raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
-    surely_s = clock.not_expired_before_s(lease.incarnation, lease.expires_s) if clock is not None else -math.inf
-    source = Source(peer, connection, lease, surely_s, seals.address + lease.seal_index * SEAL_SIZE_BYTES)
-    found(source)
-    return source
-
-
 def _make_plan(ours: topology.CacheShare, parallelism: Parallelism, dp_rank: int, ranks_max: int) -> _Plan:
     """The ranks are counted before there is a list of them: a ticket can say a million."""
     theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **parallelism._asdict())
     stages = topology.stages_max(ours)
     if parallelism.pp_size > stages:
-        return _Plan(
-            f"pp_size {parallelism.pp_size}, but the model has {stages} layers, and each stage has one", (), ()
-        )
+        return _Plan(f"pp_size {parallelism.pp_size}, but the model has {stages} layers: each stage has one", (), ())
     problems = tuple(topology.differences(ours, theirs))
     sources = () if problems else topology.sources_of(ours, theirs)
     count = parallelism.pp_size * len(sources)
@@ -339,6 +320,11 @@ def _make_plan(ours: topology.CacheShare, parallelism: Parallelism, dp_rank: int
         return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {ranks_max} (load_ranks_max)", (), ())
     ranks = (Rank(dp_rank, pp, source.tp_rank) for pp in range(parallelism.pp_size) for source in sources)
     return _Plan("", problems, tuple(ranks))
+
+
+def _expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:
+    what = f"request {ticket.request_id!r}"
+    return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)
 
 
 async def _all_of(waits: Sequence[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvflow.core.plan.topology import Rank
-from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, after_failed_handshake, after_failed_read
+from kvflow.core.policy.circuit import NEVER_FAILED, BackOff, Circuit, after_failed_handshake, after_failed_read
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PeerEvent, PeerState
 from kvflow.core.protocol import messages
@@ -135,7 +135,7 @@ class Peers:
             handshake, ours = peer.handshake, peer.handshake is None
             if handshake is None:
                 handshake = self._start_handshake(peer, incarnation, request_id)
-            handshake.join()
+            handshake.add_waiters(1)
             try:
                 connection = await asyncio.shield(handshake.future)
             except PeerNotReady:  # that was about another request
@@ -145,7 +145,7 @@ class Peers:
                 if ours or incarnation in (None, connection.incarnation):
                     return connection
             finally:
-                handshake.leave()
+                handshake.add_waiters(-1)
                 self._note_waiters(peer, handshake)
 
     async def find_lease(self, peer: Peer, question: messages.LeaseRequest) -> messages.LeaseFound | messages.NoLease:
@@ -161,18 +161,14 @@ class Peers:
                 if connection is not None:
                     self.failed(connection, str(error))
                 raise
-        if isinstance(reply, messages.LeaseFound | messages.NoLease):
-            return reply
-        raise peer.at.failure(ProtocolError, f"asked for a lease, got {type(reply).__name__}")
+        return _expected(peer, reply, messages.LeaseFound)
 
     async def release(self, peer: Peer, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
         """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
         self._check_wait(peer, None)
         async with peer.questions:
             reply = await self._in_turn(peer, partial(self._handshakes.ask, peer, question))
-        if isinstance(reply, messages.Released | messages.NoLease):
-            return reply
-        raise peer.at.failure(ProtocolError, f"released a lease, got {type(reply).__name__}")
+        return _expected(peer, reply, messages.Released)
 
     def read_clock(self, peer: Peer, now_s: float) -> None:
         """Have a peer's clock read again, once for all who find it due; nobody waits for that."""
@@ -182,31 +178,23 @@ class Peers:
     def failed(self, connection: Connection, why: str) -> None:
         """A read failed: use the connection for no new load. Idempotent, for the other reads that fail with it."""
         for peer in self._users_of(connection):
-            peer.circuit = after_failed_read(
-                peer.circuit, self._back_off, now_s=self._clock.now_s(), chance=self._chance()
-            )
+            waits = self._counted(peer, after_failed_read) > 0
             peer.note_error(why)
-            waits = peer.circuit.wait_s(self._clock.now_s()) > 0
             self._disconnect(peer, PeerEvent.BACK_OFF if waits else PeerEvent.BREAK, why)
 
     def said_goodbye(self, goodbye: messages.Goodbye) -> None:
         """A peer closes: its connection goes, if it is to that very incarnation."""
-        sender = goodbye.sender
-        rank = Rank(sender.dp_rank, sender.pp_rank, sender.tp_rank)
         for peer in self.known.values():
             connection = peer.current
-            if (peer.engine_id, peer.rank) != (sender.engine_id, rank) or connection is None:
-                continue
-            if connection.incarnation != goodbye.incarnation:
-                continue
-            self._disconnect(peer, PeerEvent.BREAK, "it closes")
+            if peer.at.target == goodbye.sender and connection and connection.incarnation == goodbye.incarnation:
+                self._disconnect(peer, PeerEvent.BREAK, "it closes")
 
     async def forget(self, engine_id: str, address: str | None) -> bool:
         """See `Runtime.forget_peer`."""
 
         def chosen() -> list[Peer]:
-            found = [peer for peer in self.known.values() if peer.engine_id == engine_id]
-            return [peer for peer in found if address in (None, peer.address)]
+            peers = self.known.values()
+            return [one for one in peers if one.engine_id == engine_id and address in (None, one.address)]
 
         handshakes = [peer.handshake.future for peer in chosen() if peer.handshake is not None]
         if handshakes:
@@ -260,16 +248,13 @@ class Peers:
             return await question()
         return await self._contacts.ask(peer.at, question, begin)
 
-    async def _shake_hands(self, peer: Peer, request_id: str | None) -> Connection:
-        async with asyncio.timeout(self._config.handshake_timeout_s):
-            return await self._handshakes.connect(peer, request_id)
-
     async def _run_handshake(
         self, peer: Peer, incarnation: str | None, request_id: str | None, handshake: Handshake
     ) -> None:
         """The handshake task: settles its future, unless it is cancelled."""
         try:
-            connection = await self._in_turn(peer, partial(self._shake_hands, peer, request_id), handshake.begin)
+            shake_hands = partial(self._handshakes.connect, peer, request_id)
+            connection = await self._in_turn(peer, shake_hands, handshake.begin)
         except KVFlowError as problem:
             self._no_handshake(peer, handshake, problem)
         except TimeoutError:
@@ -297,7 +282,7 @@ class Peers:
 
     def _note_waiters(self, peer: Peer, handshake: Handshake) -> None:
         """Somebody waits for a handshake no more. One that still waits for its turn needs none if nobody is left."""
-        if handshake.wanted or handshake.future.done():
+        if handshake.waiters or handshake.future.done():
             return
         if not peer.met and handshake.contact is None:
             self._give_up(peer, handshake, "nobody waited any more")
@@ -312,9 +297,8 @@ class Peers:
 
     def _connected(self, peer: Peer, connection: Connection, incarnation: str | None) -> None:
         """A handshake worked. Other incarnations, that the ticket or the last connection was of, are over."""
-        before = peer.current
+        before, past = peer.current, peer.past_incarnations
         others = {incarnation, before.incarnation if before else None} - {None, connection.incarnation}
-        past = peer.past_incarnations
         past.extend(other for other in others if other is not None and other not in past)
         peer.fire(PeerEvent.CONNECTED)
         peer.current = connection
@@ -331,15 +315,15 @@ class Peers:
         event = PeerEvent.POSTPONE
         if isinstance(error, PeerError) and not isinstance(error, PeerNotReady):
             event = PeerEvent.BACK_OFF
-            now_s = self._clock.now_s()
-            peer.circuit = after_failed_handshake(peer.circuit, self._back_off, now_s=now_s, chance=self._chance())
-            error.retry_after_s = peer.circuit.wait_s(now_s)
+            error.retry_after_s = self._counted(peer, after_failed_handshake)
         peer.note_error(str(error))
         self._disconnect(peer, event, str(error))
 
-    def _chance(self) -> float:
-        """At random from 0 to 1: the jitter of a wait."""
-        return int(self._token_hex(4), 16) / (1 << 32)
+    def _counted(self, peer: Peer, after: Callable[..., Circuit]) -> float:
+        """Count a failure of a peer; how long it is not asked now."""
+        now_s, chance = self._clock.now_s(), int(self._token_hex(4), 16) / (1 << 32)
+        peer.circuit = after(peer.circuit, self._back_off, now_s=now_s, chance=chance)
+        return peer.circuit.wait_s(now_s)
 
     def _users_of(self, connection: Connection) -> list[Peer]:
         """Peers that connect by it: two, if two addresses lead to one rank."""
@@ -367,8 +351,8 @@ class Peers:
         if len(self.known) < self._config.limits.peers_max:
             return
         now_s = self._clock.now_s()
-        asked_before_s, used_before_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
-        peer = expendable(self.known.values(), asked_before_s=asked_before_s, used_before_s=used_before_s)
+        asked_s, used_s = now_s - patience_s(self._config), now_s - self._config.handshake_timeout_s
+        peer = expendable(self.known.values(), asked_before_s=asked_s, used_before_s=used_s)
         if peer is None:
             raise overloaded(newcomer, f"no room for it: all {len(self.known)} peers are in use (peers_max)")
         why = f"it made room for another of {len(self.known)} peers (peers_max)"
@@ -381,10 +365,17 @@ class Peers:
 
     def _sweep(self) -> None:
         """The timer: evict peers that were idle for long enough."""
-        idle_before_s = self._clock.now_s() - self._config.limits.peer_idle_s
+        now_s, idle_s = self._clock.now_s(), self._config.limits.peer_idle_s
         for peer in list(self.known.values()):
-            if not peer.busy and peer.used_s <= idle_before_s:
-                self._drop(peer, f"not used for {self._config.limits.peer_idle_s} s")
+            if not peer.busy and peer.used_s <= now_s - idle_s:
+                self._drop(peer, f"not used for {idle_s} s")
         self._sweep_timer = None
         if self.known:
             self._sweep_later()
+
+
+def _expected(peer: Peer, reply: messages.Reply, kind: type[T]) -> T | messages.NoLease:
+    """A peer's answer about a lease; ProtocolError if it is another one."""
+    if isinstance(reply, (kind, messages.NoLease)):
+        return reply
+    raise peer.at.failure(ProtocolError, f"expected {kind.__name__}, got {type(reply).__name__}")

@@ -1,1 +1,1 @@
-"""The producer's side: leases, answers, farewells."""
+"""The producer's side: leases, farewells."""

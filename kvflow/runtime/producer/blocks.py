@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.descriptors import BlockIds, check_block_ids
@@ -18,7 +17,7 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.freshness import SealTable
 from kvflow.errors import RequestError
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.pool import Pool
+from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,15 +37,6 @@ class HeldBlocks:
     """Set once they are to be given back."""
 
 
-class Staging(Protocol):
-    """Where blocks are copied before they can be read; see `host_buffers.HostBuffers`."""
-
-    @property
-    def pool(self) -> Pool: ...
-
-    def to_host(self, device_ids: BlockIds, host_ids: BlockIds) -> None: ...
-
-
 class OfferedBlocks:
     """The blocks of one rank, as its leases take them and give them back."""
 
@@ -55,7 +45,7 @@ class OfferedBlocks:
         layout: CacheLayout,
         ledger: BlockLedger,
         seals: SealTable,
-        staging: Staging | None,
+        staging: HostBuffers | None,
         copy_thread: CopyThread,
         copy_bytes_max: int,
     ) -> None:
@@ -125,7 +115,7 @@ class OfferedBlocks:
         count = len(held.ids[group])
         if held.closed or count == 0:
             return
-        copy = partial(self._staging.to_host, held.ids[group], host_ids[group])
+        copy = partial(self._staging.copy, CopyDirection.TO_HOST, held.ids[group], host_ids[group])
 
         def copied(error: BaseException | None) -> None:
             held.copying = False

@@ -49,26 +49,20 @@ class Farewells:
 
     async def tell(self) -> None:
         """Say goodbye to all, within `Limits.goodbye_timeout_s`. Who cannot be reached is forgotten."""
-        room = asyncio.Semaphore(_AT_ONCE_MAX)
+        room, bound_s = asyncio.Semaphore(_AT_ONCE_MAX), self._config.limits.goodbye_timeout_s
         try:
-            async with asyncio.timeout(self._config.limits.goodbye_timeout_s), asyncio.TaskGroup() as group:
+            async with asyncio.timeout(bound_s), asyncio.TaskGroup() as group:
                 for caller in self._callers:
-                    name = f"kvflow-goodbye {caller.address}"
-                    group.create_task(self._tell(caller, room), name=name)
+                    group.create_task(self._tell(caller, room), name=f"kvflow-goodbye {caller.address}")
         except TimeoutError:
-            logger.info(
-                "not all readers could be told within %s s that this rank closes", self._config.limits.goodbye_timeout_s
-            )
+            logger.info("not all readers could be told within %s s that this rank closes", bound_s)
 
     async def _tell(self, caller: messages.Caller, room: asyncio.Semaphore) -> None:
-        goodbye = messages.Goodbye(
-            target=caller.target, sender=self._local.caller.target, incarnation=self._incarnation
-        )
+        own, fingerprint = self._local.caller.target, self._local.compatibility.fingerprint()
+        goodbye = messages.Goodbye(target=caller.target, sender=own, incarnation=self._incarnation)
         async with room:
             try:
-                await self._side_channel.ask(
-                    caller.address, goodbye, fingerprint=self._local.compatibility.fingerprint()
-                )
+                await self._side_channel.ask(caller.address, goodbye, fingerprint=fingerprint)
             except PeerError as error:
                 logger.info("a reader could not be told that this rank closes: %s", error)
                 self._callers.pop(caller, None)

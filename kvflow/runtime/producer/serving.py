@@ -63,9 +63,9 @@ class Serving:
         self._offers: dict[LeaseEntry, _Offer] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
-        self._outcomes = dict.fromkeys(LeaseOutcome, 0)
         self._renewals = 0
-        self._counted = dict.fromkeys(Counted, 0)
+        self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
+        self._notifications = dict.fromkeys(Counted, 0)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -73,13 +73,11 @@ class Serving:
     def statistics(self) -> ServingStatistics:
         return ServingStatistics(
             open_leases=len(self._offers),
-            read=self._outcomes[LeaseOutcome.READ],
-            expired=self._outcomes[LeaseOutcome.EXPIRED],
-            revoked=self._outcomes[LeaseOutcome.REVOKED],
             renewals=self._renewals,
-            late_notifications=self._counted[Counted.LATE],
-            duplicate_notifications=self._counted[Counted.DUPLICATE],
-            malformed_notifications=self._counted[Counted.MALFORMED],
+            late_notifications=self._notifications[Counted.LATE],
+            duplicate_notifications=self._notifications[Counted.DUPLICATE],
+            malformed_notifications=self._notifications[Counted.MALFORMED],
+            **self._outcomes,
         )
 
     @property
@@ -108,13 +106,14 @@ class Serving:
             offered_s,
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
-        lease = Lease(ticket, entry, outcome, partial(self._revoke, entry))
+        lease = Lease(ticket, entry, outcome, partial(self._end, entry, LeaseEvent.REVOKE))
         self._offers[entry] = _Offer(lease, held, outcome)
         self._all_ended.clear()
         self._blocks.open(held, partial(self._not_staged, entry))
         if len(held.ids) == 0:
             self._end(entry, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
-        self._set_timer()
+        else:
+            self._set_timer()
         return lease
 
     def on_notification(self, payload: bytes) -> None:
@@ -124,7 +123,7 @@ class Serving:
                 raise messages.WireError(f"{len(payload)} bytes")
             message = messages.decode_notification(payload)
         except messages.WireError as error:
-            self._counted[Counted.MALFORMED] += 1
+            self._notifications[Counted.MALFORMED] += 1
             logger.info("dropped a notification: %s", error)
             return
         match message:
@@ -181,35 +180,30 @@ class Serving:
         """Revoke what is still open."""
         for entry in list(self._offers):
             self._end(entry, LeaseEvent.REVOKE)
-        self._set_timer()
 
     def _note_read(self, message: messages.ReadDone) -> None:
         entry = self._book.find(message.lease_id)
         share = (message.numerator, message.denominator)
         counted = self._book.read(message.lease_id, message.reader, share, self._clock.now_s())
-        self._counted[counted] += 1
+        self._notifications[counted] += 1
         if counted is Counted.NOTED and entry is not None and not entry.is_open:
             self._ended(entry)
             self._set_timer()
 
     def _renew(self, lease_id: str, reader: str) -> None:
         counted = self._book.renew(lease_id, reader, self._clock.now_s())
-        self._counted[counted] += 1
+        self._notifications[counted] += 1
         self._renewals += counted is Counted.NOTED
-
-    def _revoke(self, entry: LeaseEntry) -> None:
-        """See `Lease.revoke`."""
-        self._end(entry, LeaseEvent.REVOKE)
-        self._set_timer()
 
     def _not_staged(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error("request %s: its blocks cannot be copied", entry.terms.request_id, exc_info=error)
-        self._revoke(entry)
+        self._end(entry, LeaseEvent.REVOKE)
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
         """End a lease, unless it has ended."""
         if self._book.end(entry, event, self._clock.now_s()):
             self._ended(entry)
+            self._set_timer()
 
     def _ended(self, entry: LeaseEntry) -> None:
         """The book has ended a lease: its seal is wiped now, its blocks are given back after the hold."""
@@ -249,7 +243,7 @@ class Serving:
         offer, outcome = self._offers.pop(entry), LeaseOutcome(entry.state)
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
-        if self._context.observers.any:
+        if self._context.observers.all:
             self._context.observers.lease_ended(self._record(entry, offer.lease.ticket, outcome))
         if not self._offers:
             self._all_ended.set()
