@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import pytest
 from tests_support import PATIENT, leases_ended, until
 
 from kvflow import Config, Lease, LoadReport, LoadRequest, Ticket
@@ -22,6 +23,7 @@ from kvflow.testing import InprocCluster, InprocTransport, LoopClock, Pair, asse
 
 Offered = Lease | Ticket | Mapping[str, Any]
 Statistics = TypeVar("Statistics")
+Failure = TypeVar("Failure", bound=Exception)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,19 @@ class EnginePair(Pair[InprocTransport]):
     async def load(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> LoadReport:
         """Load by a lease, or by a ticket that something was done to."""
         return await self.reader.load_blocks(load_request(offered, block_ids, **options))
+
+    async def fails(
+        self,
+        error: type[Failure],
+        offered: Offered,
+        block_ids: Sequence[int] = (0,),
+        match: str | None = None,
+        **options: Any,
+    ) -> Failure:
+        """The error of a load that must fail so."""
+        with pytest.raises(error, match=match) as caught:
+            await self.load(offered, block_ids, **options)
+        return caught.value
 
     def start(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> asyncio.Task[LoadReport]:
         """The same in a task of its own."""

@@ -280,8 +280,7 @@ async def test_a_lease_that_is_over_keeps_nobody_from_waiting(timed: TimedPair) 
     assert await timed.ended(lease) is LeaseOutcome.REVOKED
     with timed.reader.keep_leases(unnamed(lease)):
         await timed.pass_time(10.0)
-        with pytest.raises(LeaseExpired):
-            await timed.load(lease)
+        await timed.fails(LeaseExpired, lease)
     assert timed.loading.renewals == 0
     with pytest.raises(RequestError, match="ticket"), timed.reader.keep_leases({}):
         raise AssertionError("not reached")
@@ -311,8 +310,7 @@ async def test_closing_ends_the_keeping(timed: TimedPair) -> None:
 async def test_an_expired_ticket_costs_a_seal_and_nothing_of_the_cache(timed: TimedPair) -> None:
     lease = timed.offer(range(8))
     await timed.pass_time(31.0)
-    with pytest.raises(LeaseExpired):
-        await timed.load(lease, range(8))
+    await timed.fails(LeaseExpired, lease, range(8))
     statistics = timed.transport.statistics
     assert (statistics.reads, statistics.bytes_read) == (1, SEAL_BYTES)
     timed.assert_loaded([], [])
@@ -377,8 +375,7 @@ async def test_revoked_blocks_come_back_after_the_hold_and_only_once(timed: Time
     assert [await one for one in waiting] == [LeaseOutcome.REVOKED, LeaseOutcome.READ] * 2
     assert await revoked.revoke() is LeaseOutcome.REVOKED
     assert (timed.offered.leased, timed.serving.revoked, timed.serving.read) == (0, 1, 1)
-    with pytest.raises(LeaseExpired):
-        await timed.load(revoked)
+    await timed.fails(LeaseExpired, revoked)
 
 
 @pytest.mark.parametrize("landed", range(10))
