@@ -188,9 +188,7 @@ def over_the_bus(copy_rows: Callable[[torch.Tensor, torch.Tensor, copies.Ids, co
 )
 @many
 @given(case=block_copies())
-def test_blocks_are_copied_and_nothing_else(
-    case: tuple[Recipe, Recipe, list[int], list[int]], copy: Copy
-) -> None:
+def test_blocks_are_copied_and_nothing_else(case: tuple[Recipe, Recipe, list[int], list[int]], copy: Copy) -> None:
     source_recipe, target_recipe, source_ids, target_ids = case
     source, target, expected = filled(source_recipe, 1), filled(target_recipe, 2), filled(target_recipe, 2)
     before = source.snapshot()
@@ -279,7 +277,9 @@ def scattered_naively(
 @many
 @given(case=scatters())
 def test_tokens_are_scattered_and_nothing_else(
-    case: tuple[Recipe, dict[str, int], str, list[tuple[int, int]]], put: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    case: tuple[Recipe, dict[str, int], str, list[tuple[int, int]]],
+    put: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both ways of writing are right on any device."""
     recipe, sizes, order, places = case
