@@ -25,7 +25,7 @@ PROCESSES = ("nixl", "bench", "examples", "doctor", "cli")
 VARIANTS = ("asyncio", "uvloop", "shm", "tcp")
 """Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name."""
 
-ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "breaking", "closing_reads", "side_channel")}
+ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "side_channel")}
 """Where the event loops differ: opening and closing, breaking, cancelling, sockets."""
 
 

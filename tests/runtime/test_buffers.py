@@ -1,4 +1,4 @@
-"""Loads that cannot go straight: through scratch memory, through host buffers, through both."""
+"""Loads that cannot go straight: through scratch memory, through host buffers, through both; and the buffers' pool."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.memory.copies import copy_blocks
 from kvflow.runtime.memory.host_buffers import CopyDirection
+from kvflow.runtime.memory.pool import Pool
 from kvflow.runtime.world import World
 from kvflow.testing import (
     CacheSize,
@@ -364,3 +365,46 @@ async def test_host_buffers_too_small_for_a_block_are_refused() -> None:
     async with Runtime(replace(STAGED, host_buffer_bytes_max=100)) as runtime:
         with pytest.raises(ConfigError, match="host_buffer_bytes_max: 100 bytes hold no block, which has 1024"):
             await runtime.register_kv_caches(caches, CacheLayout.infer(caches, order="HND", block_size=4))
+
+
+# --- the pool of numbered buffers: first come, first served, and what cancelling leaves behind
+
+
+async def test_who_is_cancelled_in_the_turn_in_which_numbers_come_back_gives_its_place_up() -> None:
+    """The future of a cancelled waiter is done at once, its task runs a turn later; numbers may come back between."""
+    pool = Pool(1)
+    taken = await pool.take(1)
+    first, second = asyncio.create_task(pool.take(1)), asyncio.create_task(pool.take(1))
+    await asyncio.sleep(0)
+    first.cancel()
+    pool.give_back(taken)
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert (await second).tolist() == taken.tolist()
+    assert pool.used == 1
+
+
+async def test_numbers_granted_to_who_is_cancelled_meanwhile_come_back() -> None:
+    pool = Pool(1)
+    taken = await pool.take(1)
+    waiting = asyncio.create_task(pool.take(1))
+    await asyncio.sleep(0)
+    pool.give_back(taken)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert pool.used == 0
+
+
+async def test_who_waits_is_served_in_order() -> None:
+    pool = Pool(3)
+    first, rest = await pool.take(1), await pool.take(2)
+    large, small = asyncio.create_task(pool.take(2)), asyncio.create_task(pool.take(1))
+    await asyncio.sleep(0)
+    pool.give_back(first)
+    await asyncio.sleep(0)
+    assert not small.done(), "passed one who came before"
+    assert pool.take_nowait(1) is None
+    pool.give_back(rest)
+    got = np.concatenate(await asyncio.gather(large, small))
+    assert sorted(got.tolist()) == [0, 1, 2]

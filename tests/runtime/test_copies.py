@@ -302,29 +302,6 @@ def test_tokens_are_scattered_and_nothing_else(
     assert torch.equal(scratch, before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("hnd_in_memory", [False, True])
-def test_a_peer_with_larger_blocks(dtype: torch.dtype, order: str, hnd_in_memory: bool) -> None:
-    """Their blocks hold 4 tokens of 2 heads, ours 2 tokens: each of theirs fills two of ours, wherever those are."""
-    recipe = replace(EXAMPLE, layers=1, tokens=2, heads=2, dim=8, dtype=dtype, order=order, hnd_in_memory=hnd_in_memory)
-    cache = filled(recipe)
-    parts = parts_of(cache)
-    run = 8 * dtype.itemsize
-    scratch = torch.randint(0, 256, (2 * 2 * 8 * run,), dtype=torch.uint8)
-    theirs = chunk_sources(scratch, rows=2, chunks=2, tokens=4, heads=2, run_bytes=run, memory_order="HND")
-    sources = theirs.unflatten(2, (2, 2))  # row, block, half of the block, token, head, byte
-    targets = chunk_targets(parts, chunk_tokens=2, head_start=0, head_count=2)
-    block_ids = np.array([[4, 0], [1, 5]])
-    scatter_tokens(targets, sources, block_ids, np.zeros_like(block_ids))
-    for row, part in enumerate(parts):
-        for number, half in np.ndindex(2, 2):
-            for token, head in np.ndindex(2, 2):
-                start = (((row * 2 + number) * 2 + head) * 4 + half * 2 + token) * run
-                written = part[block_ids[number, half], token, head].contiguous().view(torch.uint8)
-                assert torch.equal(written, scratch[start : start + run])
-
-
 def test_memory_whose_storage_is_not_aligned() -> None:
     """An address may allow larger elements than the distance from the storage's first byte does."""
     memory = np.zeros(256, dtype=np.uint8)

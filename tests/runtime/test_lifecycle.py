@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hand_overs import free_ports
-from pairs import EnginePair, open_pair, virtual_pair
-from tests_support import PATIENT, WAIT_S, in_virtual_time, small_cache, turns, until
+from pairs import EnginePair, load_request, open_pair, virtual_pair
+from tests_support import PATIENT, WAIT_S, in_virtual_time, limited, small_cache, turns, until
 
 from kvflow import CacheLayout, Config, LeaseOutcome, Runtime, RuntimeState, ServeRequest
-from kvflow.errors import ConfigError, InvalidInput, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import ConfigError, InvalidInput, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime.world import World
-from kvflow.testing import InprocNetwork, InprocTransport, assert_closed, inproc_pair
+from kvflow.testing import InprocCluster, InprocNetwork, InprocTransport, assert_closed, inproc_pair
+from kvflow.transport.inproc import InprocRead
 
 QUICK = replace(PATIENT, drain_timeout_s=0.05, cancel_grace_s=0.05)
 DRAINING = replace(PATIENT, drain_timeout_s=WAIT_S)
@@ -225,3 +227,81 @@ async def test_opening_can_be_cancelled_anywhere(steps: int) -> None:
     assert_closed(runtime.statistics())
     async with Runtime(config):
         pass
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("verb", ["load_blocks", "prewarm"])
+async def test_who_comes_while_a_runtime_breaks_is_told(verb: str, steps: int) -> None:
+    """The services end over several turns of the loop; a handshake that is begun in between has nowhere to run, and a
+    task that is cancelled before its first step cannot settle anything itself."""
+    world = InprocCluster().world()
+    async with open_pair(replace(QUICK, handshake_timeout_s=0.2), producer=world, consumer=world) as pair:
+        pair.transport.die(OSError("scripted"))
+        await turns(steps)
+        lease = pair.offer([3])
+        async with asyncio.timeout(WAIT_S):
+            if verb == "load_blocks":
+                await pair.fails(KVFlowError, lease)
+                return
+            with pytest.raises(KVFlowError):
+                (result,) = await pair.reader.prewarm([lease.ticket])
+                assert result.error is not None, "connected, to a transport that is dead"
+                raise result.error
+
+
+# --- bytes of an ended load that are still on their way
+
+
+class LateBytes:
+    """See `transport.inproc.Carrier`: reads end when the test says so, and closing waits for that."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[InprocTransport, InprocRead]] = []
+        self.all_landed = asyncio.Event()
+
+    def carry(self, reader: InprocTransport, read: InprocRead) -> None:
+        self.reads.append((reader, read))
+
+    def send(self, target: InprocTransport, payload: bytes) -> None:
+        target.deliver(payload)
+
+    def wake(self, callback: Callable[[], None]) -> None:
+        asyncio.get_running_loop().call_soon(callback)
+
+    async def landed(self, reader: InprocTransport) -> None:
+        await self.all_landed.wait()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_what_was_quarantined_is_safe_once_the_transport_has_closed_in_good_order(in_time: bool) -> None:
+    """The poller ends before the transport: nobody hears of the last read, but the transport has waited for it."""
+    cluster, late = InprocCluster(), LateBytes()
+    network = cluster.network
+
+    async with cluster.engine("producer") as producer:
+        world = replace(cluster.world(), transport=lambda _, name: InprocTransport(name, network, carrier=late))
+        lease = producer.runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
+        config = limited(replace(QUICK, engine_id="consumer"), transport_close_timeout_s=WAIT_S if in_time else 0.01)
+        runtime = Runtime(config, world=world)
+        await runtime.__aenter__()
+        await runtime.register_kv_caches(producer.kv_caches, producer.layout)
+        loading = asyncio.create_task(runtime.load_blocks(load_request(lease)))
+        await until(lambda: late.reads)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        (quarantine,) = runtime.quarantines
+        closing = asyncio.create_task(runtime.aclose())
+        if in_time:
+            with pytest.raises(RuntimeBroken, match="the transfer poller ended"):
+                await quarantine.settled()
+            late.all_landed.set()
+            await closing
+            assert quarantine.safe
+            await quarantine.settled()
+            assert_closed(runtime.statistics())
+        else:
+            with pytest.raises(RuntimeBroken, match="have not stopped"):
+                await closing
+            assert not quarantine.safe
+        await lease.revoke()
