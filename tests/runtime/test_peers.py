@@ -336,6 +336,17 @@ async def test_an_unknown_incarnation_asks_once_and_disturbs_nobody(pair: Script
     assert (await pair.let_go(load)).blocks == 1
 
 
+async def test_a_connected_consumer_needs_no_side_channel(pair: ScriptedPair) -> None:
+    """Also not to find out that a lease has ended."""
+    await pair.load(pair.offer([3], "first"))
+    pair.scripted.channel.mute = (messages.MetadataRequest, messages.LeaseRequest, messages.ReleaseRequest)
+    lease = pair.offer([4])
+    await pair.load(lease)
+    assert await lease is LeaseOutcome.READ
+    await pair.fails(LeaseExpired, lease)
+    assert pair.questions == 1
+
+
 # --- eviction
 
 
