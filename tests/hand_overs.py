@@ -153,12 +153,7 @@ async def open_consumer(stack: AsyncExitStack, case: HandOver, world: World | No
 
 
 async def _open_engine(
-    stack: AsyncExitStack,
-    case: HandOver,
-    side: int,
-    dp_rank: int,
-    port: int,
-    world: World | None,
+    stack: AsyncExitStack, case: HandOver, side: int, dp_rank: int, port: int, world: World | None
 ) -> list[_Rank]:
     """A registered runtime for each rank of one replica."""
     engine, fill = (case.consumer, CONSUMER_FILL) if side else (case.producer, PRODUCER_FILL)

@@ -8,15 +8,7 @@ from dataclasses import replace
 import pytest
 from engine_main import BLOCK_BYTES, EngineSetup
 from engine_process import EngineProcess, Engines
-from hand_over import (
-    BLOCKS,
-    assert_healthy,
-    hand_over,
-    how_it_ended,
-    pass_deadline,
-    pass_handshake,
-    start_load,
-)
+from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, pass_deadline, pass_handshake, start_load
 from networks import Cable, cable
 
 pytestmark = pytest.mark.nixl

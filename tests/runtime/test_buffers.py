@@ -31,13 +31,7 @@ from kvflow.runtime.memory.copies import copy_blocks
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.memory.pool import Pool
 from kvflow.runtime.world import World
-from kvflow.testing import (
-    CacheSize,
-    InprocCluster,
-    TestEngine,
-    assert_closed,
-    assert_loaded,
-)
+from kvflow.testing import CacheSize, InprocCluster, TestEngine, assert_closed, assert_loaded
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import Engine, open_engine
 from kvflow.transport.inproc import InprocNetwork, InprocTransport

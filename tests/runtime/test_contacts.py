@@ -1,4 +1,4 @@
-"""Turns of first contacts, without peers."""
+"""Turns of first contacts, without peers; whose turn it is decides `core/policy/contacts.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvflow import Config, Limits
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.protocol.addresses import Address
-from kvflow.errors import Overloaded, PeerUnreachable
+from kvflow.errors import PeerUnreachable
 from kvflow.runtime.peers.contacts import FirstContacts
 
 CONFIG = Config(engine_id="any", handshake_timeout_s=5.0, limits=Limits(first_contacts_max=2))
@@ -67,17 +67,6 @@ async def asking(names: str = "") -> AsyncIterator[tuple[Questions, dict[str, as
 
 
 @in_virtual_time
-async def test_who_answers_makes_room_for_who_came_last() -> None:
-    async with asking("abcd") as (questions, tasks):
-        assert list(questions.begun) == ["a", "b"]
-        for answered, begun in (("a", "d"), ("b", "c"), ("d", "c"), ("c", "c")):
-            questions.answer(answered)
-            await tasks[answered]
-            await turns_settle()
-            assert list(questions.begun)[-1] == begun
-
-
-@in_virtual_time
 async def test_silence_makes_way_one_after_the_other() -> None:
     async with asking("ab") as (questions, tasks):
         await pass_time(10 * PATIENCE_S)
@@ -92,30 +81,6 @@ async def test_silence_makes_way_one_after_the_other() -> None:
         for name in "bc":
             questions.answer(name)
             await tasks[name]
-
-
-@in_virtual_time
-async def test_who_is_not_wanted_any_more_makes_way_at_once() -> None:
-    async with asking("abc") as (questions, tasks):
-        questions.begun["b"].wanted = False
-        questions.contacts.look()
-        await turns_settle()
-        assert isinstance(tasks["b"].exception(), PeerUnreachable)
-        for name in "ac":
-            questions.answer(name)
-            await tasks[name]
-
-
-@in_virtual_time
-async def test_who_is_always_passed_is_told_that_there_was_no_turn() -> None:
-    async with asking("ab") as (questions, tasks):
-        tasks["unlucky"] = questions.ask("unlucky")
-        for at in range(60):
-            tasks[str(at)] = questions.ask(f"later-{at}")
-            await pass_time(0.1)
-        with pytest.raises(Overloaded, match=r"no turn to ask it within 5\.0 s: 2 other .*first_contacts_max"):
-            await tasks["unlucky"]
-        assert "unlucky" not in questions.begun
 
 
 @pytest.mark.parametrize("given_up", ["a", "c"], ids=["under way", "waiting"])

@@ -7,11 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 import pytest
-import torch
-from pairs import EnginePair, engine_world, open_pair, virtual_pair
-from tests_support import PATIENT, in_virtual_time, limited, small_cache, until
+from pairs import EnginePair, open_pair, virtual_pair
+from tests_support import PATIENT, in_virtual_time, limited, until
 
-from kvflow import Config, LoadReport, Runtime, ServeRequest
+from kvflow import LoadReport
 from kvflow.errors import DeadlineExceeded, Overloaded, RuntimeClosed, TransferFailed
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
@@ -106,23 +105,6 @@ async def test_a_smaller_priority_is_read_first(narrow: EnginePair) -> None:
     assert await step(narrow, *tasks) == [0, 2, 0, 1]
 
 
-async def test_a_peer_without_room_does_not_hold_up_another(narrow: EnginePair) -> None:
-    config = Config(engine_id="producer-2", listen="tcp://127.0.0.1:0", transport="inproc")
-    async with Runtime(config, world=engine_world(narrow)) as runtime:
-        kv_caches, layout = small_cache(fill=7.0)
-        await runtime.register_kv_caches(kv_caches, layout)
-        held, waiting = await start_in_order(narrow, ([0], 0), ([4], 0))
-        lease = runtime.serve_blocks(ServeRequest("elsewhere", block_ids=[3], num_tokens=4))
-        elsewhere = narrow.start(lease, [8], priority=9)
-        await until_reads_ask(narrow, 3)
-        assert [load_of(narrow, read) for read in narrow.transport.held] == [0, 2]
-        of_peers = [(peer.in_flight, peer.waiting_reads) for peer in narrow.loading.peers.values()]
-        assert sorted(of_peers) == [(ONE_BLOCK, 0), (ONE_BLOCK, 1)]
-        await step(narrow, held, waiting, elsewhere)
-        assert torch.equal(narrow.consumer.kv_caches["layers.0"][:, 8], kv_caches["layers.0"][:, 3])
-        await lease
-
-
 async def test_all_peers_together_are_bounded() -> None:
     limit = limited(replace(ONE_BY_ONE, in_flight_bytes_max=2 * BLOCK_BYTES), peer_in_flight_reads_max=8)
     async with open_pair(limit, consumer=STILL) as pair:
@@ -132,17 +114,6 @@ async def test_all_peers_together_are_bounded() -> None:
         assert pair.loading.in_flight == ONE_BLOCK
         assert await step(pair, *tasks) == [0, 1, 2]
         assert pair.loading.in_flight == (0, 0, 0)
-
-
-@pytest.mark.parametrize("limit", ["in_flight_bytes_max", "peer_in_flight_bytes_max", "peer_in_flight_descriptors_max"])
-async def test_a_slice_larger_than_a_limit_goes_alone(limit: str) -> None:
-    config = limited(ONE_BY_ONE, slices_in_flight_max=4, peer_in_flight_reads_max=8)
-    config = replace(config, **{limit: 1}) if hasattr(config, limit) else limited(config, **{limit: 1})
-    async with open_pair(config, consumer=STILL) as pair:
-        (load,) = await start_in_order(pair, ([0, 1, 2], 0))
-        await until_reads_ask(pair, 2)
-        assert len(pair.transport.held) == 1
-        assert await step(pair, load) == [0, 0, 0]
 
 
 # --- ends while waiting

@@ -101,23 +101,6 @@ async def test_how_long_a_lease_lasts(lifetime_s: float, renewed_at_s: Sequence[
         assert await lease is LeaseOutcome.EXPIRED
 
 
-async def test_renewals_that_are_late_unknown_or_duplicate_change_nothing(timed: TimedPair) -> None:
-    ended, lease = timed.offer([4], "ended"), timed.offer([3], reader_count=2)
-    ended.revoke()
-    done = messages.ReadDone(lease_id=lease.ticket.lease_id, reader="faster", numerator=1, denominator=1)
-    unknown = messages.encode(messages.Renew(lease_ids=("ab" * 16,), reader="reader"))
-    # The last one was overtaken by its reader's own end.
-    timed.deliver(renew(ended), unknown, messages.encode(done), renew(lease, "faster"))
-    await settle()
-    assert (timed.serving.late_notifications, timed.serving.renewals) == (3, 0)
-    timed.deliver(*[renew(lease)] * 3)
-    await timed.pass_time(31.0)
-    assert await lease is LeaseOutcome.EXPIRED
-    timed.deliver(renew(lease))
-    await settle()
-    assert (timed.serving.late_notifications, timed.serving.open_leases) == (4, 0)
-
-
 class EagerClock(ManualClock):
     """Its timers fire early, as those of a loop that counts milliseconds may."""
 
@@ -284,16 +267,6 @@ async def test_a_lease_that_is_over_keeps_nobody_from_waiting(timed: TimedPair) 
     assert timed.loading.renewals == 0
     with pytest.raises(RequestError, match="ticket"), timed.reader.keep_leases({}):
         raise AssertionError("not reached")
-
-
-async def test_a_connection_stays_while_requests_wait() -> None:
-    async with timed_pair(limited(BASE, peer_idle_s=50.0)) as timed:
-        lease = timed.offer([3])
-        with timed.reader.keep_leases(lease.ticket):
-            await timed.kept()
-            await timed.pass_time(300.0)
-            assert len(timed.reader.statistics().peers) == 1
-        assert not lease.done
 
 
 async def test_closing_ends_the_keeping(timed: TimedPair) -> None:

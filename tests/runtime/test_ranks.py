@@ -117,12 +117,6 @@ async def both() -> AsyncIterator[Engines]:
         yield both
 
 
-async def test_one_ranks_ticket_leads_to_the_others(both: Engines) -> None:
-    leases, _ = both.offers()
-    await both.load(leases[1].ticket)
-    await both.assert_loaded(*leases)
-
-
 async def test_a_rank_that_serves_late_is_waited_for_and_the_lease_of_the_other_is_renewed() -> None:
     clock = ManualClock()
     async with engines(clock=lambda: clock, lease_ttl_s=30.0) as both:
