@@ -109,27 +109,12 @@ class Elsewhere:
     """A tensor on a device of a kind that no transport reaches; only its engine can copy it."""
 
     inside: torch.Tensor
+    device = torch.device("xpu", 0)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("xpu", 0)
-
-    @property
-    def shape(self) -> Sequence[int]:
-        return self.inside.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.inside.dtype
-
-    def stride(self) -> Sequence[int]:
-        return self.inside.stride()
-
-    def element_size(self) -> int:
-        return self.inside.element_size()
-
-    def data_ptr(self) -> int:
-        return self.inside.data_ptr()
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("shape", "dtype", "stride", "element_size", "data_ptr"):
+            raise AttributeError(name)
+        return getattr(self.inside, name)
 
 
 class EngineCopier:

@@ -93,12 +93,15 @@ async def test_giving_up_gives_the_turn_or_the_place_back(given_up: str) -> None
         assert list(questions.begun) == (["a", "b", "d"] if given_up == "a" else ["a", "b"])
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["turn given", "turn on its way"])
 @in_virtual_time
-async def test_a_turn_that_comes_while_its_owner_gives_up_goes_to_the_next() -> None:
+async def test_a_turn_that_comes_while_its_owner_gives_up_goes_to_the_next(given: bool) -> None:
     async with asking("abcd") as (questions, tasks):
         questions.answer("a")
-        await until(lambda: tasks["a"].done())
-        tasks["d"].cancel()  # it has the turn, and does not know yet
+        if given:
+            await until(lambda: tasks["a"].done())
+        tasks["d"].cancel()  # it has the turn, and does not know yet; or has not even got it
+        assert await tasks["a"] == ""
         await turns_settle()
         assert tasks["d"].cancelled()
         assert list(questions.begun) in (["a", "b", "c"], ["a", "b", "d", "c"])

@@ -82,6 +82,7 @@ async def test_cancelling_all_tasks_settles_everybody_and_closing_leaves_nothing
             await load
         assert await lease in (LeaseOutcome.REVOKED, LeaseOutcome.READ)
         engines = (pair.producer.runtime, pair.consumer.runtime)
+        await until(lambda: all(runtime.state is not RuntimeState.OPEN for runtime in engines))
         for runtime in engines:
             with pytest.raises(RuntimeBroken, match="cancelled from outside"):
                 runtime.serve_blocks(OFFER)
