@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
 from tests_support import PATIENT, until
@@ -14,28 +14,21 @@ from kvflow.core.protocol import messages
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.testing import ManualClock
 
 PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
+READER = replace(PLAIN, engine_id="reader")
+ANSWER = messages.NoLease(ended=True)
 REQUEST = messages.MetadataRequest(reader="reader/0.0.0#1", target=messages.Target("producer", 0, 0, 0))
 
 
-class Hands:
-    """A clock that a test turns."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def now_s(self) -> float:
-        return self.now
-
-
 def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
-    return messages.NoLease(ended=True)
+    return ANSWER
 
 
 @contextlib.asynccontextmanager
-async def listening(config: Config, hands: Hands | None = None) -> AsyncIterator[ZmqListener]:
-    listener = await ZmqSideChannel(config, (hands or Hands()).now_s).listen(answer)
+async def listening(config: Config, clock: ManualClock | None = None) -> AsyncIterator[ZmqListener]:
+    listener = await ZmqSideChannel(config, (clock or ManualClock()).now_s).listen(answer)
     task = asyncio.create_task(listener.serve())
     try:
         yield listener
@@ -50,12 +43,27 @@ async def listening(config: Config, hands: Hands | None = None) -> AsyncIterator
             await task  # raises what killed it
 
 
-async def ask(config: Config, listener: ZmqListener, request: messages.Request = REQUEST) -> messages.Reply:
-    channel = ZmqSideChannel(config, Hands().now_s)
+@contextlib.contextmanager
+def asking(config: Config = PLAIN) -> Iterator[ZmqSideChannel]:
+    channel = ZmqSideChannel(config, ManualClock().now_s)
     try:
-        return await channel.ask(f"tcp://127.0.0.1:{listener.port}", request, fingerprint=b"")
+        yield channel
     finally:
         channel.close()
+
+
+def address_of(listener: ZmqListener) -> str:
+    return f"tcp://127.0.0.1:{listener.port}"
+
+
+async def ask(listener: ZmqListener, config: Config = READER, request: messages.Request = REQUEST) -> messages.Reply:
+    with asking(config) as channel:
+        return await channel.ask(address_of(listener), request, fingerprint=b"")
+
+
+async def assert_answers(listener: ZmqListener) -> None:
+    """It works for an honest reader."""
+    assert await ask(listener) == ANSWER
 
 
 async def seen(listener: ZmqListener, **expected: int) -> ListenerStatistics:

@@ -14,7 +14,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests_support import in_virtual_time, virtual_pair
+from pairs import virtual_pair
+from tests_support import in_virtual_time
 
 import kvflow
 from kvflow.runtime.peers.peer import Source

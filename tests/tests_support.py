@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ParamSpec
 
@@ -16,8 +15,7 @@ import torch
 from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
 from kvflow.core.policy.states import LeaseState, lease_open
 from kvflow.core.protocol.ticket import RankLease
-from kvflow.runtime.clock import Clock
-from kvflow.testing import InprocCluster, InprocPair, LoopClock, assert_quiet, inproc_pair, run_virtual
+from kvflow.testing import run_virtual
 
 Parameters = ParamSpec("Parameters")
 
@@ -95,25 +93,6 @@ def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Ca
         run_virtual(test(*arguments, **options))
 
     return run
-
-
-@contextlib.asynccontextmanager
-async def virtual_pair(
-    config: Config = PATIENT, *, consumer_clock: Callable[[], Clock] = LoopClock
-) -> AsyncIterator[InprocPair]:
-    """A pair for virtual time, its side channel in process too; afterwards all blocks are free again."""
-    cluster = InprocCluster()
-    producer, consumer = cluster.world(), cluster.world(clock=consumer_clock)
-    async with inproc_pair(config=config, producer_world=producer, consumer_world=consumer) as pair:
-        yield pair
-        await assert_all_ended(pair)
-
-
-async def assert_all_ended(pair: InprocPair) -> None:
-    """After a test all blocks are free again (invariant I5)."""
-    for engine in (pair.producer, pair.consumer):
-        await leases_ended(engine.runtime)
-        assert_quiet(engine.runtime.statistics())
 
 
 def small_cache(

@@ -54,16 +54,14 @@ class Call:
 class EngineProcess:
     """An engine that is being started; `ready` waits for it."""
 
-    def __init__(
-        self, setup: EngineSetup, environment: Mapping[str, str], run: Callable[..., None] = run_engine
-    ) -> None:
+    def __init__(self, setup: EngineSetup, environment: Mapping[str, str]) -> None:
         self.setup = setup
         self.engine_id = setup.engine_id
         self._commands, commands = socket.socketpair()
         self._answers_in = self._commands.makefile("rb")
         self._brake, brake = _context().Pipe()
         self._process = _context().Process(
-            target=run, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
+            target=run_engine, args=(commands, brake, setup, environment), name=setup.engine_id, daemon=True
         )
         self._process.start()
         for theirs in (commands, brake):
@@ -184,9 +182,9 @@ class Engines:
             for engine in self._started:
                 engine.close()
 
-    def start(self, *setups: EngineSetup, run: Callable[..., None] = run_engine) -> list[EngineProcess]:
+    def start(self, *setups: EngineSetup) -> list[EngineProcess]:
         """Start several at once and wait for all of them."""
-        new = [EngineProcess(setup, self._environment, run) for setup in setups]
+        new = [EngineProcess(setup, self._environment) for setup in setups]
         self._started += new
         return [engine.ready() for engine in new]
 

@@ -15,15 +15,7 @@ from enum import StrEnum
 import pytest
 from engine_main import BLOCK_BYTES, LEASE_TTL_S, EngineSetup
 from engine_process import Call, EngineError, EngineProcess, Engines
-from hand_over import (
-    BLOCKS,
-    assert_healthy,
-    hand_over,
-    how_it_ended,
-    pass_deadline,
-    pass_handshake,
-    start_load,
-)
+from hand_over import BLOCKS, assert_healthy, hand_over, how_it_ended, pass_deadline, pass_handshake, start_load
 
 pytestmark = pytest.mark.nixl
 

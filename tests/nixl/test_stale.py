@@ -9,7 +9,6 @@ from random import Random
 import pytest
 from engine_main import EngineSetup
 from engine_process import Engines
-from hand_over import BLOCKS, how_it_ended, start_load
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
@@ -18,14 +17,6 @@ BLOCKS_EACH = 2
 FIRST_TTL_S = 0.08
 TTL_STEP = 1.5
 REUSED = -2.0
-
-
-def test_a_ticket_of_an_expired_lease_is_refused(engines: Engines) -> None:
-    producer, consumer = engines.pair()
-    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS, ttl_s=0.05)
-    assert producer.call("outcome", request_id="r") == "expired"
-    producer.call("fill", block_ids=BLOCKS, value=99.0)
-    assert how_it_ended(start_load(consumer, "r", ticket)) == "LeaseExpired"
 
 
 def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines: Engines) -> None:

@@ -8,9 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 import uvloop
 from blockbuster import blockbuster_ctx
-from tests_support import PATIENT, assert_all_ended
-
-from kvflow.testing import InprocPair, inproc_pair
+from pairs import EnginePair, open_pair
 
 
 def pytest_asyncio_loop_factories(
@@ -29,8 +27,7 @@ def no_blocking_calls() -> Iterator[None]:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[InprocPair]:
+async def pair() -> AsyncIterator[EnginePair]:
     """A registered pair; after the test all blocks are free again (invariant I5)."""
-    async with inproc_pair(config=PATIENT) as pair:
+    async with open_pair() as pair:
         yield pair
-        await assert_all_ended(pair)

@@ -16,21 +16,26 @@ from tests_support import small_cache
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest, blocking
 
+OFFER = ServeRequest("req", block_ids=[3], num_tokens=4)
 kept: list[object] = []
 
 
-async def opened(transport: str) -> Runtime:
-    kv_caches, layout = small_cache()
-    runtime = Runtime(Config(engine_id="forgotten", listen="tcp://127.0.0.1:0", transport=transport))
+async def opened(transport: str, name: str = "forgotten", **size: int) -> Runtime:
+    runtime = Runtime(Config(engine_id=name, listen="tcp://127.0.0.1:0", transport=transport))
     await runtime.__aenter__()
-    await runtime.register_kv_caches(kv_caches, layout)
-    runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
+    await runtime.register_kv_caches(*small_cache(**size))
+    return runtime
+
+
+async def offering(transport: str) -> Runtime:
+    runtime = await opened(transport)
+    runtime.serve_blocks(OFFER)
     return runtime
 
 
 async def load_hangs(transport: str) -> Runtime:
     """A load that waits for a peer which never answers, so that a question is under way."""
-    runtime = await opened(transport)
+    runtime = await offering(transport)
     mute = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     lease = runtime.serve_blocks(ServeRequest("other", block_ids=[1], num_tokens=4))
     params = lease.ticket.to_params() | {"remote_engine_id": "mute", "remote_port": mute.sockets[0].getsockname()[1]}
@@ -44,14 +49,8 @@ def reading(transport: str) -> None:
     """The loop ends in the middle of a read, of which nothing can be taken back."""
 
     async def main() -> None:
-        runtimes, caches = [], []
-        for name in ("producer", "consumer"):
-            kv_caches, layout = small_cache(num_blocks=1 << 14, layers=8, block_size=16)
-            runtimes.append(Runtime(Config(engine_id=name, listen="tcp://127.0.0.1:0", transport=transport)))
-            await runtimes[-1].__aenter__()
-            await runtimes[-1].register_kv_caches(kv_caches, layout)
-            caches.append(kv_caches)
-        producer, consumer = runtimes
+        size = {"num_blocks": 1 << 14, "layers": 8, "block_size": 16}
+        producer, consumer = [await opened(transport, name, **size) for name in ("producer", "consumer")]
         blocks = range(1 << 14)
         lease = producer.serve_blocks(ServeRequest("req", block_ids=blocks, num_tokens=16 << 14))
         kept.append(consumer.start_load(LoadRequest("req", lease.ticket, blocks)))
@@ -66,13 +65,13 @@ def in_run(transport: str) -> None:
     """`asyncio.run` cancels all tasks and closes the loop; the handle goes with its coroutine."""
 
     async def main() -> None:
-        await opened(transport)
+        await offering(transport)
 
     asyncio.run(main())
 
 
 def kept_after_run(transport: str) -> None:
-    kept.append(asyncio.run(opened(transport)))
+    kept.append(asyncio.run(offering(transport)))
 
 
 def asking(transport: str) -> None:
@@ -83,7 +82,7 @@ def asking(transport: str) -> None:
 def loop_closed(transport: str) -> None:
     """The loop is closed under pending tasks."""
     loop = asyncio.new_event_loop()
-    runtime = loop.run_until_complete(opened(transport))
+    runtime = loop.run_until_complete(offering(transport))
     loop.close()
     del runtime
 
@@ -91,16 +90,15 @@ def loop_closed(transport: str) -> None:
 def loop_left(transport: str) -> None:
     """Nobody closes anything."""
     loop = asyncio.new_event_loop()
-    kept.extend((loop, loop.run_until_complete(opened(transport))))
+    kept.extend((loop, loop.run_until_complete(offering(transport))))
 
 
 def own_thread(transport: str) -> None:
     """A blocking runtime that is dropped."""
-    kv_caches, layout = small_cache()
     runtime = blocking.Runtime(Config(engine_id="forgotten", listen="tcp://127.0.0.1:0", transport=transport))
     runtime.open()
-    runtime.register_kv_caches(kv_caches, layout)
-    runtime.serve_blocks(ServeRequest("req", block_ids=[3], num_tokens=4))
+    runtime.register_kv_caches(*small_cache())
+    runtime.serve_blocks(OFFER)
 
 
 def main(way: str, transport: str) -> None:

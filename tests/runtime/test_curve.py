@@ -5,23 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
 import zmq.asyncio
-from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
-from tests_support import WAIT_S, small_cache
+from pairs import EnginePair
+from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, listening, seen
+from tests_support import WAIT_S
 
-from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
+from kvflow import Config, LeaseOutcome, Runtime
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
-from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.keyring import KeyPair, Keyring, make_key_files
-from kvflow.runtime.world import World
-from kvflow.testing import InprocNetwork, InprocTransport
+from kvflow.testing import InprocNetwork, InprocTransport, ManualClock, TestEngine
+from kvflow.testing.pair import open_engine
 
 
 @pytest.fixture
@@ -39,26 +39,18 @@ def config_of(keys: Path, engine_id: str, *, secret_of: str | None = None, folde
     return replace(PLAIN, engine_id=engine_id, curve_secret_key_file=secret, curve_peers_dir=keys)
 
 
-@contextlib.asynccontextmanager
-async def engine(config: Config, network: InprocNetwork, fill: float) -> AsyncIterator[Runtime]:
-    kv_caches, layout = small_cache(fill=fill)
-    async with Runtime(config, world=World(transport=lambda _, name: InprocTransport(name, network))) as runtime:
-        await runtime.register_kv_caches(kv_caches, layout)
-        yield runtime
-
-
 async def test_engines_that_know_each_other_load(keys: Path) -> None:
     network = InprocNetwork()
-    async with (
-        engine(config_of(keys, "producer"), network, 5.0) as producer,
-        engine(config_of(keys, "reader"), network, 0.0) as reader,
-    ):
-        lease = producer.serve_blocks(ServeRequest("req", block_ids=[2], num_tokens=4))
-        await reader.load_blocks(LoadRequest("req", ticket=lease.ticket.to_params(), block_ids=[1]))
+
+    def open_one(engine_id: str) -> AbstractAsyncContextManager[TestEngine]:
+        return open_engine(engine_id, config_of(keys, engine_id), lambda _, name: InprocTransport(name, network))
+
+    async with open_one("producer") as producer, open_one("reader") as reader:
+        pair = EnginePair(producer=producer, consumer=reader)
+        lease = pair.offer([2])
+        await pair.load(lease)
         assert await lease is LeaseOutcome.READ
-        statistics = producer.statistics().listener
-        assert statistics is not None
-        assert (statistics.answered, statistics.refused, statistics.rejected) == (1, 0, 0)
+        assert (pair.listener.answered, pair.listener.refused, pair.listener.rejected) == (1, 0, 0)
 
 
 async def test_an_answer_comes_encrypted(keys: Path) -> None:
@@ -80,10 +72,8 @@ async def test_an_answer_comes_encrypted(keys: Path) -> None:
 
         between = await asyncio.start_server(forward, "127.0.0.1", 0)
         port = between.sockets[0].getsockname()[1]
-        channel = ZmqSideChannel(config_of(keys, "reader"), Hands().now_s)
-        reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
-        channel.close()
-        assert reply == messages.NoLease(ended=True)
+        with asking(config_of(keys, "reader")) as channel:
+            assert await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"") == ANSWER
         between.close()
     assert b"CURVE" in b"".join(heard)
     for word in (b"producer", b"reader", b"get_metadata", b"no_lease"):
@@ -94,7 +84,7 @@ async def test_a_key_that_is_not_listed_is_refused_at_once(keys: Path, caplog: p
     stranger = config_of(keys, "stranger", folder=keys.parent / "strangers")
     async with listening(config_of(keys, "producer")) as listener:
         with pytest.raises(PeerRefused, match=r"CURVE: the peer does not accept our key.*stranger\.public"):
-            await ask(stranger, listener)
+            await ask(listener, stranger)
         statistics = await seen(listener, rejected=1)
     assert (statistics.answered, statistics.refused, statistics.dropped) == (0, 0, 0)
     assert "its CURVE key is in no file of curve_peers_dir" in caplog.text
@@ -104,7 +94,7 @@ async def test_a_peer_that_we_do_not_list_is_not_even_called(keys: Path) -> None
     (keys / "producer.public").unlink()
     async with listening(config_of(keys, "producer")) as listener:
         with pytest.raises(PeerRefused, match=r"CURVE: .*keys has no key of engine 'producer'"):
-            await ask(config_of(keys, "reader"), listener)
+            await ask(listener, config_of(keys, "reader"))
         assert listener.statistics.answered == 0
 
 
@@ -112,14 +102,14 @@ async def test_somebody_else_at_the_address_gets_nothing(keys: Path) -> None:
     """Who listens at a producer's address without its key cannot answer in its name, even if it is in the list."""
     async with listening(config_of(keys, "other")) as listener:
         with pytest.raises(PeerUnreachable, match=r"failed in its handshake.*our producer\.public is not the key"):
-            await ask(config_of(keys, "reader"), listener)
+            await ask(listener, config_of(keys, "reader"))
         assert (await seen(listener, rejected=1)).answered == 0
 
 
 async def test_nobody_asks_in_the_name_of_another(keys: Path) -> None:
     liar = messages.MetadataRequest(reader="reader/0.0.0#1", target=REQUEST.target)
     async with listening(config_of(keys, "producer")) as listener:
-        reply = await ask(config_of(keys, "other"), listener, liar)
+        reply = await ask(listener, config_of(keys, "other"), liar)
     assert isinstance(reply, messages.Refusal)
     assert reply.reason == "the request is in the name of 'reader', its key belongs to 'other'"
 
@@ -134,7 +124,7 @@ async def test_curve_on_one_side_only_is_said_on_both(
     async with listening(configs["producer"]) as listener, asyncio.timeout(WAIT_S):
         while listener.statistics.rejected == 0:  # the side that closes first may leave the other without a reason
             with pytest.raises(PeerUnreachable, match=f"failed in its handshake: {expected}"):
-                await ask(configs["reader"], listener)
+                await ask(listener, configs["reader"])
         assert listener.statistics.answered == 0
     assert "only one side uses CURVE" in caplog.text
 
@@ -151,50 +141,46 @@ async def test_the_first_protocols_of_zeromq_get_nothing(keys: Path) -> None:
 
 
 async def test_engines_join_and_leave_without_a_restart(keys: Path) -> None:
-    hands = Hands()
+    clock = ManualClock()
     public = keys / "other.public"
     public.rename(keys.parent / "other.public")
     other = config_of(keys, "other")
     request = messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
-    async with listening(config_of(keys, "producer"), hands) as listener:
+    async with listening(config_of(keys, "producer"), clock) as listener:
         with pytest.raises(PeerRefused, match="does not accept our key"):
-            await ask(other, listener, request)
+            await ask(listener, other, request)
         (keys.parent / "other.public").rename(public)
-        hands.now += 2
-        assert await ask(other, listener, request) == messages.NoLease(ended=True)
+        clock.advance(2)
+        assert await ask(listener, other, request) == ANSWER
         public.unlink()
-        hands.now += 2
+        clock.advance(2)
         with pytest.raises(PeerRefused, match="does not accept our key"):
-            await ask(other, listener, request)
+            await ask(listener, other, request)
 
 
 async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path) -> None:
-    hands = Hands()
-    pair = await _pair(keys, "other")
-    server = await _pair(keys, "producer")
+    clock = ManualClock()
+    server, own = [await _pair(keys, name) for name in ("producer", "other")]
+    curve = (server.public, own.public, own.secret)
     frames = messages.encode_frames(
         messages.our_header(b""), messages.MetadataRequest(reader="other/0.0.0#1", target=REQUEST.target)
     )
-    async with listening(config_of(keys, "producer"), hands) as listener:
+    async with listening(config_of(keys, "producer"), clock) as listener:
         with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
-            dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = (
-                server.public,
-                pair.public,
-                pair.secret,
-            )
-            dealer.connect(f"tcp://127.0.0.1:{listener.port}")
+            dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = curve
+            dealer.connect(address_of(listener))
             await dealer.send_multipart(frames)
             await dealer.recv_multipart()
             (keys / "other.public").unlink()
-            hands.now += 2
+            clock.advance(2)
             await dealer.send_multipart(frames)
             statistics = await seen(listener, dropped=1)
     assert statistics.answered == 1
 
 
 async def _pair(keys: Path, name: str) -> KeyPair:
-    return (await Keyring.read(name, keys / f"{name}.secret", keys, Hands().now_s)).own
+    return (await Keyring.read(name, keys / f"{name}.secret", keys, ManualClock().now_s)).own
 
 
 async def test_a_runtime_with_bad_keys_does_not_open_and_leaves_nothing(keys: Path) -> None:

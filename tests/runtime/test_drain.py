@@ -10,56 +10,57 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from scripted import ScriptedWorld
-from tests_support import PATIENT, WAIT_S, altered, assert_all_ended, limited, until
+from pairs import EnginePair, cache_of, load_request, open_pair
+from scripted import ScriptedSideChannel, ScriptedWorld
+from tests_support import PATIENT, WAIT_S, altered, limited, until
 
-from kvflow import (
-    Config,
-    DrainReport,
-    LeaseOutcome,
-    LoadRequest,
-    PeerAddress,
-    Runtime,
-    RuntimeState,
-    ServeRequest,
-)
+from kvflow import Config, DrainReport, LeaseOutcome, PeerAddress, Runtime, RuntimeState
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.states import PeerState
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerNotReady, RuntimeClosed, RuntimeDraining, TransferFailed, UsageError
-from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.world import World
-from kvflow.testing import InprocPair, inproc_pair
 
 CONFIG = replace(PATIENT, drain_timeout_s=WAIT_S, cancel_grace_s=0.05)
+FINISHED = DrainReport(finished=True)
 
 
-@dataclass(frozen=True)
-class Sides:
-    pair: InprocPair
-    producer: Runtime
-    consumer: Runtime
-    told: list[messages.Request]
-    """What the producer has asked others."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides(EnginePair):
+    channel: ScriptedSideChannel
+    """The producer's."""
 
     @property
     def goodbyes(self) -> int:
-        return sum(isinstance(one, messages.Goodbye) for one in self.told)
+        return sum(isinstance(one, messages.Goodbye) for one in self.channel.asked)
 
     @property
     def peer_state(self) -> PeerState:
         """The producer as its reader sees it."""
-        (peer,) = self.consumer.statistics().peers
+        (peer,) = self.reader.statistics().peers
         return peer.state
+
+    @property
+    def agents(self) -> int:
+        return self.reader.statistics().transport.open_peers
+
+    def goodbye(self, **changes: object) -> None:
+        """What the producer would say when it closes, or something like it, gets to the consumer."""
+        said = messages.Goodbye(
+            target=messages.Target("consumer", *Rank(0, 0, 0)),
+            sender=messages.Target("producer", *Rank(0, 0, 0)),
+            incarnation=self.writer._supervisor._incarnation,
+        )
+        header = messages.our_header(cache_of(self.reader).local.compatibility.fingerprint())
+        reply = self.reader._supervisor._answer(header, msgspec.structs.replace(said, **changes))
+        assert reply == messages.Ack()
 
 
 @contextlib.asynccontextmanager
 async def open_sides(config: Config = CONFIG) -> AsyncIterator[Sides]:
-    scripted = ScriptedWorld()
-    world = World(side_channel=scripted.channel)
-    async with inproc_pair(config=config, producer_world=world) as pair:
-        yield Sides(pair, pair.producer.runtime, pair.consumer.runtime, scripted.channel.asked)
-        await assert_all_ended(pair)
+    channel = ScriptedSideChannel()
+    async with open_pair(config, producer=World(side_channel=channel)) as pair:
+        yield Sides(producer=pair.producer, consumer=pair.consumer, channel=channel)
 
 
 @pytest.fixture
@@ -74,93 +75,78 @@ async def begin_to_drain(runtime: Runtime, deadline_s: float | None = None) -> a
     return draining
 
 
-async def test_draining_what_is_idle_is_over_at_once(sides: Sides) -> None:
-    assert await sides.producer.drain() == DrainReport(finished=True)
-    assert sides.producer.state is RuntimeState.DRAINING
-    assert await sides.producer.drain() == DrainReport(finished=True), "draining twice is fine"
-    await sides.producer.aclose()
+async def test_draining_what_is_idle_is_over_at_once_also_the_second_time(sides: Sides) -> None:
+    for _ in range(2):
+        assert await sides.writer.drain() == FINISHED
+        assert sides.writer.state is RuntimeState.DRAINING
+    await sides.writer.aclose()
     with pytest.raises(RuntimeClosed):
-        await sides.producer.drain()
+        await sides.writer.drain()
 
 
 async def test_draining_before_a_cache_is_registered() -> None:
-    config = Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc")
-    runtime = Runtime(config)
+    runtime = Runtime(Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc"))
     with pytest.raises(UsageError, match="not open yet"):
         await runtime.drain()
     async with runtime:
-        assert await runtime.drain() == DrainReport(finished=True)
-
-
-@pytest.mark.parametrize("deadline_s", [0, -1.0, float("inf"), float("nan")])
-async def test_a_deadline_that_is_none(sides: Sides, deadline_s: float) -> None:
-    with pytest.raises(UsageError, match="drain: deadline_s"):
-        await sides.producer.drain(deadline_s)
-    assert sides.producer.state is RuntimeState.OPEN
+        for deadline_s in (0, -1.0, float("inf"), float("nan")):
+            with pytest.raises(UsageError, match="drain: deadline_s"):
+                await runtime.drain(deadline_s)
+        assert runtime.state is RuntimeState.OPEN
+        assert await runtime.drain() == FINISHED
 
 
 async def test_new_work_is_refused_and_old_work_goes_on(sides: Sides) -> None:
     """Also a reader that was never connected may come, with a ticket of a lease that is open."""
-    lease, other = sides.pair.offer([3]), sides.pair.offer([4], "other")
-    draining = await begin_to_drain(sides.producer)
+    lease, other = sides.offer([3]), sides.offer([4], "other")
+    draining = await begin_to_drain(sides.writer)
     with pytest.raises(RuntimeDraining, match=r"'producer' .* drains: it takes no new work"):
-        sides.producer.serve_blocks(ServeRequest("new", block_ids=[5], num_tokens=4))
-    with pytest.raises(RuntimeDraining):
-        await sides.producer.load_blocks(LoadRequest("new", ticket=lease.ticket, block_ids=[0]))
-    with pytest.raises(RuntimeDraining):
-        await sides.producer.prewarm([])
-    assert sides.producer.address == lease.ticket.address
-    await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
-    await sides.consumer.load_blocks(sides.pair.wanted(other, [1]))
+        sides.offer([5], "new")
+    for refused in (sides.writer.load_blocks(load_request(lease)), sides.writer.prewarm([])):
+        with pytest.raises(RuntimeDraining):
+            await refused
+    assert sides.writer.address == lease.ticket.address
+    await sides.load(lease, [0])
+    await sides.load(other, [1])
     assert await draining == DrainReport(finished=True, leases_read=2)
     assert [await lease, await other] == [LeaseOutcome.READ] * 2
-    sides.pair.assert_loaded([0, 1], [3, 4])
+    sides.assert_loaded([0, 1], [3, 4])
 
 
-async def test_a_consumer_that_drains_gives_back_what_it_will_not_read(sides: Sides) -> None:
+async def test_a_consumer_that_drains_gives_back_what_it_will_not_read_and_ends_its_loads(sides: Sides) -> None:
     """That is when a decode engine's queue is of no use any more."""
-    load_held = sides.pair.offer([4], "held")
-    sides.pair.consumer.transport.faults.hold = True
-    load = sides.consumer.start_load(sides.pair.wanted(load_held, [1]))
-    await until(lambda: sides.pair.consumer.transport.held)
-    lease = sides.pair.offer([3])
-    draining = await begin_to_drain(sides.consumer)
-    assert await sides.consumer.release_blocks(lease.ticket)
+    load, lease = await sides.hold(sides.offer([4], "held"), [1]), sides.offer([3])
+    draining = await begin_to_drain(sides.reader)
+    assert await sides.reader.release_blocks(lease.ticket)
     assert await lease is LeaseOutcome.READ
-    sides.pair.consumer.transport.faults.hold = False
-    sides.pair.consumer.transport.perform()
-    await load
-    await draining
-    await load_held
+    assert (await sides.let_go(load)).blocks == 1
+    assert await draining == DrainReport(finished=True, loads_succeeded=1)
 
 
 async def test_what_is_left_at_the_deadline_is_named_in_the_log(sides: Sides, caplog: pytest.LogCaptureFixture) -> None:
-    lease = sides.pair.offer([3], "slow")
-    report = await sides.producer.drain(0.01)
-    assert report.leases_revoked == 1
+    lease = sides.offer([3], "slow")
+    assert (await sides.writer.drain(0.01)).leases_revoked == 1
     assert await lease is LeaseOutcome.REVOKED
     said = "engine 'producer': open after draining for 0.01 s, ended now: leases of ['slow'], loads of []"
     assert said in caplog.text
 
 
 async def test_readers_without_an_open_lease_are_sent_elsewhere(sides: Sides) -> None:
-    lease = sides.pair.offer([3])
-    draining = await begin_to_drain(sides.producer)
-    (result,) = await sides.consumer.prewarm([PeerAddress(engine_id="producer", address=sides.producer.address)])
+    lease = sides.offer([3])
+    draining = await begin_to_drain(sides.writer)
+    (result,) = await sides.reader.prewarm([PeerAddress(engine_id="producer", address=sides.writer.address)])
     assert isinstance(result.error, PeerNotReady)
-    with pytest.raises(PeerNotReady, match="engine 'producer' is draining"):
-        await sides.consumer.load_blocks(
-            LoadRequest("req", ticket=altered(lease.ticket, request_id="ended long ago"), block_ids=[0])
-        )
-    await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
+    ended = altered(lease.ticket, request_id="ended long ago")
+    await sides.fails(PeerNotReady, ended, match="engine 'producer' is draining")
+    await sides.load(lease)
     assert (await draining).finished
 
 
 async def test_at_the_deadline_leases_are_revoked() -> None:
     scripted = ScriptedWorld()
-    async with inproc_pair(config=CONFIG, producer_world=scripted.world) as pair:
+    async with open_pair(CONFIG, producer=scripted.world) as pair:
         short, long = pair.offer([3], "short", ttl_s=1.0), pair.offer([4], "long", ttl_s=1000.0)
-        draining = await begin_to_drain(pair.producer.runtime, 0.01)
+        draining = await begin_to_drain(pair.writer, 0.01)
         scripted.clock.advance(2.0)
         while not draining.done():  # blocks are held for a moment after their lease has ended
             scripted.clock.advance(CONFIG.limits.seal_hold_s)
@@ -168,56 +154,38 @@ async def test_at_the_deadline_leases_are_revoked() -> None:
             assert scripted.clock.now_s() < 1e6
         assert draining.result() == DrainReport(finished=False, leases_expired=1, leases_revoked=1)
         assert [await short, await long] == [LeaseOutcome.EXPIRED, LeaseOutcome.REVOKED]
-        assert pair.producer.runtime.state is RuntimeState.DRAINING
-
-
-async def test_draining_a_reader_waits_for_its_loads(sides: Sides) -> None:
-    transport = sides.pair.consumer.transport
-    transport.faults.hold = True
-    lease = sides.pair.offer([3])
-    load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    await until(lambda: transport.held)
-    draining = await begin_to_drain(sides.consumer)
-    transport.faults.hold = False
-    transport.perform()
-    assert (await load).blocks == 1
-    assert await draining == DrainReport(finished=True, loads_succeeded=1)
+        assert pair.writer.state is RuntimeState.DRAINING
 
 
 async def test_at_the_deadline_loads_are_ended(sides: Sides) -> None:
-    transport = sides.pair.consumer.transport
-    transport.faults.hold = True
-    lease = sides.pair.offer([3])
-    load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    await until(lambda: transport.held)
-    draining = asyncio.create_task(sides.consumer.drain(0.01))
+    load = await sides.hold(sides.offer([3]))
+    draining = asyncio.create_task(sides.reader.drain(0.01))
     with pytest.raises(RuntimeClosed):
         await load
-    transport.perform()
+    sides.transport.perform()
     assert await draining == DrainReport(finished=False, loads_failed=1)
-    lease.revoke()
 
 
 async def test_cancelling_a_drain_leaves_the_runtime_draining(sides: Sides) -> None:
-    lease = sides.pair.offer([3])
-    draining = await begin_to_drain(sides.producer, 0.001)
+    lease = sides.offer([3])
+    draining = await begin_to_drain(sides.writer, 0.001)
     draining.cancel()
     with pytest.raises(asyncio.CancelledError):
         await draining
-    assert sides.producer.state is RuntimeState.DRAINING
+    assert sides.writer.state is RuntimeState.DRAINING
     assert not lease.done, "nothing was revoked"
     with pytest.raises(RuntimeDraining):
-        sides.pair.offer([4], "new")
-    await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
-    assert (await sides.producer.drain()).finished
+        sides.offer([4], "new")
+    await sides.load(lease)
+    assert (await sides.writer.drain()).finished
 
 
 async def test_closing_in_the_middle_of_a_drain() -> None:
     """Closing has its own bound; the drain that waits is told what became of the leases."""
     async with open_sides(replace(CONFIG, drain_timeout_s=0.02)) as sides:
-        lease = sides.pair.offer([3], ttl_s=1000.0)
-        draining = await begin_to_drain(sides.producer, 1000.0)
-        await sides.producer.aclose()
+        lease = sides.offer([3], ttl_s=1000.0)
+        draining = await begin_to_drain(sides.writer, 1000.0)
+        await sides.writer.aclose()
         assert await lease is LeaseOutcome.REVOKED
         assert (await draining).leases_revoked == 1
 
@@ -226,138 +194,95 @@ async def test_closing_in_the_middle_of_a_drain() -> None:
 
 
 async def test_a_reader_goes_on_with_a_peer_that_drains_and_is_told_when_it_closes(sides: Sides) -> None:
-    first, second = sides.pair.offer([3]), sides.pair.offer([4], "second")
-    await sides.consumer.load_blocks(sides.pair.wanted(first, [0]))
-    assert sides.producer.statistics().readers == 1
-    draining = await begin_to_drain(sides.producer)
-    await sides.consumer.load_blocks(sides.pair.wanted(second, [1]))
+    second = sides.offer([4], "second")
+    await sides.load(sides.offer([3]))
+    assert sides.writer.statistics().readers == 1
+    draining = await begin_to_drain(sides.writer)
+    await sides.load(second, [1])
     assert (await draining).finished
-    assert (sides.peer_state, sides.goodbyes) == (PeerState.READY, 0)
-    assert sides.consumer.statistics().transport.open_peers == 1
-    await sides.producer.aclose()
-    (peer,) = sides.consumer.statistics().peers
+    assert (sides.peer_state, sides.goodbyes, sides.agents) == (PeerState.READY, 0, 1)
+    await sides.writer.aclose()
+    (peer,) = sides.reader.statistics().peers
     assert (peer.state, peer.failures) == (PeerState.BROKEN, 0)
-    await until(lambda: not sides.consumer.statistics().transport.open_peers)
+    await until(lambda: not sides.agents)
     assert sides.goodbyes == 1
 
 
 async def test_a_reader_is_told_once_however_often_it_asked(sides: Sides) -> None:
     for number in range(3):
-        lease = sides.pair.offer([3], f"req-{number}")
-        await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
+        lease = sides.offer([3], f"req-{number}")
+        await sides.load(lease)
         await lease
-        await sides.consumer.forget_peer("producer")
-    assert sides.producer.statistics().readers == 1
-    await sides.producer.aclose()
+        await sides.reader.forget_peer("producer")
+    assert sides.writer.statistics().readers == 1
+    await sides.writer.aclose()
     assert sides.goodbyes == 1
 
 
 async def test_a_reader_that_is_gone_does_not_delay_closing(sides: Sides) -> None:
-    lease = sides.pair.offer([3])
-    await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
+    lease = sides.offer([3])
+    await sides.load(lease)
     await lease
-    await sides.consumer.aclose()
-    await sides.producer.aclose()
-    assert sides.producer.statistics().readers == 0, "who cannot be reached is forgotten"
+    await sides.reader.aclose()
+    await sides.writer.aclose()
+    assert sides.writer.statistics().readers == 0, "who cannot be reached is forgotten"
+
+
+def reader_at(address: str, engine_id: str = "x") -> messages.Caller:
+    return messages.Caller(target=messages.Target(engine_id, 0, 0, 0), address=address)
 
 
 async def test_a_mute_reader_costs_the_bound() -> None:
     """Somebody gave an address where nothing answers."""
     async with open_sides(limited(CONFIG, goodbye_timeout_s=0.05)) as sides:
-        cache = sides.producer._supervisor.cache
-        assert cache is not None
         with socket.create_server(("127.0.0.1", 0)) as mute:
-            address = f"tcp://127.0.0.1:{mute.getsockname()[1]}"
-            cache.readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
-            await sides.producer.aclose()
+            cache_of(sides.writer).readers.remember(reader_at(f"tcp://127.0.0.1:{mute.getsockname()[1]}"))
+            await sides.writer.aclose()
         assert sides.goodbyes == 1
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"incarnation": "ffff"},
-        {"sender": messages.Target("producer", 0, 0, 1)},
-        {"sender": messages.Target("somebody", 0, 0, 0)},
-        {"sender": messages.Target("producer", 1 << 60, -1, 0)},
-    ],
-    ids=str,
-)
-async def test_a_forged_goodbye_changes_nothing(sides: Sides, changes: dict[str, object]) -> None:
-    lease = sides.pair.offer([3])
-    await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
-    true = goodbye(sides)
-    await send(sides, msgspec.structs.replace(true, **changes))
-    assert sides.peer_state is PeerState.READY
-    await send(sides, true)
+async def test_a_forged_goodbye_changes_nothing(sides: Sides) -> None:
+    await sides.load(sides.offer([3]))
+    others = [("producer", 0, 0, 1), ("somebody", 0, 0, 0), ("producer", 1 << 60, -1, 0)]
+    for changes in ({"incarnation": "ffff"}, *({"sender": messages.Target(*other)} for other in others)):
+        sides.goodbye(**changes)
+        await asyncio.sleep(0)
+        assert sides.peer_state is PeerState.READY, changes
+    sides.goodbye()
+    await asyncio.sleep(0)
     assert sides.peer_state is PeerState.BROKEN, "the true one would have been understood"
 
 
 async def test_a_forged_goodbye_costs_a_handshake_at_most_and_no_load(sides: Sides) -> None:
     """Whoever knows the incarnation may lie; a load in the middle of its read does not notice."""
-    transport = sides.pair.consumer.transport
-    transport.faults.hold = True
-    lease = sides.pair.offer([3], reader_count=2)
-    load = asyncio.create_task(sides.consumer.load_blocks(sides.pair.wanted(lease, [0])))
-    await until(lambda: transport.held)
-    await send(sides, goodbye(sides))
-    assert sides.consumer.statistics().transport.open_peers == 1
-    transport.faults.hold = False
-    transport.perform()
-    assert (await load).blocks == 1
-    assert (await sides.consumer.load_blocks(sides.pair.wanted(lease, [1]))).blocks == 1
-    lease.revoke()
+    lease = sides.offer([3], reader_count=2)
+    load = await sides.hold(lease)
+    sides.goodbye()
+    await asyncio.sleep(0)
+    assert sides.agents == 1
+    assert (await sides.let_go(load)).blocks == 1
+    assert (await sides.load(lease, [1])).blocks == 1
 
 
 async def test_readers_are_remembered_up_to_a_limit_and_only_if_they_can_be() -> None:
+    bad = ("junk", "tcp://0.0.0.0:5", "tcp://*:5", "tcp://h:0", "tcp://h:99999", "ipc:///tmp/x", "x" * 9999)
     async with open_sides(limited(CONFIG, readers_max=2)) as sides:
-        cache = sides.producer._supervisor.cache
-        assert cache is not None
-        readers: Farewells = cache.readers
-        for address in (
-            "junk",
-            "tcp://0.0.0.0:5",
-            "tcp://*:5",
-            "tcp://h:0",
-            "tcp://h:99999",
-            "ipc:///tmp/x",
-            "x" * 9999,
-        ):
-            readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=address))
-        readers.remember(messages.Caller(target=messages.Target("", 0, 0, 0), address="tcp://127.0.0.1:1"))
+        readers = cache_of(sides.writer).readers
+        for caller in (*map(reader_at, bad), reader_at("tcp://127.0.0.1:1", "")):
+            readers.remember(caller)
         assert readers.count == 0
         for port in (1, 2, 3, 3):
-            readers.remember(messages.Caller(target=messages.Target("x", 0, 0, 0), address=f"tcp://127.0.0.1:{port}"))
+            readers.remember(reader_at(f"tcp://127.0.0.1:{port}"))
         assert readers.count == 2
         await readers.tell()
         assert readers.count == 0
         assert sides.goodbyes == 2
 
 
-def goodbye(sides: Sides) -> messages.Goodbye:
-    """What the producer would say when it closes."""
-    return messages.Goodbye(
-        target=messages.Target("consumer", *Rank(0, 0, 0)),
-        sender=messages.Target("producer", *Rank(0, 0, 0)),
-        incarnation=sides.producer._supervisor._incarnation,
-    )
-
-
-async def send(sides: Sides, message: messages.Goodbye) -> None:
-    cache = sides.consumer._supervisor.cache
-    assert cache is not None
-    reply = sides.consumer._supervisor._answer(messages.our_header(cache.local.compatibility.fingerprint()), message)
-    assert reply == messages.Ack()
-    await asyncio.sleep(0)
-
-
 async def test_a_load_that_was_not_told_finds_out(sides: Sides) -> None:
     """The reader's side channel is somewhere else now: its next read fails, typed."""
-    lease, unread = sides.pair.offer([3]), sides.pair.offer([4], "unread", ttl_s=0.001)
-    await sides.consumer.load_blocks(sides.pair.wanted(lease, [0]))
-    cache = sides.producer._supervisor.cache
-    assert cache is not None
-    cache.readers._callers.clear()
-    await sides.producer.aclose()
-    with pytest.raises(TransferFailed, match="is gone"):
-        await sides.consumer.load_blocks(sides.pair.wanted(unread, [1]))
+    unread = sides.offer([4], "unread", ttl_s=0.001)
+    await sides.load(sides.offer([3]))
+    cache_of(sides.writer).readers._callers.clear()
+    await sides.writer.aclose()
+    await sides.fails(TransferFailed, unread, [1], match="is gone")

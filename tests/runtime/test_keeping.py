@@ -8,7 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from tests_support import PATIENT, in_virtual_time, limited, virtual_pair
+from pairs import virtual_pair
+from tests_support import PATIENT, in_virtual_time, limited
 
 from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState

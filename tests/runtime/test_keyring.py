@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from side_channels import Hands
 
 from kvflow.errors import ConfigError
 from kvflow.runtime.channel.keyring import Keyring, make_key_files
+from kvflow.testing import ManualClock
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
-def read(folder: Path, hands: Hands | None = None, *, engine_id: str = "ours") -> Keyring:
-    return asyncio.run(Keyring.read(engine_id, folder / "ours.secret", folder, (hands or Hands()).now_s))
+def read(folder: Path, clock: ManualClock | None = None, *, engine_id: str = "ours") -> Keyring:
+    return asyncio.run(Keyring.read(engine_id, folder / "ours.secret", folder, (clock or ManualClock()).now_s))
 
 
 def test_what_was_made_is_read(keys: Path) -> None:
     keyring = read(keys)
-    theirs = asyncio.run(Keyring.read("theirs", keys / "theirs.secret", keys, Hands().now_s))
+    theirs = asyncio.run(Keyring.read("theirs", keys / "theirs.secret", keys, ManualClock().now_s))
     assert keyring.own.public != theirs.own.public
     assert asyncio.run(keyring.key_of("theirs")) == theirs.own.public
     assert asyncio.run(keyring.engine_of(theirs.own.public)) == "theirs"
@@ -115,26 +115,26 @@ def test_our_own_public_key_has_to_be_ours(keys: Path) -> None:
 
 
 def test_the_folder_is_read_again_after_a_second(keys: Path) -> None:
-    hands = Hands()
-    keyring = read(keys, hands)
+    clock = ManualClock()
+    keyring = read(keys, clock)
     make_key_files(keys, "newcomer")
     (keys / "theirs.public").unlink()
-    hands.now += 0.9
+    clock.advance(0.9)
     assert asyncio.run(keyring.key_of("newcomer")) is None
     assert asyncio.run(keyring.key_of("theirs")) is not None
-    hands.now += 0.2
+    clock.advance(0.2)
     assert asyncio.run(keyring.key_of("newcomer")) is not None
     assert asyncio.run(keyring.key_of("theirs")) is None
 
 
 def test_a_folder_that_breaks_leaves_the_keys_as_they_were(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
-    hands = Hands()
-    keyring = read(keys, hands)
+    clock = ManualClock()
+    keyring = read(keys, clock)
     (keys / "half-written.public").write_text("x")
-    hands.now += 2
+    clock.advance(2)
     assert asyncio.run(keyring.key_of("theirs")) is not None
     assert "the allowlist stays as it was: curve_peers_dir: " in caplog.text
     make_key_files(keys, "newcomer")
     (keys / "half-written.public").unlink()
-    hands.now += 2
+    clock.advance(2)
     assert asyncio.run(keyring.key_of("newcomer")) is not None

@@ -12,12 +12,13 @@ from dataclasses import replace
 import pytest
 import zmq
 import zmq.asyncio
-from side_channels import PLAIN, REQUEST, Hands, ask, listening, seen
+from side_channels import PLAIN, REQUEST, ask, assert_answers, listening, seen
 from tests_support import WAIT_S, limited
 
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel.listening import ZmqListener
+from kvflow.testing import ManualClock
 
 QUESTION = messages.encode_frames(messages.our_header(b""), REQUEST)
 
@@ -31,15 +32,23 @@ async def dealer(listener: ZmqListener, source: str = "127.0.0.1") -> AsyncItera
         yield opened
 
 
+@contextlib.asynccontextmanager
+async def connection(listener: ZmqListener) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """One without ZeroMQ on our side."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    yield reader, writer
+    writer.close()
+
+
 async def test_what_comes_too_often_is_not_answered() -> None:
-    config, hands = limited(PLAIN, side_channel_requests_per_s_max=3), Hands()
-    async with listening(config, hands) as listener, dealer(listener) as one, dealer(listener, "127.0.0.2") as two:
+    config, clock = limited(PLAIN, side_channel_requests_per_s_max=3), ManualClock()
+    async with listening(config, clock) as listener, dealer(listener) as one, dealer(listener, "127.0.0.2") as two:
         for _ in range(5):
             await one.send_multipart(QUESTION)
         await seen(listener, answered=3, over_rate=2)
         await two.send_multipart(QUESTION)  # another peer
         await seen(listener, answered=4, over_rate=2)
-        hands.now += 0.34  # a third of a second is one request
+        clock.advance(0.34)  # a third of a second is one request
         for _ in range(2):
             await one.send_multipart(QUESTION)
         await seen(listener, answered=5, over_rate=3)
@@ -52,12 +61,11 @@ async def test_nobody_can_choose_the_address_that_it_is_counted_under() -> None:
     said = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x0cPeer-Address\x00\x00\x00\x07" + b"9.9.9.9"
     async with listening(config) as listener:
         for _ in range(2):
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-            writer.write(greeting + b"\x04" + bytes([len(said)]) + said)
-            await reader.readuntil(b"READY")
-            writer.write(b"\x00\x01x")
-            await writer.drain()
-            writer.close()
+            async with connection(listener) as (reader, writer):
+                writer.write(greeting + b"\x04" + bytes([len(said)]) + said)
+                await reader.readuntil(b"READY")
+                writer.write(b"\x00\x01x")
+                await writer.drain()
         await seen(listener, dropped=1, over_rate=1)
 
 
@@ -76,8 +84,8 @@ async def test_a_request_that_is_too_large_ends_its_connection_unread() -> None:
             reader="r", target=REQUEST.target, request_id="x" * 1000, num_tokens=1, blocks_digest=b""
         )
         with pytest.raises(PeerUnreachable, match="closed the connection without an answer"):
-            await ask(replace(PLAIN, engine_id="reader"), listener, long)
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
+            await ask(listener, request=long)
+        await assert_answers(listener)
 
 
 async def test_a_flood_leaves_the_loop_its_turns() -> None:
@@ -112,13 +120,13 @@ async def test_a_flood_that_ends_in_a_reset_kills_nobody() -> None:
             raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
             writer.write((b"\x00\x01x" * 30 + ping) * 10)
             writer.transport.abort()
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
+        await assert_answers(listener)
 
 
 async def test_connections_are_counted_down_when_they_end() -> None:
     async with listening(PLAIN) as listener:
         for _ in range(3):
-            await ask(replace(PLAIN, engine_id="reader"), listener)
+            await assert_answers(listener)
         with socket.create_connection(("127.0.0.1", listener.port)) as raw:
             raw.setblocking(False)
             await seen(listener, connections=1)
@@ -134,11 +142,10 @@ async def test_connections_are_counted_down_when_they_end() -> None:
 async def test_bytes_that_are_no_message_change_nothing(data: bytes) -> None:
     """ZeroMQ hands over messages of its first protocols too, and cannot say whose they are."""
     async with listening(PLAIN) as listener:
-        _, writer = await asyncio.open_connection("127.0.0.1", listener.port)
-        writer.write(data)
-        await writer.drain()
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
-        writer.close()
+        async with connection(listener) as (_, writer):
+            writer.write(data)
+            await writer.drain()
+            await assert_answers(listener)
         await seen(listener, answered=1, refused=0, connections=0)
 
 
@@ -152,16 +159,13 @@ async def test_too_many_connections_are_all_dropped_and_the_port_stays() -> None
             with contextlib.suppress(ConnectionError):
                 await reader.read()  # what ZeroMQ says first, and the end
             writer.close()
-        assert await ask(replace(PLAIN, engine_id="reader"), listener) == messages.NoLease(ended=True)
+        await assert_answers(listener)
         assert listener.port == port
         await seen(listener, recycled=1, connections=0)
 
 
 async def test_who_never_finishes_the_handshake_is_dropped() -> None:
-    config = replace(PLAIN, handshake_timeout_s=0.05)
-    async with listening(config) as listener:
-        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+    async with listening(replace(PLAIN, handshake_timeout_s=0.05)) as listener, connection(listener) as (reader, _):
         async with asyncio.timeout(WAIT_S):
             await reader.read()
         await seen(listener, connections=0)
-        writer.close()

@@ -7,23 +7,21 @@ import contextlib
 import os
 import resource
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hand_overs import free_ports
-from side_channels import PLAIN, REQUEST, Hands, listening
+from side_channels import ANSWER, PLAIN, REQUEST, address_of, asking, listening
 from tests_support import limited, until
 
-from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
-from kvflow.runtime.channel.asking import ZmqSideChannel
 
 
 async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
     """ZeroMQ tries again; what ends the question is that the system says no as well."""
-    channel = ZmqSideChannel(PLAIN, Hands().now_s)
     probes = 0
-
     async with contextlib.AsyncExitStack() as stack:
+        channel = stack.enter_context(asking())
         port = free_ports(1)
 
         async def probe(address: str) -> None:
@@ -35,9 +33,8 @@ async def test_a_port_that_is_opened_a_moment_later_answers() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvflow.runtime.channel.asking._probe", probe)
             reply = await channel.ask(f"tcp://127.0.0.1:{port}", REQUEST, fingerprint=b"")
-        assert reply == messages.NoLease(ended=True)
+        assert reply == ANSWER
         assert probes >= 1
-    channel.close()
 
 
 async def test_many_questions_at_once() -> None:
@@ -50,42 +47,38 @@ async def test_many_questions_at_once() -> None:
         side_channel_requests_per_s_max=10**6,
     )
     async with listening(config) as listener:
-        channel = ZmqSideChannel(config, Hands().now_s)
-        address = f"tcp://127.0.0.1:{listener.port}"
-        asked = [channel.ask(address, REQUEST, fingerprint=b"") for _ in range(count)]
-        assert await asyncio.gather(*asked) == [messages.NoLease(ended=True)] * count
-        channel.close()
+        with asking(config) as channel:
+            asked = [channel.ask(address_of(listener), REQUEST, fingerprint=b"") for _ in range(count)]
+            assert await asyncio.gather(*asked) == [ANSWER] * count
 
 
 async def test_no_sockets_are_left() -> None:
     """The machine's trouble is an error like any other of a peer that cannot be asked."""
     async with listening(PLAIN) as listener:
-        channel = ZmqSideChannel(PLAIN, Hands().now_s)
-        address = f"tcp://127.0.0.1:{listener.port}"
-        assert await channel.ask(address, REQUEST, fingerprint=b"") == messages.NoLease(ended=True)
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Not as many as are used now: ZeroMQ may still be closing those of the question before.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-        try:
-            with pytest.raises(PeerUnreachable, match="Too many open files"):
-                await channel.ask(address, REQUEST, fingerprint=b"")
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert await channel.ask(address, REQUEST, fingerprint=b"") == messages.NoLease(ended=True)
-        channel.close()
+        with asking() as channel:
+            ask = partial(channel.ask, address_of(listener), REQUEST, fingerprint=b"")
+            assert await ask() == ANSWER
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            # Not as many as are used now: ZeroMQ may still be closing those of the question before.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+            try:
+                with pytest.raises(PeerUnreachable, match="Too many open files"):
+                    await ask()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert await ask() == ANSWER
 
 
 async def test_questions_under_way_outlive_the_closing_of_their_channel() -> None:
     """And the last one ends ZeroMQ's threads: nothing is left behind."""
     before = threads()
     async with listening(PLAIN) as listener:
-        channel = ZmqSideChannel(PLAIN, Hands().now_s)
-        address = f"tcp://127.0.0.1:{listener.port}"
-        asked = [asyncio.create_task(channel.ask(address, REQUEST, fingerprint=b"")) for _ in range(5)]
-        await asyncio.sleep(0)
-        channel.close()
-        channel.close()
-        assert await asyncio.gather(*asked) == [messages.NoLease(ended=True)] * 5
+        with asking() as channel:
+            ask = partial(channel.ask, address_of(listener), REQUEST, fingerprint=b"")
+            asked = [asyncio.create_task(ask()) for _ in range(5)]
+            await asyncio.sleep(0)
+            channel.close()
+        assert await asyncio.gather(*asked) == [ANSWER] * 5
     await until(lambda: threads() <= before)
 
 

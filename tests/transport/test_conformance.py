@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -60,14 +61,8 @@ def make_inproc() -> Callable[[str], Transport]:
 
 
 def make_nixl() -> Callable[[str], Transport]:
-    def make(name: str) -> Transport:
-        return NixlTransport(
-            NixlSettings(
-                agent_name=name, backend="UCX", backend_params={}, notification_poll_interval_s=0.001, prefault=True
-            )
-        )
-
-    return make
+    settings = {"backend": "UCX", "backend_params": {}, "notification_poll_interval_s": 0.001, "prefault": True}
+    return lambda name: NixlTransport(NixlSettings(agent_name=name, **settings))
 
 
 @pytest.fixture(params=[make_inproc, pytest.param(make_nixl, marks=pytest.mark.nixl)], ids=["inproc", "nixl"])
@@ -85,21 +80,22 @@ async def open_side(make: Callable[[str], Transport], name: str, fill: UInt64Arr
     return side
 
 
-@pytest.fixture
-async def ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
+@contextlib.asynccontextmanager
+async def two_ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
     writer = await open_side(make, "writer", np.arange(SIZE, dtype=np.uint64) % 251)
     reader = await open_side(make, "reader", np.full(SIZE, 255, dtype=np.uint64))
-    peer = await reader.transport.add_peer(await writer.transport.metadata())
-    yield Ends(reader, writer, peer)
+    yield Ends(reader, writer, await reader.transport.add_peer(await writer.transport.metadata()))
     for side in (reader, writer):
         await side.transport.aclose(WAIT_S)
         statistics = side.transport.statistics
-        assert (statistics.open_reads, statistics.open_peers, statistics.open_spans, statistics.open_threads) == (
-            0,
-            0,
-            0,
-            0,
-        )
+        left = (statistics.open_reads, statistics.open_peers, statistics.open_spans, statistics.open_threads)
+        assert left == (0, 0, 0, 0)
+
+
+@pytest.fixture
+async def ends(make: Callable[[str], Transport]) -> AsyncIterator[Ends]:
+    async with two_ends(make) as ends:
+        yield ends
 
 
 async def end_of(transport: Transport, count: int = 1) -> list[Event]:
@@ -126,18 +122,24 @@ async def end_of(transport: Transport, count: int = 1) -> list[Event]:
     return events
 
 
+async def read_ended(ends: Ends, *ranges: tuple[int, int, int], peer: AgentName | None = None) -> ReadEnded:
+    """How a read ends, of 8 bytes unless told otherwise."""
+    descriptors = ends.descriptors(*(ranges or [(0, 0, 8)]))
+    read = ends.reader.transport.post_read(peer or ends.peer, descriptors)
+    (event,) = await end_of(ends.reader.transport)
+    assert isinstance(event, ReadEnded)
+    assert event.read is read
+    return event
+
+
 async def test_a_read_moves_exactly_its_bytes(ends: Ends) -> None:
     ranges = [(0, 100, 50), (1000, 5000, 1), (2000, 0, 4096), (SIZE - 8, SIZE - 8, 8)]
     expected = ends.reader.buffer.copy()
     for local, remote, size in ranges:
         expected[local : local + size] = ends.writer.buffer[remote : remote + size]
-    read = ends.reader.transport.post_read(ends.peer, ends.descriptors(*ranges))
-    assert read.size_bytes == 50 + 1 + 4096 + 8
-    (event,) = await end_of(ends.reader.transport)
-    assert isinstance(event, ReadEnded)
-    assert event.read is read
-    assert event.error is None
-    assert event.post_s >= 0
+    ended = await read_ended(ends, *ranges)
+    assert (ended.read.size_bytes, ended.error) == (50 + 1 + 4096 + 8, None)
+    assert ended.post_s >= 0
     np.testing.assert_array_equal(ends.reader.buffer, expected)
 
 
@@ -158,34 +160,22 @@ async def test_many_reads_each_end_once(ends: Ends) -> None:
 async def test_ranges_outside_registered_memory_end_with_an_error(ends: Ends, side: str) -> None:
     ranges = (SIZE - 4, 0, 8) if side == "local" else (0, SIZE - 4, 8)
     before = ends.reader.buffer.copy()
-    ends.reader.transport.post_read(ends.peer, ends.descriptors(ranges))
-    (event,) = await end_of(ends.reader.transport)
-    assert isinstance(event, ReadEnded)
-    assert isinstance(event.error, TransportError)
+    assert isinstance((await read_ended(ends, ranges)).error, TransportError)
     np.testing.assert_array_equal(ends.reader.buffer, before)
     assert ends.reader.transport.statistics.reads_failed == 1
 
 
 async def test_a_read_from_an_unknown_peer_ends_with_an_error(ends: Ends) -> None:
-    ends.reader.transport.post_read(AgentName("nobody"), ends.descriptors((0, 0, 8)))
-    (event,) = await end_of(ends.reader.transport)
-    assert isinstance(event, ReadEnded)
-    assert isinstance(event.error, TransportError)
+    assert isinstance((await read_ended(ends, peer=AgentName("nobody"))).error, TransportError)
 
 
 async def test_a_peer_can_be_removed_and_added_again(ends: Ends) -> None:
     transport = ends.reader.transport
     await transport.remove_peer(ends.peer)
     assert transport.statistics.open_peers == 0
-    transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-    (event,) = await end_of(transport)
-    assert isinstance(event, ReadEnded)
-    assert event.error is not None
+    assert (await read_ended(ends)).error is not None
     assert await transport.add_peer(await ends.writer.transport.metadata()) == ends.peer
-    transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-    (event,) = await end_of(transport)
-    assert isinstance(event, ReadEnded)
-    assert event.error is None
+    assert (await read_ended(ends)).error is None
 
 
 async def test_an_addition_that_was_given_up_does_not_bar_the_next_one(ends: Ends) -> None:
@@ -199,10 +189,7 @@ async def test_an_addition_that_was_given_up_does_not_bar_the_next_one(ends: End
     if adding.cancelled():
         assert transport.statistics.open_peers == 0
         assert await transport.add_peer(metadata) == ends.peer
-    transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-    (event,) = await end_of(transport)
-    assert isinstance(event, ReadEnded)
-    assert event.error is None
+    assert (await read_ended(ends)).error is None
 
 
 async def test_notifications_arrive_in_order_and_whole(ends: Ends) -> None:
@@ -218,15 +205,13 @@ async def test_a_notification_between_reads_arrives_although_reads_go_on(ends: E
     arrival = asyncio.create_task(end_of(ends.writer.transport))
     ends.reader.transport.notify(ends.peer, b"hello")
     while not arrival.done():
-        ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-        await end_of(ends.reader.transport)
+        await read_ended(ends)
     assert await arrival == [Notified(b"hello")]
 
 
 @pytest.mark.parametrize("end", ["remove_peer", "aclose"])
 async def test_a_notification_is_sent_before_its_peer_is_forgotten(ends: Ends, end: str) -> None:
-    ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-    await end_of(ends.reader.transport)
+    await read_ended(ends)
     ends.reader.transport.notify(ends.peer, b"hello")
     await (
         ends.reader.transport.remove_peer(ends.peer) if end == "remove_peer" else ends.reader.transport.aclose(WAIT_S)
@@ -245,10 +230,7 @@ async def test_metadata_that_is_none_is_refused(ends: Ends) -> None:
     for junk in (b"", b"junk", b"\x00" * 64):
         with pytest.raises(TransportError):
             await ends.reader.transport.add_peer(junk)
-    ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-    (event,) = await end_of(ends.reader.transport)
-    assert isinstance(event, ReadEnded)
-    assert event.error is None
+    assert (await read_ended(ends)).error is None
 
 
 async def test_events_that_nobody_takes_are_kept(ends: Ends) -> None:
@@ -256,10 +238,7 @@ async def test_events_that_nobody_takes_are_kept(ends: Ends) -> None:
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.wait([waiting])
-    read = ends.reader.transport.post_read(ends.peer, ends.descriptors((0, 0, 8)))
-    (event,) = await end_of(ends.reader.transport)
-    assert isinstance(event, ReadEnded)
-    assert event.read is read
+    await read_ended(ends)
 
 
 async def test_closing_ends_the_wait_for_events_and_every_verb(make: Callable[[str], Transport]) -> None:
@@ -298,22 +277,16 @@ def assert_set(gate: threading.Event) -> None:
 @pytest.mark.nixl
 async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
     """Over shared memory posting is copying, so a small read waits for one large one at most."""
-    make = make_nixl()
-    writer = await open_side(make, "writer", np.arange(SIZE, dtype=np.uint64) % 251)
-    reader = await open_side(make, "reader", np.full(SIZE, 255, dtype=np.uint64))
-    transport = reader.transport
-    assert isinstance(transport, NixlTransport)
-    ends = Ends(reader, writer, await transport.add_peer(await writer.transport.metadata()))
-    for size in (SIZE, 8):  # the first reads of a connection have to wait for it
-        transport.post_read(ends.peer, ends.descriptors((0, 0, size)))
-        await end_of(transport)
-    gate = threading.Event()
-    transport._alive()[0].submit(lambda: assert_set(gate))
-    large = transport.post_read(ends.peer, ends.descriptors((0, 0, SIZE // 2)))
-    small = transport.post_read(ends.peer, ends.descriptors((SIZE // 2, 0, 8)))
-    assert transport.statistics.open_reads == 2
-    gate.set()
-    events = await end_of(transport, 2)
-    assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
-    for side in (reader, writer):
-        await side.transport.aclose(WAIT_S)
+    async with two_ends(make_nixl()) as ends:
+        transport = ends.reader.transport
+        assert isinstance(transport, NixlTransport)
+        for size in (SIZE, 8):  # the first reads of a connection have to wait for it
+            await read_ended(ends, (0, 0, size))
+        gate = threading.Event()
+        transport._alive()[0].submit(lambda: assert_set(gate))
+        large = transport.post_read(ends.peer, ends.descriptors((0, 0, SIZE // 2)))
+        small = transport.post_read(ends.peer, ends.descriptors((SIZE // 2, 0, 8)))
+        assert transport.statistics.open_reads == 2
+        gate.set()
+        events = await end_of(transport, 2)
+        assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]

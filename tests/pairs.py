@@ -1,0 +1,184 @@
+"""An in-process pair as tests use it: short words for what nearly every test does, and its books checked at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import pytest
+from tests_support import PATIENT, leases_ended, until
+
+from kvflow import Config, Lease, LoadReport, LoadRequest, Ticket
+from kvflow.core.policy.ledger import BlockCounts
+from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.clock import Clock
+from kvflow.runtime.consumer.load import Load, LoadingStatistics
+from kvflow.runtime.producer.lease import ServingStatistics
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.world import World
+from kvflow.testing import InprocCluster, InprocTransport, LoopClock, Pair, assert_quiet, inproc_pair
+
+Offered = Lease | Ticket | Mapping[str, Any]
+Statistics = TypeVar("Statistics")
+Failure = TypeVar("Failure", bound=Exception)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePair(Pair[InprocTransport]):
+    """A producer and a consumer that loads from it."""
+
+    @property
+    def reader(self) -> Runtime:
+        return self.consumer.runtime
+
+    @property
+    def writer(self) -> Runtime:
+        return self.producer.runtime
+
+    @property
+    def transport(self) -> InprocTransport:
+        """The consumer's: it does the reads."""
+        return self.consumer.transport
+
+    @property
+    def serving(self) -> ServingStatistics:
+        return known(self.writer.statistics().serving)
+
+    @property
+    def loading(self) -> LoadingStatistics:
+        return known(self.reader.statistics().loading)
+
+    @property
+    def listener(self) -> ListenerStatistics:
+        """The producer's."""
+        return known(self.writer.statistics().listener)
+
+    @property
+    def offered(self) -> BlockCounts:
+        """The producer's blocks."""
+        return known(self.writer.statistics().blocks)
+
+    @property
+    def wanting(self) -> BlockCounts:
+        """The consumer's blocks."""
+        return known(self.reader.statistics().blocks)
+
+    async def load(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> LoadReport:
+        """Load by a lease, or by a ticket that something was done to."""
+        return await self.reader.load_blocks(load_request(offered, block_ids, **options))
+
+    async def fails(
+        self,
+        error: type[Failure],
+        offered: Offered,
+        block_ids: Sequence[int] = (0,),
+        match: str | None = None,
+        **options: Any,
+    ) -> Failure:
+        """The error of a load that must fail so."""
+        with pytest.raises(error, match=match) as caught:
+            await self.load(offered, block_ids, **options)
+        return caught.value
+
+    def start(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> asyncio.Task[LoadReport]:
+        """The same in a task of its own."""
+        return asyncio.create_task(self.load(offered, block_ids, **options))
+
+    async def hold(self, offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> asyncio.Task[LoadReport]:
+        """A load of which a read is posted, which the transport holds, as all others from here on."""
+        self.transport.faults.hold = True
+        before = len(self.transport.held)
+        task = self.start(offered, block_ids, **options)
+        await until(lambda: len(self.transport.held) > before)
+        return task
+
+    async def let_go(self, task: asyncio.Task[LoadReport]) -> LoadReport:
+        """Perform what is held, until a load has ended."""
+        while not task.done():
+            self.transport.perform()
+            await asyncio.sleep(0)
+        self.transport.faults.hold = False
+        return await task
+
+    def release_reads(self) -> None:
+        """Perform what is held, and hold no more."""
+        self.transport.faults.hold = False
+        self.transport.perform()
+
+    async def quarantined(self, task: asyncio.Task[LoadReport]) -> Load:
+        """What a load that is cancelled now leaves, whose bytes do not stop in time."""
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled()
+        (quarantine,) = self.reader.quarantines
+        return quarantine
+
+    def revoke_all(self) -> None:
+        """End every lease of the producer, as `lease.revoke` does."""
+        cache_of(self.writer).serving.close()
+
+    def overwrite(self) -> None:
+        """The producer uses its blocks for something else."""
+        for tensor in self.producer.kv_caches.values():
+            tensor.fill_(12345.0)
+
+    async def assert_all_ended(self) -> None:
+        """What no load has ended is revoked, and then all blocks are free again (invariant I5)."""
+        for engine in (self.producer, self.consumer):
+            cache = engine.runtime._supervisor.cache
+            if cache is not None:
+                cache.serving.close()
+            await leases_ended(engine.runtime)
+            assert_quiet(engine.runtime.statistics())
+
+
+def load_request(offered: Offered, block_ids: Sequence[int] = (0,), **options: Any) -> LoadRequest:
+    """What loads so many blocks by a lease or by a ticket."""
+    if isinstance(offered, Lease):
+        return LoadRequest(offered.request_id, offered.ticket.to_params(), block_ids, **options)
+    return LoadRequest("req", offered, block_ids, **options)
+
+
+def known(statistics: Statistics | None) -> Statistics:
+    """Of a runtime that has registered its cache."""
+    assert statistics is not None
+    return statistics
+
+
+def cache_of(runtime: Runtime) -> Any:
+    """The parts of a runtime that has registered its cache."""
+    return known(runtime._supervisor.cache)
+
+
+@contextlib.asynccontextmanager
+async def open_pair(
+    config: Config = PATIENT,
+    *,
+    producer: World = World(),  # noqa: B008 - frozen
+    consumer: World = World(),  # noqa: B008 - frozen
+    **size: int,
+) -> AsyncIterator[EnginePair]:
+    """A registered pair; after the test all blocks are free again."""
+    async with inproc_pair(config=config, producer_world=producer, consumer_world=consumer, **size) as made:
+        pair = EnginePair(producer=made.producer, consumer=made.consumer)
+        yield pair
+        await pair.assert_all_ended()
+
+
+@contextlib.asynccontextmanager
+async def virtual_pair(
+    config: Config = PATIENT, *, consumer_clock: Callable[[], Clock] = LoopClock
+) -> AsyncIterator[EnginePair]:
+    """A pair for virtual time, its side channel in process too."""
+    cluster = InprocCluster()
+    async with open_pair(config, producer=cluster.world(), consumer=cluster.world(clock=consumer_clock)) as pair:
+        yield pair
+
+
+def engine_world(pair: Pair[InprocTransport], **others: Any) -> World:
+    """The world of another engine beside a pair."""
+    network = pair.consumer.transport._network
+    return replace(World(**others), transport=lambda _, name: InprocTransport(name, network))
