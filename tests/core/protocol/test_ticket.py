@@ -339,7 +339,7 @@ OUT_OF_RANGE: list[tuple[str, object]] = [
 ]
 ALSO_CALLED = {
     "seal_index": "seal_index|Expected `int`",
-    "host": "remote_host",
+    "host": r"remote_host|\bhost\b",
     "port": r"remote_port|\bport\b",
 }
 
