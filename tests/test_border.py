@@ -213,7 +213,7 @@ def use_ticket(_: Sides, **values: Any) -> Any:
         ticket.without_leases(**OTHER)
     with contextlib.suppress(RequestError):
         merge_tickets([ticket, ticket])
-    ticket.check()
+    read_ticket(ticket)
 
 
 def use_rank_lease(sides: Sides, **values: Any) -> Any:

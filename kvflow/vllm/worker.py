@@ -50,7 +50,7 @@ class WorkerHalf:
 
     def begin_loads(self, step: Step) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""
-        self._worker.begin(msgspec.structs.replace(step, save=()))
+        self._worker.begin(msgspec.structs.replace(step, save=[]))
 
     def begin_saves(self, step: Step) -> None:
         """Once the step's forward passes have been submitted; tickets leave when their results are there."""

@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -40,6 +40,8 @@ _BLOCK_IDS_OF = operator.attrgetter("block_ids")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
+
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 # Python and JSON know larger integers, but no message of ours can carry them.
 Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
@@ -245,15 +247,8 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         for ids in (self.block_ids, *(rank.block_ids for rank in ranks if rank.block_ids is not None)):
             if not isinstance(ids, tuple | list):  # msgspec would take a set, whose order is nobody's
                 raise RequestError(f"ticket: block_ids: expected a tuple of whole numbers, got {shown(ids)}")
-        values = {**msgspec.structs.asdict(self), "ranks": tuple(map(msgspec.structs.asdict, ranks))}
-        try:
-            return msgspec.convert(values, Ticket)
-        except Exception as error:
-            raise _wrong(values, error) from error
-
-    def check(self) -> None:
-        """RequestError names the field whose type or value no producer would have given."""
-        _check_values(self.typed())
+        values = msgspec.structs.asdict(self)
+        return _convert({**values, "ranks": tuple(map(msgspec.structs.asdict, ranks))}, Ticket)
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
@@ -308,8 +303,12 @@ def _check_values(ticket: Ticket) -> None:
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
 
 
+def check_lease(lease: RankLease, ticket: Ticket) -> None:
+    """RequestError names what no producer would have given: for a lease that is not the ticket's, but of its blocks."""
+    _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
+
+
 def _check_lease(lease: RankLease, ticket: Ticket) -> None:
-    """RequestError names what no producer would have given."""
     if {*map(type, _LEASE_TEXTS(lease))} != {str}:
         raise _foreign_text(lease)
     _check_place(lease.host, lease.port, lease.incarnation)
@@ -406,8 +405,7 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
             ours, theirs = getattr(first, name), getattr(ticket, name)
             if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
-    merged.check()
-    return merged
+    return read_ticket(merged)
 
 
 def checked_traceparent(value: object) -> str:
@@ -416,6 +414,14 @@ def checked_traceparent(value: object) -> str:
     if not _TRACEPARENT.fullmatch(traceparent):
         raise RequestError(f"traceparent {traceparent[:80]!a} is no W3C trace context")
     return traceparent
+
+
+def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
+    """What somebody else has filled in, as a struct whose fields are of their types."""
+    try:
+        return msgspec.convert(given, kind)
+    except Exception as error:
+        raise _wrong(given, error) from error
 
 
 def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvflow.config import Config, rank_offset
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
 from kvflow.errors import RequestError
 from tests.budgets import examples
 from tests.tests_support import each
@@ -352,6 +352,28 @@ def test_a_field_out_of_range_is_named(path: str, value: object) -> None:
     assert len(str(caught.value)) < 300
 
 
+@each(
+    "changes",
+    [
+        {"seal_index": -1},
+        {"seal_index": 1 << 63},
+        {"expires_s": float("nan")},
+        {"expires_s": float("inf")},
+        {"lease_id": "0" * 32},
+        {"lease_id": "g" * 32},
+        {"incarnation": ""},
+        {"incarnation": "x" * 1025},
+        {"block_ids": (1, 2)},
+        {"block_ids": (1, 2, 1 << 63)},
+        {"tp_rank": 2},
+    ],
+)
+def test_a_lease_that_a_rank_names_is_judged_like_those_of_tickets(changes: dict[str, Any]) -> None:
+    check_lease(SECOND, TICKET)
+    with pytest.raises(RequestError, match=rf"^ticket: .*({next(iter(changes))}|blocks)"):
+        check_lease(msgspec.structs.replace(SECOND, **changes), TICKET)
+
+
 @each("rank", [0, 1])
 @each("block_ids", [[], [1, 2], [1, 2, 3, 4]])
 def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: list[int]) -> None:
@@ -433,7 +455,7 @@ def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
 
 def test_a_rank_is_named_once() -> None:
     with pytest.raises(RequestError, match=r"^ticket: it names 3 ranks, but only 2 different ones$"):
-        msgspec.structs.replace(TICKET, ranks=(FIRST, SECOND, FIRST)).check()
+        read_ticket(msgspec.structs.replace(TICKET, ranks=(FIRST, SECOND, FIRST)))
 
 
 def test_ranks_of_large_tickets_are_looked_through_once() -> None:
