@@ -1,8 +1,9 @@
 """KVFlowConnector: kvflow as vLLM's KV connector (KVConnectorBase_V1), for producers, consumers and both.
 
 vLLM makes one object in its scheduler and one in each worker. This one says vLLM's calls in the words of who answers
-them: `connector.scheduler.ConnectorScheduler` in the scheduler's role, `worker.WorkerHalf` in the workers'. A worker's
-step never waits for a transfer, and transfers go on while no step runs.
+them: `connector.scheduler.ConnectorScheduler` in the scheduler's role, `connector.worker.ConnectorWorker` in the
+workers', on a runtime with a thread of its own. A worker's step never waits for a transfer, and transfers go on while
+no step runs.
 
 What it refuses: models whose KV cache is not one group of full attention, and caches on a device that the transport
 cannot reach.
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -25,18 +27,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Step
+from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
-from kvflow.errors import RequestError
-from kvflow.vllm.layout import block_size_of
+from kvflow.errors import ConfigError, RequestError
+from kvflow.transport.base import is_staged
+from kvflow.vllm.layout import block_size_of, layout_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
-from kvflow.vllm.settings import scheduling_of
-from kvflow.vllm.worker import WorkerHalf
+from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -75,12 +80,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        block_size = block_size_of(kv_cache_config)
+        self._block_size = block_size_of(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            config = scheduling_of(vllm_config, block_size=block_size)
-            self._scheduler = ConnectorScheduler(config, new_secret=lambda: secrets.token_hex(16))
-        else:
-            self._worker = WorkerHalf(vllm_config, block_size)
+            scheduling = scheduling_of(vllm_config, block_size=self._block_size)
+            self._scheduler = ConnectorScheduler(scheduling, new_secret=lambda: secrets.token_hex(16))
+            return
+        self._kv_format = extra_of(vllm_config).kv_format
+        config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
+        self._runtime = Runtime(config)
+        self._worker = ConnectorWorker(self._runtime)
+        self._stats = KVFlowStats()
+        self._failed_blocks: set[int] = set()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -138,13 +148,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the workers' role
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        device = next(iter(kv_caches.values())).device.type
+        if is_staged(device, self._runtime.config.staging) and device != "cpu":
+            # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
+            raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
+        layout = layout_of(kv_caches, self._vllm_config, block_size=self._block_size, kv_format=self._kv_format)
+        self._runtime.open()
+        self._runtime.register_kv_caches(kv_caches, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.begin_loads(self._step)
+        """Everything but the saves: nothing of it concerns blocks that this step computes."""
+        self._worker.begin(msgspec.structs.replace(self._step, save=[]))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled after its load."""
@@ -155,21 +172,31 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to save: readers take blocks from where they are."""
 
     def wait_for_save(self) -> None:
-        self._worker.begin_saves(self._step)
+        """Once the step's forward passes have been submitted; tickets leave when their results are there."""
+        self._worker.begin(Step(save=self._step.save))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
+        found = self._worker.collect()
+        self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
+        self._failed_blocks.update(block for failed in found.failed.values() for block in failed.block_ids)
+        return KVConnectorTransferResults(
+            finished_sending=set(found.sent), finished_recving=set(found.received), failed_recving=set(found.failed)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks()
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
         """Of the workers; the scheduler has none."""
-        return self._worker.take_stats() if self.role is KVConnectorRole.WORKER else None
+        if self.role is not KVConnectorRole.WORKER or self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, KVFlowStats()
+        return taken
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:
-            self._worker.shutdown()
+            self._runtime.close()
 
     @property
     def _step(self) -> Step:
