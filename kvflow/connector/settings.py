@@ -1,4 +1,4 @@
-"""Configuration from JSON: an engine's own configuration, checked as fields of kvflow's dataclasses.
+"""Configuration from JSON: an engine's own configuration, checked as fields of kvflow's dataclasses; classes by name.
 
 Engines hand connectors a dict that a user has written. What it may hold follows from the fields' types; a value of
 another type is a ConfigError that names its key, before anything is made of it.
@@ -6,9 +6,10 @@ another type is a ConfigError that names its key, before anything is made of it.
 
 from __future__ import annotations
 
+import importlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import lru_cache
 from os import PathLike
@@ -60,3 +61,17 @@ def _without_paths(hint: Any) -> Any:
         return hint
     kept = [member for member in typing.get_args(hint) if typing.get_origin(member) is not PathLike]
     return typing.Union[tuple(kept)]  # noqa: UP007 - there is no other way to write a union of a list
+
+
+def load_connector(name: str, module_path: str) -> Callable[..., Any]:
+    """The class of that name in a module, which is imported now: engines do not import what only others have.
+
+    Raises:
+        ConfigError: there is no such module, or no such class in it.
+    """
+    try:
+        module = importlib.import_module(module_path)
+        found: Callable[..., Any] = getattr(module, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"connector {name!r}: not found in module {module_path}: {error}") from error
+    return found

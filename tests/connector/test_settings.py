@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from kvflow import Config, Limits
-from kvflow.connector.settings import checked_fields
+from kvflow.connector.settings import checked_fields, load_connector
 from kvflow.errors import ConfigError
 from tests.tests_support import each
 
@@ -56,3 +57,11 @@ def test_whole_numbers_are_numbers_and_other_keys_are_left_alone() -> None:
     checked = checked_fields({"seconds_s": 5, "other": object()}, Some, where="extra")
     assert checked == {"seconds_s": 5.0}
     assert isinstance(checked["seconds_s"], float)
+
+
+def test_a_connector_is_found_by_name() -> None:
+    assert load_connector("OrderedDict", "collections") is collections.OrderedDict
+    with pytest.raises(ConfigError, match=r"^connector 'A': not found in module kvflow\.no_such_module: No module"):
+        load_connector("A", "kvflow.no_such_module")
+    with pytest.raises(ConfigError, match=r"^connector 'B': not found in module collections: .*'B'"):
+        load_connector("B", "collections")
