@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvflow import checks
+from kvflow.config import Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
 from kvflow.core.cache.tensors import KVCaches, checked_caches
@@ -126,7 +127,7 @@ async def _register(
     await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
     agent_metadata = await transport.metadata()
-    cache_share = cache_share_of(layout, config)
+    cache_share = _cache_share(config, layout)
     local = _local_rank(context, layout, cache_share, regions)
     ledger = BlockLedger(layout.num_blocks)
     scratch = Scratch(
@@ -165,6 +166,17 @@ async def _register(
         scratch=scratch,
         metadata=metadata,
         answers=Answers(context.clock, local, metadata, serving, peers, readers),
+    )
+
+
+def _cache_share(config: Config, layout: CacheLayout) -> CacheShare:
+    return cache_share_of(
+        layout,
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
+        model_kv_heads=config.num_kv_heads,
     )
 
 

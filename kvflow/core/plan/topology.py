@@ -76,16 +76,18 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.tp_size
 
 
-def cache_share_of(layout: CacheLayout, config: Config) -> CacheShare:
+def cache_share_of(
+    layout: CacheLayout, *, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, model_kv_heads: int | None
+) -> CacheShare:
     """What a rank with this cache holds."""
     return CacheShare(
-        tp_rank=config.tp_rank,
-        tp_size=config.tp_size,
-        pp_rank=config.pp_rank,
-        pp_size=config.pp_size,
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=pp_rank,
+        pp_size=pp_size,
         layers=layout.layer_indices,
         kv_heads=layout.num_kv_heads,
-        model_kv_heads=config.num_kv_heads or 0,
+        model_kv_heads=model_kv_heads or 0,
         latent=layout.latent,
         block_size=layout.block_size,
     )

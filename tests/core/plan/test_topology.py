@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.config import RANKS_MAX, Config
+from kvflow.config import RANKS_MAX
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
@@ -231,7 +231,7 @@ def hold(
 def test_a_cache_share_is_what_the_layout_says() -> None:
     caches = {f"layers.{index}": torch.zeros(2, 5, 4, 3, 8) for index in (12, 11)}
     layout = CacheLayout.infer(caches, order="NHD", block_size=4)
-    found = cache_share_of(layout, Config(engine_id="e", tp_rank=1, tp_size=2, pp_rank=3, pp_size=4, num_kv_heads=6))
+    found = cache_share_of(layout, tp_rank=1, tp_size=2, pp_rank=3, pp_size=4, model_kv_heads=6)
     assert found == CacheShare(
         tp_rank=1,
         tp_size=2,
@@ -245,7 +245,7 @@ def test_a_cache_share_is_what_the_layout_says() -> None:
     )
     assert found.kv_head_slots == 6
     latent = CacheLayout.infer({"l0": torch.zeros(5, 4, 8)}, order="NHD", block_size=4)
-    found = cache_share_of(latent, Config(engine_id="e"))
+    found = cache_share_of(latent, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model_kv_heads=None)
     assert (found.latent, found.kv_heads, found.model_kv_heads) == (True, 1, 0)
 
 
