@@ -64,11 +64,16 @@ class WholeBlocks:
 
     def plan(self, block_ids: BlockIds, scratch: int, device: Device) -> Descriptors:
         """Read these blocks to `scratch`: region by region, block by block, dense."""
-        remote = (self._bases[:, None] + self._strides[:, None] * block_ids).ravel()
-        return Descriptors.of(
-            local=scratch + np.arange(len(remote), dtype=np.int64) * self.extent_bytes,
-            remote=remote,
-            sizes=np.full(len(remote), self.extent_bytes, dtype=np.uint64),
+        count = len(self) * len(block_ids)
+        table = np.empty((2, count, 3), dtype=np.int64)
+        table[0, :, 0] = scratch + np.arange(count, dtype=np.int64) * self.extent_bytes
+        remote = self._bases[:, None] + self._strides[:, None] * block_ids
+        table[1, :, 0] = remote.ravel()
+        table[:, :, 1] = self.extent_bytes
+        table[0, :, 2], table[1, :, 2] = device.number, self._device.number
+        return Descriptors(
+            table=table.view(np.uint64),
+            size_bytes=count * self.extent_bytes,
             local_device=device,
             remote_device=self._device,
         )
