@@ -25,7 +25,7 @@ RANKS_MAX = 1 << 10
 
 # What a ticket may name: hosts as resolvers take them (DNS labels, or an IP address, version 6 in brackets).
 _HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|([A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}")
-_HOST_CHARS_MAX = 253
+HOST_CHARS_MAX = 253
 _KEY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+=-]{0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
@@ -38,7 +38,7 @@ def is_key_name(text: str) -> bool:
 
 def is_host(text: str) -> bool:
     """Whether `text` can be resolved or connected to; wildcards cannot."""
-    return len(text) <= _HOST_CHARS_MAX and _matches_host(text)
+    return len(text) <= HOST_CHARS_MAX and _matches_host(text)
 
 
 @lru_cache(maxsize=1024)

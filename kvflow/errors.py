@@ -131,6 +131,14 @@ class KVFlowError(Exception):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.__copy__()
 
+    def _retold(self, message: str, **attributes: str) -> Self:
+        """The same error with another message and some other attributes; this one is its cause."""
+        error = self.__copy__()
+        error.args = (message,)
+        error.__dict__.update(attributes)
+        error.__cause__ = self
+        return error
+
 
 def _unpickled(kind: type[ErrorT], arguments: tuple[Any, ...]) -> ErrorT:
     """An error as it was pickled or copied: its attributes follow, so its constructor has nothing to add."""
@@ -214,16 +222,8 @@ class PeerError(KVFlowError):
 
     def of_request(self, request_id: str, engine_id: str) -> Self:
         """The same failure as one request met it: waiters that share a handshake each get an error of their own."""
-        what = f"request {request_id!r}" if self.engine_id else f"request {request_id!r} from {engine_id!r}"
-        error = type(self)(
-            f"{what}: {self}",  # a message whose error knows the engine names it
-            peer=self.peer,
-            engine_id=engine_id,
-            request_id=request_id,
-            retry_after_s=self.retry_after_s,
-        )
-        error.__cause__ = self
-        return error
+        known = "" if self.engine_id else f" from {engine_id!r}"  # a message whose error knows the engine names it
+        return self._retold(f"request {request_id!r}{known}: {self}", request_id=request_id, engine_id=engine_id)
 
 
 class PeerUnreachable(PeerError):
@@ -273,11 +273,7 @@ class Overloaded(LoadError):
 
     def of_request(self, request_id: str, engine_id: str) -> Overloaded:
         """The same as one request met it, as with a `PeerError`; itself if it names a request."""
-        if self.request_id:
-            return self
-        error = Overloaded(f"request {request_id!r}: {self}", request_id=request_id, peer=self.peer)
-        error.__cause__ = self
-        return error
+        return self if self.request_id else self._retold(f"request {request_id!r}: {self}", request_id=request_id)
 
 
 class TransferFailed(LoadError):

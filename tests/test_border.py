@@ -213,7 +213,7 @@ def use_ticket(_: Sides, **values: Any) -> Any:
         ticket.without_leases(**OTHER)
     with contextlib.suppress(RequestError):
         merge_tickets([ticket, ticket])
-    ticket.check()
+    read_ticket(ticket)
 
 
 def use_rank_lease(sides: Sides, **values: Any) -> Any:
@@ -298,7 +298,8 @@ RIGHT: dict[type, tuple[Callable[[], dict[str, Any]], Callable[..., Any], type[I
 
 def annotations(kind: type) -> dict[str, str]:
     names = [entry.name for entry in fields(kind)] if is_dataclass(kind) else kind.__struct_fields__  # type: ignore[attr-defined]
-    return {name: kind.__annotations__[name] for name in names}
+    given = {name: text for base in reversed(kind.__mro__) for name, text in inspect.get_annotations(base).items()}
+    return {name: given[name] for name in names}
 
 
 # Messages carry these as they are: times of another machine's clock, and of any length.

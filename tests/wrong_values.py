@@ -106,11 +106,11 @@ def _no_texts() -> list[Any]:
 REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "int": lambda: [None, *_no_whole_number()],
     "int | None": _no_whole_number,
-    "Int64": lambda: [None, *_no_whole_number()],
     "float": lambda: [None, *_no_seconds()],
     "float | None": _no_seconds,
     "bool": lambda: [*_odd(), None, 0, 1, 1.0, "", "True", [], np.True_],
-    "str": lambda: [None, *_no_text()],
+    **dict.fromkeys(("Int64", "Count", "Size", "RankCount"), lambda: [None, *_no_whole_number()]),
+    **dict.fromkeys(("str", "Name", "Host", "RequestId"), lambda: [None, *_no_text()]),
     "str | None": _no_text,
     "str | PathLike[str] | None": lambda: [
         *(value for value in _no_text() if not isinstance(value, Path)),

@@ -22,7 +22,8 @@ the lease has ended; before, a preemption or an abort may take them at once, sin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from kvflow import checks
@@ -42,6 +43,11 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, UsageError
 
+_PLAIN: Mapping[str, checks.Check] = {
+    "int": partial(checks.whole, least=1, error=ConfigError),
+    "float": partial(checks.seconds, error=ConfigError),
+    "bool": partial(checks.flag, error=ConfigError),
+}
 _SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
 
 
@@ -96,11 +102,7 @@ class SchedulingConfig:
     consumes: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "fetch_tokens_min"):
-            object.__setattr__(self, name, checks.whole(getattr(self, name), name, least=1, error=ConfigError))
-        object.__setattr__(self, "lease_ttl_s", checks.seconds(self.lease_ttl_s, "lease_ttl_s", error=ConfigError))
-        for name in ("full_blocks_only", "produces", "consumes"):
-            checks.flag(getattr(self, name), name, error=ConfigError)
+        checks.settle_fields(self, _PLAIN)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,36 +119,16 @@ class _Consumer:
         return offered if self.ticket.num_tokens <= self.num_prompt_tokens else 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A prompt's lease, and when it was opened."""
-
-    save: Save
-    since_s: float
-
-
 @dataclass(slots=True, kw_only=True)
 class _Producer:
     request_id: str
     num_prompt_tokens: int
     prompt: Sequence[int] | None
-    saved: _Saved | None = None
+    saved: Save | None = None
+    """The prompt's lease."""
+    saved_s: float = 0.0
+    """When it was opened."""
     state: ProducerState = ProducerState.COMPUTING
-
-    def digest_of(self, save: Save) -> str:
-        """The digest of what is offered, for its ticket."""
-        return "" if self.prompt is None else prompt_digest(save.serve_id, self.prompt[: save.num_tokens])
-
-
-@dataclass(slots=True)
-class _NextStep:
-    keep: dict[str, Keep] = field(default_factory=dict)
-    withdraw: list[str] = field(default_factory=list)
-    abandon: list[str] = field(default_factory=list)
-    receive: list[Receive] = field(default_factory=list)
-    save: list[Save] = field(default_factory=list)
-    send: list[Send] = field(default_factory=list)
-    release: list[Release] = field(default_factory=list)
 
 
 class ConnectorScheduler:
@@ -161,7 +143,7 @@ class ConnectorScheduler:
         self._introduction: Ticket | None = None
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
-        self._next = _NextStep()
+        self._next = Step()
 
     def __repr__(self) -> str:
         return f"<ConnectorScheduler {len(self._consumers)} consumers, {len(self._producers)} producers>"
@@ -204,7 +186,7 @@ class ConnectorScheduler:
             consumer = _Consumer(request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=ticket)
             self._consumers[request_id] = consumer
             if consumer.offered_tokens:
-                self._next.keep[request_id] = Keep(request_id=request_id, ticket=consumer.ticket)
+                self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
         elif params.get("do_remote_decode") and self._config.produces:
             self._producers[request_id] = _Producer(
                 request_id=request_id, num_prompt_tokens=num_prompt_tokens, prompt=request.prompt_token_ids
@@ -261,16 +243,10 @@ class ConnectorScheduler:
             request = self._producers.get(entry.request_id)
             if request is not None and request.state is ProducerState.COMPUTING:
                 self._save_if_complete(request, entry.num_computed_tokens, block_ids, now_s)
-        work, self._next = self._next, _NextStep()
-        return Step(
-            keep=tuple(keep for keep in work.keep.values() if self._waits(keep.request_id)),
-            withdraw=tuple(work.withdraw),
-            abandon=tuple(request_id for request_id in work.abandon if request_id in self._consumers),
-            receive=tuple(work.receive),
-            save=tuple(work.save),
-            send=tuple(work.send),
-            release=tuple(work.release),
-        )
+        step, self._next = self._next, Step()
+        step.keep = [keep for keep in step.keep if self._waits(keep)]
+        step.abandon = [request_id for request_id in step.abandon if request_id in self._consumers]
+        return step
 
     def update_from_workers(self, *, received: Iterable[str] = (), sent: Iterable[str] = ()) -> None:
         """Loads that have ended, well or not, and leases that have. Ids that nobody waits for change nothing."""
@@ -300,9 +276,10 @@ class ConnectorScheduler:
             request.request_id for request in self._producers.values() if request.state is ProducerState.SENDING
         )
 
-    def _waits(self, request_id: str) -> bool:
-        """Whether a consumer has no blocks yet."""
-        return self.state_of(request_id) is ConsumerState.EXPECTED
+    def _waits(self, keep: Keep) -> bool:
+        """Whether its request has no blocks yet, and is no other one of the same name."""
+        request = self._consumers.get(keep.request_id)
+        return request is not None and request.state is ConsumerState.EXPECTED and request.ticket is keep.ticket
 
     def _consumer_finished(self, request: _Consumer) -> Finished:
         expected = request.state is ConsumerState.EXPECTED
@@ -314,19 +291,20 @@ class ConnectorScheduler:
         return Finished(request_blocks_held(request.state), None)
 
     def _producer_finished(self, request: _Producer, completed: bool, now_s: float) -> Finished:
-        saved = request.saved
-        remaining_s = saved.save.ttl_s - (now_s - saved.since_s) if saved else 0.0
-        if saved is None or self._introduction is None or not completed or remaining_s <= 0:
+        save = request.saved
+        remaining_s = save.ttl_s - (now_s - request.saved_s) if save else 0.0
+        if save is None or self._introduction is None or not completed or remaining_s <= 0:
             self._producer_fires(request, ProducerEvent.END)
             self._withdraw(request)
             return Finished(False, None)
-        save = saved.save
         ticket = self._introduction.without_leases(
             request_id=save.serve_id,
             block_ids=save.block_ids,
             num_tokens=save.num_tokens,
             ttl_s=remaining_s,
-            prompt_digest=request.digest_of(save),
+            prompt_digest=""
+            if request.prompt is None
+            else prompt_digest(save.serve_id, request.prompt[: save.num_tokens]),
         )
         if save.block_ids:
             self._producer_fires(request, ProducerEvent.SEND)
@@ -356,7 +334,7 @@ class ConnectorScheduler:
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
         )
-        request.saved = _Saved(save, now_s)
+        request.saved, request.saved_s = save, now_s
         self._producer_fires(request, ProducerEvent.SAVE)
         if save.block_ids:
             self._next.save.append(save)
@@ -367,8 +345,8 @@ class ConnectorScheduler:
 
     def _withdraw(self, request: _Producer) -> None:
         """End the lease of a prompt whose ticket nobody has."""
-        saved, request.saved = request.saved, None
-        if saved is not None and saved.save.block_ids:
+        save, request.saved = request.saved, None
+        if save is not None and save.block_ids:
             self._next.withdraw.append(request.request_id)
 
     def _consumer_fires(self, request: _Consumer, event: ConsumerEvent) -> None:

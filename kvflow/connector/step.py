@@ -1,4 +1,4 @@
-"""What an engine's scheduler hands its workers each step: frozen messages that any executor can carry.
+"""What an engine's scheduler hands its workers each step: messages that any executor can carry.
 
 A `Step` is made by `connector.scheduler` and carried out by each worker. The workers tell the engine which requests
 have been received and sent; nothing else comes back.
@@ -55,15 +55,15 @@ class Release(msgspec.Struct, frozen=True, kw_only=True):
     ticket: Ticket
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True):
+class Step(msgspec.Struct, kw_only=True):
     """One step's work, in the order in which a worker has to begin it."""
 
-    send: tuple[Send, ...] = ()
-    keep: tuple[Keep, ...] = ()
-    withdraw: tuple[str, ...] = ()
+    send: list[Send] = []
+    keep: list[Keep] = []
+    withdraw: list[str] = []
     """Requests whose leases end now: their blocks may be used for something else."""
-    receive: tuple[Receive, ...] = ()
-    abandon: tuple[str, ...] = ()
+    receive: list[Receive] = []
+    abandon: list[str] = []
     """Requests whose loads nobody wants any more. They are reported as received once no byte can land."""
-    save: tuple[Save, ...] = ()
-    release: tuple[Release, ...] = ()
+    save: list[Save] = []
+    release: list[Release] = []

@@ -1,8 +1,9 @@
 """KVFlowConnector: kvflow as vLLM's KV connector (KVConnectorBase_V1), for producers, consumers and both.
 
-vLLM makes one object in its scheduler and one in each worker. This one only says who answers which call: the
-scheduler's role is `scheduler.SchedulerHalf`, the workers' is `worker.WorkerHalf`. A worker's step never waits for a
-transfer, and transfers go on while no step runs.
+vLLM makes one object in its scheduler and one in each worker. This one says vLLM's calls in the words of who answers
+them: `connector.scheduler.ConnectorScheduler` in the scheduler's role, `connector.worker.ConnectorWorker` in the
+workers', on a runtime with a thread of its own. A worker's step never waits for a transfer, and transfers go on while
+no step runs.
 
 What it refuses: models whose KV cache is not one group of full attention, and caches on a device that the transport
 cannot reach.
@@ -10,9 +11,13 @@ cannot reach.
 
 from __future__ import annotations
 
+import secrets
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -22,14 +27,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
 
+from kvflow.blocking import Runtime
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Step
-from kvflow.core.protocol.ticket import Ticket
-from kvflow.vllm.layout import block_size_of
+from kvflow.connector.worker import ConnectorWorker
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
+from kvflow.errors import ConfigError, RequestError
+from kvflow.transport.base import is_staged
+from kvflow.vllm.layout import block_size_of, layout_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
-from kvflow.vllm.scheduler import SchedulerHalf
-from kvflow.vllm.worker import WorkerHalf
+from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -41,6 +53,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvflow")
+
+_COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 @dataclass(frozen=True)
@@ -64,11 +80,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        block_size = block_size_of(kv_cache_config)
+        self._block_size = block_size_of(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, block_size)
-        else:
-            self._worker = WorkerHalf(vllm_config, block_size)
+            scheduling = scheduling_of(vllm_config, block_size=self._block_size)
+            self._scheduler = ConnectorScheduler(scheduling, new_secret=lambda: secrets.token_hex(16))
+            return
+        self._kv_format = extra_of(vllm_config).kv_format
+        config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
+        self._runtime = Runtime(config)
+        self._worker = ConnectorWorker(self._runtime)
+        self._stats = KVFlowStats()
+        self._failed_blocks: set[int] = set()
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -80,30 +102,43 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        self._scheduler.introduce(cast(KVFlowIntroduction, entry).ticket for entry in metadata.values())
+        tickets = [cast(KVFlowIntroduction, entry).ticket for entry in metadata.values()]
+        self._scheduler.introduce(merge_tickets(tickets))
 
     def on_new_request(self, request: Request) -> None:
-        self._scheduler.add(request)
+        try:
+            self._scheduler.add(request)
+        except RequestError as error:
+            logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduler.match(request, num_computed_tokens)
+        return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduler.allocated(request, blocks, num_external_tokens)
+        self._scheduler.update_after_alloc(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return KVFlowMetadata(self._scheduler.step(scheduler_output))
+        resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
+        step = self._scheduler.build_step(
+            _scheduled(scheduler_output),
+            preempted=scheduler_output.preempted_req_ids or (),
+            block_ids=lambda request_id: resolve(request_id)[0],
+            now_s=time.monotonic(),
+        )
+        return KVFlowMetadata(step)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduler.ended(connector_output)
+        received, sent = connector_output.finished_recving, connector_output.finished_sending
+        self._scheduler.update_from_workers(received=received or (), sent=sent or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request)
+        completed = request.status in _COMPLETED
+        return self._scheduler.request_finished(request.request_id, completed=completed, now_s=time.monotonic())
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._scheduler.finished(request)
+        return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
         """What blocks hold is not valid any more, after new weights for example: nobody may read it."""
@@ -113,13 +148,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     # --- the workers' role
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker.register(kv_caches)
+        device = next(iter(kv_caches.values())).device.type
+        if is_staged(device, self._runtime.config.staging) and device != "cpu":
+            # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
+            raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
+        layout = layout_of(kv_caches, self._vllm_config, block_size=self._block_size, kv_format=self._kv_format)
+        self._runtime.open()
+        self._runtime.register_kv_caches(kv_caches, layout)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction())
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._worker.begin_loads(self._step)
+        """Everything but the saves: nothing of it concerns blocks that this step computes."""
+        self._worker.begin(msgspec.structs.replace(self._step, save=[]))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled after its load."""
@@ -130,21 +172,31 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to save: readers take blocks from where they are."""
 
     def wait_for_save(self) -> None:
-        self._worker.begin_saves(self._step)
+        """Once the step's forward passes have been submitted; tickets leave when their results are there."""
+        self._worker.begin(Step(save=self._step.save))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return self._worker.results()
+        found = self._worker.collect()
+        self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
+        self._failed_blocks.update(block for failed in found.failed.values() for block in failed.block_ids)
+        return KVConnectorTransferResults(
+            finished_sending=set(found.sent), finished_recving=set(found.received), failed_recving=set(found.failed)
+        )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.take_failed_blocks()
+        taken, self._failed_blocks = self._failed_blocks, set()
+        return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
         """Of the workers; the scheduler has none."""
-        return self._worker.take_stats() if self.role is KVConnectorRole.WORKER else None
+        if self.role is not KVConnectorRole.WORKER or self._stats.is_empty():
+            return None
+        taken, self._stats = self._stats, KVFlowStats()
+        return taken
 
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:
-            self._worker.shutdown()
+            self._runtime.close()
 
     @property
     def _step(self) -> Step:
@@ -165,3 +217,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVFlowPromMetrics:
         return KVFlowPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
+    """Every request of the step, with the tokens that it will have computed."""
+    tokens = output.num_scheduled_tokens
+    for new in output.scheduled_new_reqs:
+        yield Scheduled(new.req_id, new.num_computed_tokens + tokens[new.req_id])
+    cached = output.scheduled_cached_reqs
+    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        yield Scheduled(request_id, computed + tokens[request_id])

@@ -25,6 +25,17 @@ _SECONDS_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 _BYTES_BUCKETS = [float(1 << power) for power in range(12, 36, 2)]
 _ABANDONED = "Abandoned"
 
+# What is noted of loads and leases, by its key in the notes, and the metrics that show it.
+_HISTOGRAMS = {
+    "load_seconds": ("Duration of loads that succeeded.", _SECONDS_BUCKETS),
+    "load_wire_seconds": ("... of which bytes were under way.", _SECONDS_BUCKETS),
+    "load_bytes": ("Bytes that one load has read.", _BYTES_BUCKETS),
+}
+_COUNTERS = {
+    "load_failures": ("load_failures", "Loads that failed or were abandoned.", "reason"),
+    "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
+}
+
 
 @dataclass
 class KVFlowStats(KVConnectorStats):
@@ -35,13 +46,7 @@ class KVFlowStats(KVConnectorStats):
             self.reset()
 
     def reset(self) -> None:
-        self.data: dict[str, list[Any]] = {
-            "load_seconds": [],
-            "load_wire_seconds": [],
-            "load_bytes": [],
-            "load_failures": [],
-            "lease_outcomes": [],
-        }
+        self.data: dict[str, list[Any]] = {key: [] for key in (*_HISTOGRAMS, *_COUNTERS)}
 
     @classmethod
     def of(cls, happenings: Iterable[Happening]) -> KVFlowStats:
@@ -91,15 +96,15 @@ class KVFlowPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        seconds, sizes = _SECONDS_BUCKETS, _BYTES_BUCKETS
         self._histograms = {
-            "load_seconds": self._histogram("load_seconds", "Duration of loads that succeeded.", seconds),
-            "load_wire_seconds": self._histogram("load_wire_seconds", "... of which bytes were under way.", seconds),
-            "load_bytes": self._histogram("load_bytes", "Bytes that one load has read.", sizes),
+            key: self._histogram_cls(
+                name=f"vllm:kvflow_{key}", documentation=what, buckets=buckets, labelnames=labelnames
+            )
+            for key, (what, buckets) in _HISTOGRAMS.items()
         }
         self._counters = {
-            "load_failures": self._counter("load_failures", "Loads that failed or were abandoned.", "reason"),
-            "lease_outcomes": self._counter("leases", "Leases that have ended.", "outcome"),
+            key: self._counter_cls(name=f"vllm:kvflow_{name}", documentation=what, labelnames=[*labelnames, label])
+            for key, (name, what, label) in _COUNTERS.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -110,11 +115,3 @@ class KVFlowPromMetrics(KVConnectorPromMetrics):
         for key, counter in self._counters.items():
             for reason in transfer_stats_data[key]:
                 counter.labels(*labels, reason).inc()
-
-    def _histogram(self, name: str, what: str, buckets: list[float]) -> Any:
-        return self._histogram_cls(
-            name=f"vllm:kvflow_{name}", documentation=what, buckets=buckets, labelnames=self._labelnames
-        )
-
-    def _counter(self, name: str, what: str, label: str) -> Any:
-        return self._counter_cls(name=f"vllm:kvflow_{name}", documentation=what, labelnames=[*self._labelnames, label])

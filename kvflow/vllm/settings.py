@@ -6,7 +6,6 @@ and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ _CONFIG_KEYS = tuple(entry.name for entry in fields(Config) if entry.name not in
 
 def extra_of(vllm_config: VllmConfig) -> Extra:
     """The keys that kvflow.Config does not know. Raises ConfigError for any key that nobody knows."""
-    given = _given(vllm_config)
+    given = vllm_config.kv_transfer_config.kv_connector_extra_config
     hint = f" ({', '.join(_FROM_VLLM)} come from vLLM)" if given.keys() & set(_FROM_VLLM) else ""
     check_known(given, (*_EXTRA_KEYS, *_CONFIG_KEYS), where=_WHERE, hint=hint)
     return Extra(**checked_fields(given, Extra, where=_WHERE))
@@ -47,13 +46,13 @@ def extra_of(vllm_config: VllmConfig) -> Extra:
 
 def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """One rank's Config. Raises ConfigError."""
-    given = {key: value for key, value in _given(vllm_config).items() if key in _CONFIG_KEYS}
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
+    given = {key: value for key, value in transfer.kv_connector_extra_config.items() if key in _CONFIG_KEYS}
     values: dict[str, Any] = {
         "model": str(model.model),
         **_DEFAULTS,
         **checked_fields(given, Config, where=_WHERE),
-        "engine_id": vllm_config.kv_transfer_config.engine_id,
+        "engine_id": transfer.engine_id,
         "tp_rank": tp_rank,
         "tp_size": parallel.tensor_parallel_size,
         "dp_rank": parallel.data_parallel_index,
@@ -75,8 +74,3 @@ def scheduling_of(vllm_config: VllmConfig, *, block_size: int) -> SchedulingConf
         produces=transfer.is_kv_producer,
         consumes=transfer.is_kv_consumer,
     )
-
-
-def _given(vllm_config: VllmConfig) -> Mapping[str, Any]:
-    given: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
-    return given

@@ -153,7 +153,7 @@ def test_what_a_request_waits_for_is_kept_from_the_first_step_in_which_it_has_no
         connector.request_finished(name, completed=False, now_s=0.0)
     connector.add(consumer(10, tickets["again"], "again"))
     step = step_of(connector)
-    assert step.keep == tuple(Keep(request_id=name, ticket=tickets[name]) for name in ("waits", "again"))
+    assert step.keep == [Keep(request_id=name, ticket=tickets[name]) for name in ("waits", "again")]
     assert [release.request_id for release in step.release] == ["cached", "aborted", "again"]
     assert step_of(connector) == Step(), "it is said once"
 
@@ -231,7 +231,7 @@ def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended() -> Non
     step_of(connector)
     assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(True, None)
     assert connector.blocks_held("r")
-    assert step_of(connector) == Step(abandon=("r",))
+    assert step_of(connector) == Step(abandon=["r"])
     connector.update_from_workers(received=["r"])
     assert not connector.blocks_held("r")
     assert connector.open_requests == 0
@@ -309,7 +309,7 @@ def test_each_offer_has_a_secret_of_its_own() -> None:
     connector.add(producer(10))
     first = step_of(connector, ("r", 10)).save[0]
     again = step_of(connector, ("r", 10), preempted=["r"])
-    assert again.withdraw == ("r",)
+    assert again.withdraw == ["r"]
     assert again.save[0].serve_id != first.serve_id
     assert first.serve_id.startswith("r#secret")
 
@@ -318,7 +318,7 @@ def test_preempted_after_its_prompt_the_lease_is_withdrawn() -> None:
     connector = scheduler()
     connector.add(producer(10))
     step_of(connector, ("r", 10))
-    assert step_of(connector, preempted=["r"]) == Step(withdraw=("r",))
+    assert step_of(connector, preempted=["r"]) == Step(withdraw=["r"])
     assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
     assert step_of(connector) == Step()
 
@@ -329,7 +329,7 @@ def test_aborted_before_it_finished_nothing_is_held(saved: bool) -> None:
     connector.add(producer(10))
     step_of(connector, ("r", 10 if saved else 4))
     assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
-    assert step_of(connector) == Step(withdraw=("r",) if saved else ())
+    assert step_of(connector) == Step(withdraw=["r"] if saved else [])
     assert connector.open_requests == 0
 
 
@@ -338,7 +338,7 @@ def test_a_lease_that_has_run_out_is_not_offered() -> None:
     connector.add(producer(10))
     step_of(connector, ("r", 10), now_s=0.0)
     assert connector.request_finished("r", completed=True, now_s=10.0) == Finished(False, None)
-    assert step_of(connector) == Step(withdraw=("r",))
+    assert step_of(connector) == Step(withdraw=["r"])
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_all_leases_that_are_out_can_be_withdrawn() -> None:
     step_of(connector, ("a", 10), ("b", 10))
     connector.request_finished("a", completed=True, now_s=0.0)
     connector.withdraw_all()
-    assert step_of(connector).withdraw == ("a",)
+    assert step_of(connector).withdraw == ["a"]
     assert connector.blocks_held("a")
     connector.update_from_workers(sent=["a"])
     assert connector.state_of("a") is None

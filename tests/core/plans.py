@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, Span, map_regions
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, pair_whole
+from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
 from tests.core.caches import Cache, Recipe, Sides, recipes, sides
 
@@ -28,6 +28,13 @@ def array(ids: Sequence[int]) -> BlockIds:
 
 def regions_of(cache: Cache) -> Regions:
     return map_regions(cache.infer(), cache.tensors)
+
+
+def pair_whole(local: Regions, remote: Regions) -> BlockMap:
+    """All heads and all regions, in order: two ranks that hold the same."""
+    layers = range(len(local) // len(local.parts))
+    heads = HeadSlice(0, 0, local.block.heads)
+    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
 
 
 def pair(local: Cache, remote: Cache) -> BlockMap:

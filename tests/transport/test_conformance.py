@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from tests_support import WAIT_S
 
+from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
+from kvflow.limits import Limits
 from kvflow.transport.base import AgentName, Event, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from kvflow.transport.nixl.agents import NixlSettings
 from kvflow.transport.nixl.loop import NixlTransport
 
 CPU = Device("cpu", 0)
@@ -61,8 +62,8 @@ def make_inproc() -> Callable[[str], Transport]:
 
 
 def make_nixl() -> Callable[[str], Transport]:
-    settings = {"backend": "UCX", "backend_params": {}, "notification_poll_interval_s": 0.001, "prefault": True}
-    return lambda name: NixlTransport(NixlSettings(agent_name=name, **settings))
+    config = Config(engine_id="conformance", limits=Limits(notification_poll_interval_s=0.001))
+    return lambda name: NixlTransport(config, name)
 
 
 @pytest.fixture(params=[make_inproc, pytest.param(make_nixl, marks=pytest.mark.nixl)], ids=["inproc", "nixl"])

@@ -15,18 +15,16 @@ were not opened), SGLang 0.5.23 and one commit of TensorRT-LLM. What could not b
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvflow import checks
-from kvflow.core.cache.layout import CacheLayout, KVStyle
+from kvflow.core.cache.layout import PLAIN, CacheLayout, KVStyle
 from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, checked_caches
 from kvflow.errors import LayoutError
 
 Version: TypeAlias = tuple[int, int]
-
-PLAIN = "plain"
 
 _REPOSITORIES = {
     "vLLM": "https://github.com/vllm-project/vllm/blob/v{version}/{path}",
@@ -40,7 +38,7 @@ _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a row was read: `name` is the class or function in the file that defines the shape."""
+    """Where a row was read: `name` is what defines the shape in the file."""
 
     project: str
     version: str
@@ -64,15 +62,15 @@ class BackendLayout:
     backend: str
     style: KVStyle
     source: Source
-    order: str = "NHD"
-    memory_orders: tuple[str, ...] = ("NHD", "HND")
-    kv_formats: tuple[str, ...] = (PLAIN,)
-    byte_formats: tuple[str, ...] = ()
-    since: Version | None = None
-    until: Version | None = None
-    view: str = ""
+    order: str
+    memory_orders: tuple[str, ...]
+    kv_formats: tuple[str, ...]
+    byte_formats: tuple[str, ...]
+    since: Version | None
+    until: Version | None
+    view: str
     """What to do first to a tensor as the engine has it."""
-    needs_num_kv_heads: bool = False
+    needs_num_kv_heads: bool
     """Whether a tensor that was not viewed looks like one that was."""
 
     @property
@@ -92,261 +90,167 @@ class BackendLayout:
         return f"{self.style} {self.order} ({self.versions})"
 
 
-_BACKENDS = "vllm/v1/attention/backends/"
-_SHAPE = "{}.get_kv_cache_shape"
-_VIEWS = "vllm/v1/kv_cache_interface.py"
-
-
-def _vllm(version: str, path: str, name: str) -> Source:
-    return Source(project="vLLM", version=version, path=path, name=name)
-
-
-def _kv_first(
-    backend: str, file: str, owner: str, until: Version, *, since: Version = (0, 11), read: str = "0.20.0"
-) -> BackendLayout:
-    """vLLM's first shape, (2, B, N, H, D); only FLASH_ATTN permutes it."""
-    return BackendLayout(
-        backend=backend,
-        style=KVStyle.KV_FIRST,
-        memory_orders=("NHD", "HND") if backend == "FLASH_ATTN" else ("NHD",),
-        since=since,
-        until=until,
-        source=_vllm(read, _BACKENDS + file, _SHAPE.format(owner)),
-    )
-
-
-def _blocks_first(backend: str, file: str, owner: str, since: Version, until: Version) -> BackendLayout:
-    """(B, 2, N, H, D): FLASHINFER and TRITON_ATTN from the start, most others from 0.23 on."""
-    return BackendLayout(
-        backend=backend,
-        style=KVStyle.BLOCKS_FIRST,
-        memory_orders=("NHD", "HND") if backend in ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN") else ("NHD",),
-        since=since,
-        until=until,
-        source=_vllm("0.25.1", _BACKENDS + file, _SHAPE.format(owner)),
-    )
-
-
-def _fused(backend: str, memory_orders: tuple[str, ...] = ("NHD", "HND"), since: Version = (0, 26)) -> BackendLayout:
-    """(B, H, N, 2 * D) since 0.26, whatever the strides; since 0.29 it is the one shape of all backends."""
-    return BackendLayout(
-        backend=backend,
-        style=KVStyle.FUSED,
-        order="HND",
-        memory_orders=memory_orders,
-        since=since,
-        source=_vllm("0.33.0", _VIEWS, "create_kv_cache_views; before 0.29 the backend's get_kv_cache_shape"),
-    )
-
-
-def _mla(
-    backend: str, file: str, owner: str = "MLACommonBackend", *, since: Version = (0, 11), bytes_as: Sequence[str] = ()
-) -> BackendLayout:
-    """(B, N, D) until 0.28. After that there is an axis of one head, which vLLM's MLA layers drop themselves."""
-    in_common = owner == "MLACommonBackend"
-    path = "vllm/model_executor/layers/attention/mla_attention.py" if in_common else _BACKENDS + "mla/" + file
-    name = f"{owner}.get_kv_cache_shape (used by {file}); since 0.29 MLAAttention.bind_kv_cache"
-    return BackendLayout(
-        backend=backend,
-        style=KVStyle.MLA,
-        memory_orders=("NHD",),
-        byte_formats=tuple(bytes_as),
-        since=since,
-        view="from vLLM 0.29 on a layer is (B, 1, N, D): pass tensor.squeeze(1)",
-        source=_vllm("0.28.0", path, name),
-    )
-
-
-_PER_TOKEN_HEAD = (PLAIN, "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")
 # What vLLM's CPU kernels do to K and V inside a block depends on the instruction set (_get_attn_isa).
 _CPU_ISAS = ("amx", "neon", "rvv", "vec", "vec16", "vsx", "vxe")
 
-_FLASH = ("FLASH_ATTN", "flash_attn.py", "FlashAttentionBackend")
-_FLASHINFER = ("FLASHINFER", "flashinfer.py", "FlashInferBackend")
-_TRITON = ("TRITON_ATTN", "triton_attn.py", "TritonAttentionBackend")
-_AITER_FA = ("ROCM_AITER_FA", "rocm_aiter_fa.py", "AiterFlashAttentionBackend")
-_AITER_UNIFIED = ("ROCM_AITER_UNIFIED_ATTN", "rocm_aiter_unified_attn.py", "RocmAiterUnifiedAttentionBackend")
-_HPC = ("HPC_ATTN", "hpc_attn.py", "HpcAttentionBackend")
-_SHUFFLED = (PLAIN, "rocm_shuffle")
+# What the bytes may mean: of any dtype, and of uint8 and int8 where that is something else.
+_FORMATS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "plain": ((PLAIN,), ()),
+    "nvfp4": ((PLAIN,), (PLAIN, "nvfp4")),
+    "nvfp4_4over6": ((PLAIN,), (PLAIN, "nvfp4", "nvfp4_4over6")),
+    "token_head": ((PLAIN,), (PLAIN, "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head")),
+    "ds_mla": ((PLAIN,), ("fp8_ds_mla", "nvfp4_ds_mla")),
+    "fp8_ds_mla": ((PLAIN,), (PLAIN, "fp8_ds_mla")),
+    "diffkv": (("diffkv",), ()),  # K and V of different sizes in one last axis
+    "shuffle": ((PLAIN, "rocm_shuffle"), ()),
+    "x_packed": (("rocm_x_packed",), ()),
+    "interleaved": (("rocm_x_packed", "rocm_interleaved_v"), ()),
+    "cpu": (tuple(f"cpu_{isa}" for isa in _CPU_ISAS), ()),
+    "cpu_fused": (tuple(f"cpu_fused_{isa}" for isa in _CPU_ISAS), ()),
+}
 
-
-def _diffkv(backend: str, file: str, owner: str, since: Version) -> tuple[BackendLayout, BackendLayout]:
-    """K and V of different sizes in one last axis: (B, N, H, Dk + Dv), since 0.26 (B, H, N, Dk + Dv)."""
-    old = BackendLayout(
-        backend=backend,
-        style=KVStyle.FUSED,
-        kv_formats=("diffkv",),
-        since=since,
-        until=(0, 25),
-        source=_vllm("0.25.1", _BACKENDS + file, _SHAPE.format(owner)),
-    )
-    return old, replace(_fused(backend), kv_formats=("diffkv",))
-
-
-_CUDA_AND_COMMON = (
-    _kv_first(*_FLASH, (0, 22)),
-    _blocks_first(*_FLASH, (0, 23), (0, 25)),
-    _fused("FLASH_ATTN"),
-    replace(_blocks_first(*_FLASHINFER, (0, 11), (0, 25)), byte_formats=(PLAIN, "nvfp4")),
-    replace(_fused("FLASHINFER"), byte_formats=(PLAIN, "nvfp4", "nvfp4_4over6")),
-    replace(_blocks_first(*_TRITON, (0, 11), (0, 25)), byte_formats=_PER_TOKEN_HEAD),
-    replace(_fused("TRITON_ATTN"), byte_formats=_PER_TOKEN_HEAD),
-    _kv_first("FLEX_ATTENTION", "flex_attention.py", "FlexAttentionBackend", (0, 22)),
-    _fused("FLEX_ATTENTION", ("NHD",)),
-    _kv_first("TREE_ATTN", "tree_attn.py", "TreeAttentionBackend", (0, 20)),
-    _kv_first("XFORMERS", "xformers.py", "XFormersAttentionBackend", (0, 11), read="0.11.0"),
-    _blocks_first(*_HPC, (0, 25), (0, 28)),
-    _fused("HPC_ATTN", ("NHD",), (0, 29)),
-    *_diffkv("FLASH_ATTN_DIFFKV", "flash_attn_diffkv.py", "FlashAttentionDiffKVBackend", (0, 14)),
-    *_diffkv("TRITON_ATTN_DIFFKV", "triton_attn_diffkv.py", "TritonAttentionDiffKVBackend", (0, 24)),
-)
-
-_ROCM = (
-    # The kernels keep K as (B, H, D / x, N, x) and V as (B, H, D, N) whatever the shape says: heads come first.
-    BackendLayout(
-        backend="ROCM_ATTN",
-        style=KVStyle.KV_FIRST,
-        order="HND",
-        memory_orders=("HND",),
-        kv_formats=("rocm_x_packed",),
-        since=(0, 11),
-        until=(0, 28),
-        view="tensor.view(2, num_blocks, num_kv_heads, block_size, head_size)",
-        source=_vllm(
-            "0.28.0",
-            _BACKENDS + "rocm_attn.py",
-            "RocmAttentionBackend.get_kv_cache_shape; PagedAttention.split_kv_cache",
-        ),
-    ),
-    BackendLayout(
-        backend="ROCM_ATTN",
-        style=KVStyle.BLOCKS_FIRST,
-        order="HND",
-        memory_orders=("HND",),
-        kv_formats=("rocm_x_packed", "rocm_interleaved_v"),
-        since=(0, 29),
-        view="a layer is (B, 2, N, H * D): pass tensor.view(num_blocks, 2, num_kv_heads, block_size, head_size)",
-        source=_vllm(
-            "0.33.0", _BACKENDS + "rocm_attn.py", "RocmAttentionBackend.customize_spec; PagedAttention.split_kv_cache"
-        ),
-    ),
-    replace(_kv_first(*_AITER_FA, (0, 22)), kv_formats=_SHUFFLED),
-    replace(_blocks_first(*_AITER_FA, (0, 23), (0, 25)), kv_formats=_SHUFFLED),
-    replace(_fused("ROCM_AITER_FA", ("HND",)), kv_formats=_SHUFFLED),
-    _kv_first(*_AITER_UNIFIED, (0, 22), since=(0, 12)),
-    _blocks_first(*_AITER_UNIFIED, (0, 23), (0, 25)),
-    replace(_fused("ROCM_AITER_UNIFIED_ATTN", ("HND",)), kv_formats=_SHUFFLED),
-)
-
-_CPU_AND_TPU = (
-    BackendLayout(
-        backend="CPU_ATTN",
-        style=KVStyle.KV_FIRST,
-        order="HND",
-        memory_orders=("HND",),
-        kv_formats=tuple(f"cpu_{isa}" for isa in _CPU_ISAS),
-        since=(0, 12),
-        until=(0, 22),
-        source=_vllm("0.22.1", _BACKENDS + "cpu_attn.py", "CPUAttentionBackend.get_kv_cache_shape"),
-    ),
-    # Shaped like the other fused ones, but a head's bytes are K of all tokens, then V of all tokens.
-    replace(
-        _fused("CPU_ATTN", ("HND",), (0, 23)),
-        kv_formats=tuple(f"cpu_fused_{isa}" for isa in _CPU_ISAS),
-        source=_vllm("0.33.0", _BACKENDS + "cpu_attn.py", "CPUAttentionBackendImpl.forward; _get_attn_isa"),
-    ),
+# What to do first to a tensor as the engine has it.
+_VIEWS = {
+    "-": "",
+    "heads": "tensor.view(2, num_blocks, num_kv_heads, block_size, head_size)",
+    "split": "a layer is (B, 2, N, H * D): pass tensor.view(num_blocks, 2, num_kv_heads, block_size, head_size)",
     # K0, V0, K1, V1, ..: two neighbours of the third axis are one head of a fused cache.
-    BackendLayout(
-        backend="PALLAS",
-        style=KVStyle.FUSED,
-        memory_orders=("NHD",),
-        since=(0, 11),
-        until=(0, 13),
-        view="a layer is (B, N, 2 * H, D): pass tensor.view(num_blocks, block_size, num_kv_heads, 2 * head_size)",
-        needs_num_kv_heads=True,
-        source=_vllm("0.13.0", _BACKENDS + "pallas.py", "PallasAttentionBackend.get_kv_cache_shape; write_to_kv_cache"),
-    ),
-)
+    "pairs": "a layer is (B, N, 2 * H, D): pass tensor.view(num_blocks, block_size, num_kv_heads, 2 * head_size)",
+    "squeeze": "from vLLM 0.29 on a layer is (B, 1, N, D): pass tensor.squeeze(1)",
+    "pages": "buffers are (tokens, H, D): pass (k.view(-1, page_size, H, D), v.view(-1, page_size, H, D))",
+    "latents": "a buffer is (tokens, 1, D): pass tensor.view(-1, page_size, D)",
+}
+_NEEDS_NUM_KV_HEADS = "pairs"
 
-_MLA = (
-    _mla("FLASHMLA", "flashmla.py"),
-    _mla("CUTLASS_MLA", "cutlass_mla.py"),
-    _mla("TRITON_MLA", "triton_mla.py"),
-    _mla("FLASHINFER_MLA", "flashinfer_mla.py"),
-    _mla("FLASH_ATTN_MLA", "flashattn_mla.py"),
-    _mla("ROCM_AITER_MLA", "rocm_aiter_mla.py"),
-    _mla("ROCM_AITER_TRITON_MLA", "aiter_triton_mla.py", since=(0, 12)),
-    _mla("TOKENSPEED_MLA", "tokenspeed_mla.py", since=(0, 21)),
-    _mla("CPU_MLA", "cpu_mla.py", since=(0, 28)),
-    _mla(
-        "FLASHMLA_SPARSE",
-        "flashmla_sparse.py",
-        "FlashMLASparseBackend",
-        since=(0, 12),
-        bytes_as=("fp8_ds_mla", "nvfp4_ds_mla"),
-    ),
-    _mla("FLASHINFER_MLA_SPARSE", "flashinfer_mla_sparse.py", "FlashInferMLASparseTRTLLMBackend", since=(0, 17)),
-    _mla(
-        "FLASHINFER_MLA_SPARSE_SM120",
-        "flashinfer_mla_sparse.py",
-        "FlashInferMLASparseSM120Backend",
-        since=(0, 24),
-        bytes_as=(PLAIN, "fp8_ds_mla"),
-    ),
-    _mla("ROCM_AITER_MLA_SPARSE", "rocm_aiter_mla_sparse.py", "ROCMAiterMLASparseBackend", since=(0, 12)),
-    _mla("FLASH_ATTN_MLA_SPARSE", "flashattn_mla_sparse.py", "FlashAttnMLASparseBackend", since=(0, 25)),
-    _mla("XPU_MLA_SPARSE", "xpu_mla_sparse.py", "XPUMLASparseBackend", since=(0, 20)),
-)
-
-_SGLANG_POOLS = "sglang/srt/mem_cache/memory_pool.py"
-_TRTLLM_COMMIT = "001541bad83b84ae4c5c4a279e464572d5f690f7"
-_TRTLLM_BUFFERS = Source(
-    project="TensorRT-LLM",
-    version=_TRTLLM_COMMIT,
-    path="tensorrt_llm/_torch/pyexecutor/resource_manager.py",
-    name="KVCacheManager.get_buffers",
-)
+# What defines the shape in a file; a backend's class otherwise, by get_kv_cache_shape.
+_DEFINED_BY = {
+    "kv_cache_interface.py": "create_kv_cache_views; before 0.29 the backend's get_kv_cache_shape",
+    "mla_attention.py": "MLACommonBackend.get_kv_cache_shape; since 0.29 MLAAttention.bind_kv_cache",
+    "rocm_attn.py": "get_kv_cache_shape, since 0.29 customize_spec; PagedAttention.split_kv_cache",
+    "cpu_attn.py": "get_kv_cache_shape; CPUAttentionBackendImpl.forward; _get_attn_isa",
+    "pallas.py": "get_kv_cache_shape; write_to_kv_cache",
+    "memory_pool.py": "MHATokenToKVPool._kv_buffer_shapes, MLATokenToKVPool._create_buffers",
+    "resource_manager.py": "KVCacheManager.get_buffers",
+}
 
 
-def _sglang(backend: str, style: KVStyle, method: str, *, order: str = "NHD", view: str = "") -> BackendLayout:
-    return BackendLayout(
-        backend=backend,
-        style=style,
-        order=order,
-        memory_orders=(order,),
-        since=(0, 5),
-        view=view,
-        source=Source(project="SGLang", version="0.5.23", path=_SGLANG_POOLS, name=f"{backend}.{method}"),
-    )
-
-
-_SHARED_POOLS = (
-    _sglang(
-        "MHATokenToKVPool",
-        KVStyle.APART,
-        "_kv_buffer_shapes",
-        view="buffers are (tokens, H, D): pass (k.view(-1, page_size, H, D), v.view(-1, page_size, H, D))",
-    ),
-    _sglang("MHATokenToKVPool", KVStyle.APART, "_kv_buffer_shapes", order="HND"),
-    _sglang(
-        "MLATokenToKVPool",
-        KVStyle.MLA,
-        "_create_buffers",
-        view="a buffer is (tokens, 1, D): pass tensor.view(-1, page_size, D)",
-    ),
-    *(
-        BackendLayout(
-            backend="KVCacheManager",
-            style=KVStyle.BLOCKS_FIRST,
+def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
+    """Rows of one project; `file` is in `folder`, or counts from the root of the repository if it begins with "/"."""
+    for line in text.strip().splitlines():
+        backend, versions, style, order, strides, formats, view, read, file = line.split()
+        kv_formats, byte_formats = _FORMATS[formats]
+        since, _, until = versions.partition("-")
+        path = file.removeprefix("/") if file.startswith("/") else folder + file
+        name = _DEFINED_BY.get(path.rpartition("/")[2], "get_kv_cache_shape")
+        yield BackendLayout(
+            backend=backend,
+            style=KVStyle(style),
+            source=Source(project=project, version=read, path=path, name=name),
             order=order,
-            memory_orders=(order,),
-            source=_TRTLLM_BUFFERS,
+            memory_orders=("NHD", "HND") if strides == "any" else (strides,),
+            kv_formats=kv_formats,
+            byte_formats=byte_formats,
+            since=_parse_version(since) if since else None,
+            until=_parse_version(until) if until else None,
+            view=_VIEWS[view],
+            needs_num_kv_heads=view == _NEEDS_NUM_KV_HEADS,
         )
-        for order in ("NHD", "HND")
+
+
+def _parse_version(text: str) -> Version:
+    found = _VERSION.match(checks.text(text, "engine_version", error=LayoutError))
+    if found is None:
+        raise LayoutError(f"engine_version: expected something like '0.33.0', got {text[:80]!r}")
+    return int(found[1]), int(found[2])
+
+
+# Columns: backend, versions, style, axes, strides, bytes, view, version that was read, file.
+#
+# (2, B, N, H, D) is vLLM's first shape; (B, 2, N, H, D) that of FLASHINFER and TRITON_ATTN from the start, and of most
+# others from 0.23 on. (B, H, N, 2 * D) is what all have since 0.26 or 0.29, whatever the strides. The kernels of
+# ROCM_ATTN keep K as (B, H, D / x, N, x) and V as (B, H, D, N) whatever the shape says: heads come first. The fused
+# blocks of CPU_ATTN hold K of all tokens of a head, then V of all tokens. MLA is (B, N, D) until 0.28; after that there
+# is an axis of one head, which vLLM's MLA layers drop themselves.
+BACKEND_LAYOUTS: tuple[BackendLayout, ...] = (
+    *_rows(
+        "vLLM",
+        "vllm/v1/attention/backends/",
+        """
+FLASH_ATTN              0.11-0.22 kv_first     NHD any plain        -     0.20.0 flash_attn.py
+FLASH_ATTN              0.23-0.25 blocks_first NHD any plain        -     0.25.1 flash_attn.py
+FLASH_ATTN              0.26-     fused        HND any plain        -     0.33.0 /vllm/v1/kv_cache_interface.py
+FLASHINFER              0.11-0.25 blocks_first NHD any nvfp4        -     0.25.1 flashinfer.py
+FLASHINFER              0.26-     fused        HND any nvfp4_4over6 -     0.33.0 /vllm/v1/kv_cache_interface.py
+TRITON_ATTN             0.11-0.25 blocks_first NHD any token_head   -     0.25.1 triton_attn.py
+TRITON_ATTN             0.26-     fused        HND any token_head   -     0.33.0 /vllm/v1/kv_cache_interface.py
+FLEX_ATTENTION          0.11-0.22 kv_first     NHD NHD plain        -     0.20.0 flex_attention.py
+FLEX_ATTENTION          0.26-     fused        HND NHD plain        -     0.33.0 /vllm/v1/kv_cache_interface.py
+TREE_ATTN               0.11-0.20 kv_first     NHD NHD plain        -     0.20.0 tree_attn.py
+XFORMERS                0.11-0.11 kv_first     NHD NHD plain        -     0.11.0 xformers.py
+HPC_ATTN                0.25-0.28 blocks_first NHD NHD plain        -     0.25.1 hpc_attn.py
+HPC_ATTN                0.29-     fused        HND NHD plain        -     0.33.0 /vllm/v1/kv_cache_interface.py
+FLASH_ATTN_DIFFKV       0.14-0.25 fused        NHD any diffkv       -     0.25.1 flash_attn_diffkv.py
+FLASH_ATTN_DIFFKV       0.26-     fused        HND any diffkv       -     0.33.0 /vllm/v1/kv_cache_interface.py
+TRITON_ATTN_DIFFKV      0.24-0.25 fused        NHD any diffkv       -     0.25.1 triton_attn_diffkv.py
+TRITON_ATTN_DIFFKV      0.26-     fused        HND any diffkv       -     0.33.0 /vllm/v1/kv_cache_interface.py
+ROCM_ATTN               0.11-0.28 kv_first     HND HND x_packed     heads 0.28.0 rocm_attn.py
+ROCM_ATTN               0.29-     blocks_first HND HND interleaved  split 0.33.0 rocm_attn.py
+ROCM_AITER_FA           0.11-0.22 kv_first     NHD NHD shuffle      -     0.20.0 rocm_aiter_fa.py
+ROCM_AITER_FA           0.23-0.25 blocks_first NHD NHD shuffle      -     0.25.1 rocm_aiter_fa.py
+ROCM_AITER_FA           0.26-     fused        HND HND shuffle      -     0.33.0 /vllm/v1/kv_cache_interface.py
+ROCM_AITER_UNIFIED_ATTN 0.12-0.22 kv_first     NHD NHD plain        -     0.20.0 rocm_aiter_unified_attn.py
+ROCM_AITER_UNIFIED_ATTN 0.23-0.25 blocks_first NHD NHD plain        -     0.25.1 rocm_aiter_unified_attn.py
+ROCM_AITER_UNIFIED_ATTN 0.26-     fused        HND HND shuffle      -     0.33.0 /vllm/v1/kv_cache_interface.py
+CPU_ATTN                0.12-0.22 kv_first     HND HND cpu          -     0.22.1 cpu_attn.py
+CPU_ATTN                0.23-     fused        HND HND cpu_fused    -     0.33.0 cpu_attn.py
+PALLAS                  0.11-0.13 fused        NHD NHD plain        pairs 0.13.0 pallas.py
+""",
+    ),
+    *_rows(
+        "vLLM",
+        "vllm/model_executor/layers/attention/",
+        """
+FLASHMLA              0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+CUTLASS_MLA           0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+TRITON_MLA            0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+FLASHINFER_MLA        0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+FLASH_ATTN_MLA        0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+ROCM_AITER_MLA        0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+ROCM_AITER_TRITON_MLA 0.12- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+TOKENSPEED_MLA        0.21- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+CPU_MLA               0.28- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+""",
+    ),
+    *_rows(
+        "vLLM",
+        "vllm/v1/attention/backends/mla/",
+        """
+FLASHMLA_SPARSE             0.12- mla NHD NHD ds_mla     squeeze 0.28.0 flashmla_sparse.py
+FLASHINFER_MLA_SPARSE       0.17- mla NHD NHD plain      squeeze 0.28.0 flashinfer_mla_sparse.py
+FLASHINFER_MLA_SPARSE_SM120 0.24- mla NHD NHD fp8_ds_mla squeeze 0.28.0 flashinfer_mla_sparse.py
+ROCM_AITER_MLA_SPARSE       0.12- mla NHD NHD plain      squeeze 0.28.0 rocm_aiter_mla_sparse.py
+FLASH_ATTN_MLA_SPARSE       0.25- mla NHD NHD plain      squeeze 0.28.0 flashattn_mla_sparse.py
+XPU_MLA_SPARSE              0.20- mla NHD NHD plain      squeeze 0.28.0 xpu_mla_sparse.py
+""",
+    ),
+    *_rows(
+        "SGLang",
+        "sglang/srt/mem_cache/",
+        """
+MHATokenToKVPool 0.5- apart NHD NHD plain pages   0.5.23 memory_pool.py
+MHATokenToKVPool 0.5- apart HND HND plain -       0.5.23 memory_pool.py
+MLATokenToKVPool 0.5- mla   NHD NHD plain latents 0.5.23 memory_pool.py
+""",
+    ),
+    *_rows(
+        "TensorRT-LLM",
+        "tensorrt_llm/_torch/pyexecutor/",
+        """
+KVCacheManager - blocks_first NHD NHD plain - 001541bad83b84ae4c5c4a279e464572d5f690f7 resource_manager.py
+KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5f690f7 resource_manager.py
+""",
     ),
 )
-
-BACKEND_LAYOUTS: tuple[BackendLayout, ...] = _CUDA_AND_COMMON + _ROCM + _CPU_AND_TPU + _MLA + _SHARED_POOLS
 """The table."""
 
 
@@ -414,13 +318,6 @@ def layout_for_backend(
         )
     row, layout = fitting[0]
     return replace(layout, kv_format=_choose_format(row, layout.dtype, kv_format))
-
-
-def _parse_version(text: str) -> Version:
-    found = _VERSION.match(checks.text(text, "engine_version", error=LayoutError))
-    if found is None:
-        raise LayoutError(f"engine_version: expected something like '0.33.0', got {text[:80]!r}")
-    return int(found[1]), int(found[2])
 
 
 def _read(

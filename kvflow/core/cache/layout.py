@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -95,8 +95,12 @@ class CacheLayout:
     head_size: int
 
     def __post_init__(self) -> None:
-        for name, plain in _plain_fields(self).items():
-            object.__setattr__(self, name, plain)
+        checks.settle_fields(self, _PLAIN)
+        indices, layers = self.layer_indices, len(self.layer_names)
+        if len(indices) != layers or len({*indices}) != layers or not 0 <= min(indices) <= max(indices) < LAYERS_MAX:
+            raise LayoutError(f"layer_indices: expected {layers} different numbers from 0, got {shown(indices)}")
+        for name in ("order", "memory_order"):
+            _order(getattr(self, name), name)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -225,8 +229,8 @@ def _infer_style(name: str, layer: LayerCache) -> KVStyle:
     )
 
 
-def _style_of(style: KVStyle | str) -> KVStyle:
-    found = answer(partial(KVStyle, style))
+def _style_of(style: object) -> KVStyle:
+    found = answer(partial(KVStyle, style))  # type: ignore[arg-type]
     if found is None:
         raise LayoutError(f"style: expected one of {[str(known) for known in KVStyle]}, got {shown(style)}")
     return found
@@ -246,24 +250,24 @@ def _size(value: object, what: str) -> int:
     return checks.whole(value, what, least=1, error=LayoutError)
 
 
-def _plain_fields(layout: CacheLayout) -> dict[str, object]:
-    """The fields of a layout in Python's own types; LayoutError names one that no cache has."""
-    names = layout.layer_names
-    if not isinstance(names, tuple | list) or not 0 < len(names) <= LAYERS_MAX:
-        raise LayoutError(f"layer_names: expected 1 to {LAYERS_MAX} names, got {shown(names)}")
-    return {
-        "layer_names": tuple(_name(name, "layer_names") for name in names),
-        "layer_indices": _given_indices(layout.layer_indices, len(names)),
-        "kv_format": _name(layout.kv_format, "kv_format"),
-        "style": _style_of(layout.style),
-        "order": _order(layout.order, "order"),
-        "memory_order": _order(layout.memory_order, "memory_order"),
-        "dtype": _name(layout.dtype, "dtype"),
-        **{name: _size(getattr(layout, name), name) for name in _SIZES},
-    }
+def _indices(value: object, what: str) -> tuple[int, ...]:
+    return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
 
 
-_SIZES = ("itemsize", "num_blocks", "block_size", "num_kv_heads", "head_size")
+def _names(value: object, what: str) -> tuple[str, ...]:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= LAYERS_MAX:
+        raise LayoutError(f"{what}: expected 1 to {LAYERS_MAX} names, got {shown(value)}")
+    return tuple(_name(name, what) for name in value)
+
+
+# How a field's value is checked, by its type.
+_PLAIN: Mapping[str, checks.Check] = {
+    "tuple[str, ...]": _names,
+    "tuple[int, ...]": _indices,
+    "str": _name,
+    "int": _size,
+    "KVStyle": lambda style, _: _style_of(style),
+}
 
 
 def axes_of(style: KVStyle, order: str) -> tuple[str, ...]:
@@ -336,14 +340,7 @@ def _layer_indices(names: tuple[str, ...], given: Sequence[int] | None) -> tuple
         if len(set(indices)) == len(names) and max(indices) < LAYERS_MAX:
             return indices
         return tuple(range(len(names)))
-    return _given_indices(given, len(names))
-
-
-def _given_indices(given: Sequence[int], layers: int) -> tuple[int, ...]:
-    indices = checks.whole_numbers(given, "layer_indices", error=LayoutError).tolist()
-    if len(indices) != layers or len(set(indices)) != layers or not all(0 <= index < LAYERS_MAX for index in indices):
-        raise LayoutError(f"layer_indices: expected {layers} different numbers from 0, got {shown(indices)}")
-    return tuple(indices)
+    return _indices(given, "layer_indices")
 
 
 def _shape_text(name: str, layer: LayerCache) -> str:

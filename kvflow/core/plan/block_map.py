@@ -140,13 +140,6 @@ class BlockMap:
         return tuple(groups)
 
 
-def pair_whole(local: Regions, remote: Regions) -> BlockMap:
-    """All heads and all regions, in order: two ranks that hold the same."""
-    layers = range(len(local) // len(local.parts))
-    heads = HeadSlice(0, 0, local.block.heads)
-    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
-
-
 def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
     """Both sides with the same parts: where only one holds K and V of a head together, they are taken apart there."""
     if local.parts == remote.parts:

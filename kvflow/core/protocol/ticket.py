@@ -19,29 +19,38 @@ from functools import cached_property, lru_cache, partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
-from kvflow.config import PORT_MAX, RANKS_MAX, is_host, rank_offset
+from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_offset
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _LEASE_ID = re.compile(f"[0-9a-f]{{{LEASE_ID_CHARS}}}")
+_TRACEPARENT = re.compile("(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})?")
+_PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
 _NAME_CHARS_MAX = 1024
+_FINITE_MAX = math.nextafter(math.inf, 0.0)
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _BLOCK_IDS_OF = operator.attrgetter("block_ids")
-_REMEMBERED_CHARS_MAX = 512
+_TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
+_LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
-_PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
-_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 # Python and JSON know larger integers, but no message of ours can carry them.
-Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=INT64_MIN, le=INT64_MAX)]
+Int64: TypeAlias = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS_MAX)]
+Host: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX)]
+RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_CHARS_MAX)]
 
 
 class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,13 +62,13 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     look for them. With an empty `lease_id` the rank has to be asked.
     """
 
-    pp_rank: Int64
-    tp_rank: Int64
+    pp_rank: Count
+    tp_rank: Count
     lease_id: str
-    seal_index: Int64
-    incarnation: str
-    expires_s: float
-    host: str = ""
+    seal_index: Count
+    incarnation: Name
+    expires_s: Annotated[float, Meta(ge=-_FINITE_MAX, le=_FINITE_MAX)]
+    host: Host = ""
     port: Int64 = 0
     block_ids: tuple[Int64, ...] | None = None
 
@@ -67,61 +76,27 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def address(self) -> str:
         return f"tcp://{self.host}:{self.port}"
 
-    def check(self, block_count: int) -> None:
-        """RequestError names what no producer would have given."""
-        if set(map(type, (self.host, self.incarnation, self.lease_id))) != {str}:
-            _refuse_texts(self, ("host", "incarnation", "lease_id"))
-        if len(self.host) + len(self.incarnation) > _REMEMBERED_CHARS_MAX:
-            _check_place.__wrapped__(self.host, self.port, self.incarnation)
-        _check_place(self.host, self.port, self.incarnation)
-        if self.lease_id and (not _LEASE_ID.fullmatch(self.lease_id) or self.lease_id == NO_LEASE_ID):
-            raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")
-        if self.seal_index < 0 or not math.isfinite(self.expires_s):
-            raise RequestError(f"ticket: seal_index {self.seal_index}, expires_s {self.expires_s}")
-        if self.block_ids is not None and len(self.block_ids) != block_count:
-            raise RequestError(f"ticket: {block_count} blocks, but {len(self.block_ids)} of tp_rank {self.tp_rank}")
 
+class _Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ticket and its dict say alike."""
 
-@lru_cache(maxsize=1024)  # engines have few ranks, and each ticket names one of them again
-def _check_place(host: str, port: int, incarnation: str) -> None:
-    if not 0 < port <= PORT_MAX:
-        raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
-    if not is_host(host):
-        raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
-    if not is_name(incarnation, _NAME_CHARS_MAX):
-        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
-
-
-@lru_cache(maxsize=1024)  # as above
-def _check_engine(engine_id: str, dp_rank: int, parallelism: Parallelism) -> None:
-    for name in ("tp_size", "pp_size"):
-        if not 0 < (size := getattr(parallelism, name)) <= RANKS_MAX:
-            raise RequestError(f"ticket: {name} {size} is not in 1..{RANKS_MAX}")
-    if not is_name(engine_id, _NAME_CHARS_MAX):
-        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
-    if dp_rank < 0:
-        raise RequestError(f"ticket: dp_rank {dp_rank}")
-    block_size, kv_heads, model_kv_heads = parallelism[2:]
-    if min(block_size, kv_heads) < 1 or model_kv_heads < 0:
-        sizes = f"block_size {block_size}, kv_heads {kv_heads}, model_kv_heads {model_kv_heads}"
-        raise RequestError(f"ticket: {sizes}")
-
-
-class _TicketExtension(msgspec.Struct, frozen=True, kw_only=True):
-    """kvflow's own part of a ticket, under the key "kvflow"."""
-
-    version: Int64
-    num_tokens: Int64
-    ttl_s: float
-    dp_rank: Int64
-    pp_size: Int64
-    block_size: Int64
-    kv_heads: Int64
-    model_kv_heads: Int64
+    num_tokens: Count
+    ttl_s: Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
+    dp_rank: Count
+    pp_size: RankCount
+    block_size: Size
+    kv_heads: Size
+    model_kv_heads: Count
     fixed_ports: bool
     traceparent: str
     prompt_digest: str
-    ranks: list[RankLease]
+
+
+class _TicketExtension(_Offer, frozen=True, kw_only=True):
+    """kvflow's own part of a ticket, under the key "kvflow"."""
+
+    version: Int64
+    ranks: Annotated[list[RankLease], Meta(min_length=1)]
 
 
 class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -129,16 +104,16 @@ class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
 
     do_remote_prefill: bool
     do_remote_decode: bool
-    remote_engine_id: str
-    remote_request_id: str
+    remote_engine_id: Name
+    remote_request_id: RequestId
     remote_block_ids: tuple[Int64, ...]
-    remote_host: str
+    remote_host: Host
     remote_port: Int64
-    tp_size: Int64
+    tp_size: RankCount
     kvflow: _TicketExtension
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     """What a consumer needs to read one request's blocks.
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
@@ -149,18 +124,10 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     first one's.
     """
 
-    engine_id: str
-    request_id: str
+    engine_id: Name
+    request_id: RequestId
     block_ids: tuple[Int64, ...]
-    num_tokens: Int64
-    ttl_s: float
-    tp_size: Int64
-    pp_size: Int64
-    dp_rank: Int64
-    block_size: Int64
-    kv_heads: Int64
-    model_kv_heads: Int64
-    fixed_ports: bool
+    tp_size: RankCount
     ranks: tuple[RankLease, ...]
     traceparent: str = ""
     """W3C trace context of the request, for what observes the load; "" if there is none."""
@@ -205,25 +172,22 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         named = self.find(rank)
         if named is not None:
             return named.address
+        wanted = (rank.pp, rank.tp)
         if not self.fixed_ports:
-            names = ", ".join(f"({lease.pp_rank}, {lease.tp_rank})" for lease in self.ranks[:8])
+            names = ", ".join(map(str, list(self.leases)[:8])) + (", ..." if len(self.ranks) > 8 else "")
             raise RequestError(
                 f"ticket: engine {self.engine_id!r} has ranks on ports of the system's choice (listen port 0), and "
-                f"(pp_rank, tp_rank) {(rank.pp, rank.tp)} is needed, but only {names}"
-                f"{', ...' if len(self.ranks) > 8 else ''} named: merge the ranks' tickets"
+                f"(pp_rank, tp_rank) {wanted} is needed, but only {names} named: merge the ranks' tickets"
             )
-        first = self.first
-        here, there = (
-            rank_offset(0, pp, tp, tp_size=self.tp_size, pp_size=self.pp_size)
-            for pp, tp in ((first.pp_rank, first.tp_rank), (rank.pp, rank.tp))
-        )
-        port = first.port + there - here
+        first = _PLACE_OF(self.first)
+        here, there = (rank_offset(0, *place, tp_size=self.tp_size, pp_size=self.pp_size) for place in (first, wanted))
+        port = self.first.port + there - here
         if not 0 < port <= PORT_MAX:
             raise RequestError(
-                f"ticket: remote_port {first.port} of (pp_rank, tp_rank) {(first.pp_rank, first.tp_rank)} puts "
-                f"{(rank.pp, rank.tp)} at port {port}, which is not in 1..{PORT_MAX}"
+                f"ticket: remote_port {self.first.port} of (pp_rank, tp_rank) {first} puts {wanted} at port {port}, "
+                f"which is not in 1..{PORT_MAX}"
             )
-        return f"tcp://{first.host}:{port}"
+        return f"tcp://{self.first.host}:{port}"
 
     def without_leases(
         self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float, prompt_digest: str = ""
@@ -249,82 +213,31 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     def to_params(self) -> dict[str, Any]:
         """A dict of JSON types that survives any HTTP router. RequestError if a field is of another type."""
-        return self.typed()._params()
-
-    def _params(self) -> dict[str, Any]:
-        first = msgspec.structs.replace(self.first, host="", port=0)
-        params: dict[str, Any] = msgspec.to_builtins(
-            _TicketParams(
-                do_remote_prefill=True,
-                do_remote_decode=False,
-                remote_engine_id=self.engine_id,
-                remote_request_id=self.request_id,
-                remote_block_ids=self.block_ids,
-                remote_host=self.first.host,
-                remote_port=self.first.port,
-                tp_size=self.tp_size,
-                kvflow=_TicketExtension(
-                    version=PROTOCOL_VERSION,
-                    num_tokens=self.num_tokens,
-                    ttl_s=self.ttl_s,
-                    dp_rank=self.dp_rank,
-                    pp_size=self.pp_size,
-                    block_size=self.block_size,
-                    kv_heads=self.kv_heads,
-                    model_kv_heads=self.model_kv_heads,
-                    fixed_ports=self.fixed_ports,
-                    traceparent=self.traceparent,
-                    prompt_digest=self.prompt_digest,
-                    ranks=[first, *self.ranks[1:]],
-                ),
-            )
-        )
-        params["remote_block_ids"] = list(self.block_ids)
-        for rank in params["kvflow"]["ranks"]:
+        ticket = self.typed()
+        ranks: list[dict[str, Any]] = [msgspec.to_builtins(rank) for rank in ticket.ranks]
+        for rank in ranks:
             if "block_ids" in rank:
-                rank["block_ids"] = list(rank["block_ids"])
-        return params
+                rank["block_ids"] = [*rank["block_ids"]]
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": ticket.engine_id,
+            "remote_request_id": ticket.request_id,
+            "remote_block_ids": [*ticket.block_ids],
+            "remote_host": ranks[0].pop("host", ""),
+            "remote_port": ranks[0].pop("port", 0),
+            "tp_size": ticket.tp_size,
+            "kvflow": {
+                "version": PROTOCOL_VERSION,
+                **{name: getattr(ticket, name) for name in _Offer.__struct_fields__},
+                "ranks": ranks,
+            },
+        }
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any]) -> Ticket:
         """Read a ticket's dict; RequestError names the field that is missing or wrong. Unknown fields are ignored."""
-        plain = params if type(params) is dict else checks.mapping(params, "ticket")
-        _check_sizes(plain)
-        return cls._from_checked(plain)
-
-    @classmethod
-    def _from_checked(cls, params: Mapping[str, Any]) -> Ticket:
-        try:
-            raw = msgspec.convert(params, _TicketParams, strict=True)
-        except Exception as error:
-            raise _wrong(params, error) from error
-        extra = raw.kvflow
-        if extra.version != PROTOCOL_VERSION:
-            raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extra.version}")
-        if not raw.do_remote_prefill:
-            raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
-        if not 0 < len(extra.ranks) <= RANKS_MAX:
-            raise RequestError(f"ticket: it names {len(extra.ranks)} ranks, expected 1 to {RANKS_MAX}")
-        first = msgspec.structs.replace(extra.ranks[0], host=raw.remote_host, port=raw.remote_port)
-        ticket = cls(
-            engine_id=raw.remote_engine_id,
-            request_id=raw.remote_request_id,
-            block_ids=raw.remote_block_ids,
-            num_tokens=extra.num_tokens,
-            ttl_s=extra.ttl_s,
-            tp_size=raw.tp_size,
-            pp_size=extra.pp_size,
-            dp_rank=extra.dp_rank,
-            block_size=extra.block_size,
-            kv_heads=extra.kv_heads,
-            model_kv_heads=extra.model_kv_heads,
-            fixed_ports=extra.fixed_ports,
-            ranks=(first, *extra.ranks[1:]),
-            traceparent=extra.traceparent,
-            prompt_digest=extra.prompt_digest,
-        )
-        ticket._check_values()
-        return ticket
+        return read_ticket(params)
 
     def typed(self) -> Ticket:
         """The same ticket, each field of its type: constructors take anything. RequestError names one that is not."""
@@ -337,57 +250,101 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         values = msgspec.structs.asdict(self)
         return _convert({**values, "ranks": tuple(map(msgspec.structs.asdict, ranks))}, Ticket)
 
-    def check(self) -> None:
-        """RequestError names the field whose type or value no producer would have given."""
-        self.typed()._check_values()
-
-    def _check_values(self) -> None:
-        if (
-            not type(self.engine_id)
-            is type(self.request_id)
-            is type(self.traceparent)
-            is type(self.prompt_digest)
-            is str
-        ):
-            _refuse_texts(self, ("engine_id", "request_id", "traceparent", "prompt_digest"))
-        if len(self.engine_id) > _REMEMBERED_CHARS_MAX:
-            _check_engine.__wrapped__(self.engine_id, self.dp_rank, self.parallelism)
-        _check_engine(self.engine_id, self.dp_rank, self.parallelism)
-        utf8 = self.request_id.isascii() or encodes(self.request_id)
-        if not 0 < len(self.request_id) <= REQUEST_ID_CHARS_MAX or not utf8:
-            raise RequestError(f"ticket: remote_request_id {self.request_id[:80]!a} is no request id")
-        if self.num_tokens < 0 or not 0 < self.ttl_s < math.inf:
-            raise RequestError(f"ticket: num_tokens {self.num_tokens}, ttl_s {self.ttl_s}")
-        if self.traceparent and not _TRACEPARENT.fullmatch(self.traceparent):
-            raise RequestError(f"ticket: traceparent {self.traceparent[:80]!a} is no W3C trace context")
-        if not _PROMPT_DIGEST.fullmatch(self.prompt_digest):
-            raise RequestError(f"ticket: prompt_digest {self.prompt_digest[:80]!a} is not 32 hexadecimal digits")
-        if not 0 < len(self.ranks) <= RANKS_MAX:
-            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, expected 1 to {RANKS_MAX}")
-        for lease in self.ranks:
-            lease.check(len(self.block_ids))
-            if not 0 <= lease.tp_rank < self.tp_size or not 0 <= lease.pp_rank < self.pp_size:
-                raise RequestError(
-                    f"ticket: tp_rank {lease.tp_rank} of {self.tp_size}, pp_rank {lease.pp_rank} of {self.pp_size}"
-                )
-        if len(self.leases) < len(self.ranks):
-            raise RequestError(f"ticket: it names {len(self.ranks)} ranks, but only {len(self.leases)} different ones")
-
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
     """The ticket, checked; RequestError names what is wrong with it, before much work is done for what is too large."""
     if isinstance(ticket, Ticket):
         _check_count(checks.answer(partial(_block_ids_in, ticket)) or 0, block_ids_max)  # None: a type that is wrong
         read = ticket.typed()
-        read._check_values()
+        _check_values(read)
         return read
-    plain = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
-    _check_sizes(plain, block_ids_max)
-    read = Ticket._from_checked(plain)
-    count = _block_ids_in(read)  # once more: mappings within it that are no dicts
-    if count > block_ids_max:
+    params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
+    _check_sizes(params, block_ids_max)
+    try:
+        raw = msgspec.convert(params, _TicketParams)
+    except Exception as error:
+        raise _wrong(params, error) from error
+    offer = msgspec.structs.asdict(raw.kvflow)
+    version, (first, *others) = offer.pop("version"), offer.pop("ranks")
+    if version != PROTOCOL_VERSION:
+        raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {version}")
+    if not raw.do_remote_prefill:
+        raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
+    read = Ticket(
+        engine_id=raw.remote_engine_id,
+        request_id=raw.remote_request_id,
+        block_ids=raw.remote_block_ids,
+        tp_size=raw.tp_size,
+        ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port), *others),
+        **offer,
+    )
+    if (count := _block_ids_in(read)) > block_ids_max:  # once more: mappings within it that are no dicts
         _check_count(count, block_ids_max)
+    _check_values(read)
     return read
+
+
+def _check_values(ticket: Ticket) -> None:
+    """RequestError for what types do not say."""
+    if {*map(type, _TEXTS(ticket))} != {str}:
+        raise _foreign_text(ticket)
+    _check_engine_id(ticket.engine_id)
+    if not ticket.request_id.isascii() and not encodes(ticket.request_id):
+        raise RequestError(f"ticket: remote_request_id {ticket.request_id[:80]!a} is no request id")
+    if ticket.traceparent and not _TRACEPARENT.fullmatch(ticket.traceparent):
+        raise RequestError(f"ticket: traceparent {ticket.traceparent[:80]!a} is no W3C trace context")
+    if not _PROMPT_DIGEST.fullmatch(ticket.prompt_digest):
+        raise RequestError(f"ticket: prompt_digest {ticket.prompt_digest[:80]!a} is not 32 hexadecimal digits")
+    if len(ticket.ranks) > RANKS_MAX:
+        raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, expected 1 to {RANKS_MAX}")
+    for lease in ticket.ranks:
+        _check_lease(lease, ticket)
+    if len(ticket.leases) < len(ticket.ranks):
+        raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
+
+
+def check_lease(lease: RankLease, ticket: Ticket) -> None:
+    """RequestError names what no producer would have given: for a lease that is not the ticket's, but of its blocks."""
+    _check_lease(_convert(msgspec.structs.asdict(lease), RankLease), ticket)
+
+
+def _check_lease(lease: RankLease, ticket: Ticket) -> None:
+    if {*map(type, _LEASE_TEXTS(lease))} != {str}:
+        raise _foreign_text(lease)
+    _check_place(lease.host, lease.port, lease.incarnation)
+    if lease.lease_id and (not _LEASE_ID.fullmatch(lease.lease_id) or lease.lease_id == NO_LEASE_ID):
+        raise RequestError(f"ticket: lease_id is not {LEASE_ID_CHARS} hexadecimal digits")  # nor shown: it is a secret
+    count = len(ticket.block_ids)
+    if lease.block_ids is not None and len(lease.block_ids) != count:
+        raise RequestError(f"ticket: {count} blocks, but {len(lease.block_ids)} of tp_rank {lease.tp_rank}")
+    if lease.tp_rank >= ticket.tp_size or lease.pp_rank >= ticket.pp_size:
+        raise RequestError(
+            f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
+        )
+
+
+# Engines have few ranks, and each ticket names one of them again. Types bound the lengths of what is remembered.
+@lru_cache(maxsize=1024)
+def _check_place(host: str, port: int, incarnation: str) -> None:
+    if not 0 < port <= PORT_MAX:
+        raise RequestError(f"ticket: remote_port {port} is not in 1..{PORT_MAX}")
+    if not is_host(host):
+        raise RequestError(f"ticket: remote_host {host[:80]!a} is no host to connect to")
+    if not is_name(incarnation, _NAME_CHARS_MAX):
+        raise RequestError(f"ticket: incarnation {incarnation[:80]!a} is no name")
+
+
+@lru_cache(maxsize=1024)
+def _check_engine_id(engine_id: str) -> None:
+    if not is_name(engine_id, _NAME_CHARS_MAX):
+        raise RequestError(f"ticket: remote_engine_id {engine_id[:80]!a} is no name")
+
+
+def _foreign_text(struct: Ticket | RankLease) -> RequestError:
+    """A text that is not Python's own: no message can carry a class of somebody else's."""
+    values = msgspec.structs.asdict(struct).items()
+    name, value = next((name, value) for name, value in values if isinstance(value, str) and type(value) is not str)
+    return RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")
 
 
 def _check_count(count: int, most: int) -> None:
@@ -399,12 +356,12 @@ def _block_ids_in(ticket: Ticket) -> int:
     return len(ticket.block_ids) + sum(map(len, filter(None, map(_BLOCK_IDS_OF, ticket.ranks))))
 
 
-def _check_sizes(params: Any, block_ids_max: int = INT64_MAX) -> None:
+def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> None:
     """RequestError if there are more block ids, ranks or fields than can be right: reading them would take long.
 
     Judged before they are read, as far as it is a dict of a ticket.
     """
-    extra = dict.get(params, "kvflow") if isinstance(params, dict) else None
+    extra = params.get("kvflow")
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
     ranks = ranks if isinstance(ranks, list | tuple) else ()
     if len(ranks) > RANKS_MAX:
@@ -448,14 +405,13 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
             ours, theirs = getattr(first, name), getattr(ticket, name)
             if name not in ("ranks", "ttl_s", "traceparent") and ours != theirs:
                 raise RequestError(f"merge_tickets: {name}: {str(ours)[:80]} and {str(theirs)[:80]}")
-    merged.check()
-    return merged
+    return read_ticket(merged)
 
 
 def checked_traceparent(value: object) -> str:
     """RequestError unless it is "" or a W3C traceparent: version, trace id, span id and flags in hexadecimal."""
     traceparent = checks.text(value, "traceparent")
-    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
+    if not _TRACEPARENT.fullmatch(traceparent):
         raise RequestError(f"traceparent {traceparent[:80]!a} is no W3C trace context")
     return traceparent
 
@@ -463,7 +419,7 @@ def checked_traceparent(value: object) -> str:
 def _convert(given: Mapping[str, Any], kind: type[StructT]) -> StructT:
     """What somebody else has filled in, as a struct whose fields are of their types."""
     try:
-        return msgspec.convert(given, kind, strict=True)
+        return msgspec.convert(given, kind)
     except Exception as error:
         raise _wrong(given, error) from error
 
@@ -481,11 +437,3 @@ def _value_at(message: str, given: Any) -> Any:
     for name, index in _STEP.findall(message.rpartition("`$")[2]):
         given = checks.answer(partial(operator.getitem, given, name or int(index)))
     return given
-
-
-def _refuse_texts(struct: Ticket | RankLease, names: Sequence[str]) -> None:
-    """RequestError for the first that is not Python's own: no message can carry a class of somebody else's."""
-    for name in names:
-        value = getattr(struct, name)
-        if type(value) is not str:
-            raise RequestError(f"ticket: {name}: expected a str, got the {type(value).__name__} {shown(value)}")

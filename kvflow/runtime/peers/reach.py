@@ -24,7 +24,7 @@ from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
-from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_ticket
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
@@ -293,7 +293,7 @@ class Reach:
             port=ticket.first.port,
             block_ids=reply.block_ids,
         )
-        lease.check(len(ticket.block_ids))
+        check_lease(lease, ticket)
         return lease
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:

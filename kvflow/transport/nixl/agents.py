@@ -20,10 +20,10 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
@@ -47,17 +47,6 @@ _QUIET_FACTOR = 10
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NixlSettings:
-    """What of Config concerns NIXL."""
-
-    agent_name: str
-    backend: str
-    backend_params: Mapping[str, str]
-    notification_poll_interval_s: float
-    prefault: bool
-
-
 class NixlRead(PostedRead):
     """A posted read and its handle, 0 before it was made and after it was released."""
 
@@ -72,7 +61,7 @@ class NixlRead(PostedRead):
 class _Agent:
     """One NIXL agent with one backend."""
 
-    def __init__(self, bindings: ModuleType, name: str, settings: NixlSettings, *, progress: bool) -> None:
+    def __init__(self, bindings: ModuleType, name: str, given: Config, *, progress: bool) -> None:
         config = bindings.nixlAgentConfig()
         config.useProgThread = progress
         config.pthrDelay = _PROGRESS_DELAY_US if progress else 0
@@ -80,9 +69,9 @@ class _Agent:
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
         self.native: Any = bindings.nixlAgent(name, config)
         plugins = self.native.getAvailPlugins()
-        if settings.backend not in plugins:
-            raise ConfigError(f"nixl_backend: {settings.backend!r} is not among NIXL's plugins {sorted(plugins)}")
-        self.backends = [self.native.createBackend(settings.backend, dict(settings.backend_params))]
+        if given.nixl_backend not in plugins:
+            raise ConfigError(f"nixl_backend: {given.nixl_backend!r} is not among NIXL's plugins {sorted(plugins)}")
+        self.backends = [self.native.createBackend(given.nixl_backend, dict(given.nixl_backend_params))]
         self._registered: list[Any] = []
 
     def register(self, descriptors: Any) -> None:
@@ -98,16 +87,16 @@ class _Agent:
 class NixlAgents:
     """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
-    def __init__(self, settings: NixlSettings, put: Callable[[Event], None]) -> None:
+    def __init__(self, config: Config, name: str, put: Callable[[Event], None]) -> None:
         self._bindings = _import_bindings()
         self._errors = _error_types(self._bindings)
         self._put = put
-        self._settings = settings
+        self._config = config
         try:
-            self._serving = _Agent(self._bindings, settings.agent_name, settings, progress=True)
-            self._reading = _Agent(self._bindings, f"{settings.agent_name}/reader", settings, progress=False)
+            self._serving = _Agent(self._bindings, name, config, progress=True)
+            self._reading = _Agent(self._bindings, f"{name}/reader", config, progress=False)
         except self._errors as error:
-            raise ConfigError(f"NIXL cannot start backend {settings.backend!r} as configured: {error}") from error
+            raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
         self._in_flight: list[NixlRead] = []
         self._to_post: ShortestFirst[tuple[NixlRead, AgentName, Descriptors]] = ShortestFirst(_POST_COST_BYTES)
         self._keepalive: list[object] = []
@@ -128,7 +117,7 @@ class NixlAgents:
         memory_kind = _MEMORY_KINDS.get(device.kind)
         if memory_kind is None:
             raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
-        if self._settings.prefault and device.kind == "cpu":
+        if self._config.prefault and device.kind == "cpu":
             for span in spans:
                 _prefault(span)
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
@@ -221,7 +210,7 @@ class NixlAgents:
             if self._collect_notifications():
                 self._heard_s = now_s
             quiet = now_s - max(self._heard_s, self._active_s) > _QUIET_AFTER_S
-            interval_s = self._settings.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
+            interval_s = self._config.limits.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
             self._next_notifications_s = now_s + interval_s
         if self._to_post:
             return 0.0

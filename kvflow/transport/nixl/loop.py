@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
@@ -17,7 +18,7 @@ from kvflow.transport.base import (
     TransportError,
     TransportStatistics,
 )
-from kvflow.transport.nixl.agents import NixlAgents, NixlRead, NixlSettings
+from kvflow.transport.nixl.agents import NixlAgents, NixlRead
 from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.nixl.owner import OwnerThread
 
@@ -27,8 +28,9 @@ _OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: n
 class NixlTransport:
     """See `transport.base.Transport`."""
 
-    def __init__(self, settings: NixlSettings) -> None:
-        self._settings = settings
+    def __init__(self, config: Config, name: str) -> None:
+        self._config = config
+        self._name = name
         self._thread: OwnerThread | None = None
         self._agents: NixlAgents | None = None
         self._closing = False
@@ -42,10 +44,10 @@ class NixlTransport:
         self._notifications_received = 0
 
     async def open(self) -> None:
-        thread = OwnerThread(f"kvflow-agent {self._settings.agent_name}", self._crank, self._on_death)
+        thread = OwnerThread(f"kvflow-agent {self._name}", self._crank, self._on_death)
         self._mailbox = Mailbox(thread.run_on_loop)
         try:
-            self._agents = await thread.call(lambda: NixlAgents(self._settings, self._mailbox.put))
+            self._agents = await thread.call(lambda: NixlAgents(self._config, self._name, self._mailbox.put))
         except BaseException:
             self._closing = True
             thread.submit(self._end)

@@ -14,7 +14,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from kvflow.errors import TransportBroken
 
@@ -30,7 +31,7 @@ class OwnerThread:
         self._on_death = on_death
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -48,26 +49,21 @@ class OwnerThread:
     async def call(self, job: Callable[[], T]) -> T:
         """Run `job` on the thread and return its result. Cancelling stops the waiting, not the job."""
         self._require_alive()
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[T] = self._loop.create_future()
         self._waiting.add(done)
-        outcome: list[T] = []
-        error: list[Exception] = []
 
         def run() -> None:
             try:
-                outcome.append(job())
+                settle = partial(done.set_result, job())
             except Exception as problem:  # noqa: BLE001 - handed to the caller, whoever it was
-                error.append(problem)
-            self.run_on_loop(lambda: _settle(done))
+                settle = partial(done.set_exception, problem)
+            self.run_on_loop(lambda: None if done.done() else settle())
 
         self._jobs.put(run)
         try:
-            await done
+            return await done
         finally:
             self._waiting.discard(done)
-        if error:
-            raise error[0]
-        return outcome[0]
 
     def submit(self, job: Job) -> None:
         """Run `job` on the thread some time soon; it must not raise."""
@@ -128,8 +124,3 @@ class OwnerThread:
                 waiter.set_exception(error)
         if cause is not None:
             self._on_death(cause)
-
-
-def _settle(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, map_regions, map_spans
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap, pair_whole
+from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap
 from kvflow.core.plan.descriptors import plan_read
 from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides, sides
@@ -25,6 +25,7 @@ from tests.core.plans import (
     lump,
     pair,
     pair_sides,
+    pair_whole,
     regions_of,
     rows,
     whole_blocks,

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, map_spans
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, pair_whole
+from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.plan.descriptors import (
     BlockIds,
     Chunks,
@@ -49,6 +49,7 @@ from tests.core.plans import (
     lump,
     pair,
     pair_sides,
+    pair_whole,
     regions_of,
     rows,
     rows_of_all,

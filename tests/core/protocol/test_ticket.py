@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvflow.config import Config, rank_offset
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
+from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
 from kvflow.errors import RequestError
 from tests.budgets import examples
 from tests.tests_support import each
@@ -339,7 +339,7 @@ OUT_OF_RANGE: list[tuple[str, object]] = [
 ]
 ALSO_CALLED = {
     "seal_index": "seal_index|Expected `int`",
-    "host": "remote_host",
+    "host": r"remote_host|\bhost\b",
     "port": r"remote_port|\bport\b",
 }
 
@@ -350,6 +350,28 @@ def test_a_field_out_of_range_is_named(path: str, value: object) -> None:
     with pytest.raises(RequestError, match=rf"^ticket: .*({ALSO_CALLED.get(name, name)})") as caught:
         Ticket.from_params(changed(path, value))
     assert len(str(caught.value)) < 300
+
+
+@each(
+    "changes",
+    [
+        {"seal_index": -1},
+        {"seal_index": 1 << 63},
+        {"expires_s": float("nan")},
+        {"expires_s": float("inf")},
+        {"lease_id": "0" * 32},
+        {"lease_id": "g" * 32},
+        {"incarnation": ""},
+        {"incarnation": "x" * 1025},
+        {"block_ids": (1, 2)},
+        {"block_ids": (1, 2, 1 << 63)},
+        {"tp_rank": 2},
+    ],
+)
+def test_a_lease_that_a_rank_names_is_judged_like_those_of_tickets(changes: dict[str, Any]) -> None:
+    check_lease(SECOND, TICKET)
+    with pytest.raises(RequestError, match=rf"^ticket: .*({next(iter(changes))}|blocks)"):
+        check_lease(msgspec.structs.replace(SECOND, **changes), TICKET)
 
 
 @each("rank", [0, 1])
@@ -433,7 +455,7 @@ def test_routers_may_add_fields_but_not_any_number(path: str) -> None:
 
 def test_a_rank_is_named_once() -> None:
     with pytest.raises(RequestError, match=r"^ticket: it names 3 ranks, but only 2 different ones$"):
-        msgspec.structs.replace(TICKET, ranks=(FIRST, SECOND, FIRST)).check()
+        read_ticket(msgspec.structs.replace(TICKET, ranks=(FIRST, SECOND, FIRST)))
 
 
 def test_ranks_of_large_tickets_are_looked_through_once() -> None:
