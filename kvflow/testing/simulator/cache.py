@@ -15,7 +15,7 @@ import torch
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.runtime.memory.host_buffers import CopyDirection
-from kvflow.testing.simulator.settings import MODEL_KV_HEADS
+from kvflow.testing.simulator.settings import MODEL_KV_HEADS, Shape
 
 HEAD_SIZE = 4
 TOKENS_MAX = 64
@@ -32,19 +32,19 @@ Ints = npt.NDArray[np.int32]
 class RankCache:
     """One layer, K and V stacked first, 32-bit values; kvflow sees them as floats."""
 
-    def __init__(self, *, order: str, num_blocks: int, block_size: int, tp_rank: int, tp_size: int) -> None:
-        heads = MODEL_KV_HEADS // tp_size
-        self.block_size = block_size
+    def __init__(self, shape: Shape, tp_rank: int) -> None:
+        heads = MODEL_KV_HEADS // shape.tp_size
+        self.block_size = shape.block_size
         self._heads = slice(tp_rank * heads, (tp_rank + 1) * heads)
-        self._swap = order == "HND"
-        inner = (heads, block_size) if self._swap else (block_size, heads)
-        self._values: Ints = np.zeros((_PARTS, num_blocks, *inner, HEAD_SIZE), dtype=np.int32)
+        self._swap = shape.order == "HND"
+        inner = (heads, shape.block_size) if self._swap else (shape.block_size, heads)
+        self._values: Ints = np.zeros((_PARTS, shape.num_blocks, *inner, HEAD_SIZE), dtype=np.int32)
         tensor = torch.from_numpy(self._values.view(np.float32))
         self.tensors = {"layers.0": tensor}
-        self.layout = CacheLayout.infer(self.tensors, order=order, block_size=block_size)
+        self.layout = CacheLayout.infer(self.tensors, order=shape.order, block_size=shape.block_size)
         self._address = int(self._values.ctypes.data)
         self._part_bytes = self._values.nbytes // _PARTS
-        self._block_bytes = self._part_bytes // num_blocks
+        self._block_bytes = self._part_bytes // shape.num_blocks
 
     def write(self, number: int, block_ids: Sequence[int]) -> None:
         """The start of prompt `number`, as an engine that has computed it."""

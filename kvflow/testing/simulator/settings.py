@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvflow.config import Config
@@ -76,17 +76,18 @@ class Settings:
     trouble: int
     """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
 
-    def config(self, shape: Shape, host: str, tp_rank: int) -> dict[str, object]:
-        """What differs from `base` for one rank."""
-        return {
-            "engine_id": shape.name,
-            "listen": f"tcp://{host}:5600",
-            "tp_rank": tp_rank,
-            "tp_size": shape.tp_size,
-            "num_kv_heads": MODEL_KV_HEADS,
-            "staging": "always" if shape.staged else "auto",
-            "scratch": shape.scratch,
-        }
+    def config(self, shape: Shape, host: str, tp_rank: int) -> Config:
+        """Of one rank."""
+        return replace(
+            self.base,
+            engine_id=shape.name,
+            listen=f"tcp://{host}:5600",
+            tp_rank=tp_rank,
+            tp_size=shape.tp_size,
+            num_kv_heads=MODEL_KV_HEADS,
+            staging="always" if shape.staged else "auto",
+            scratch=shape.scratch,
+        )
 
 
 def draw_settings(seed: int) -> tuple[Settings, random.Random]:
