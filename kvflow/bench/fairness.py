@@ -12,7 +12,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -51,6 +51,11 @@ class Round(NamedTuple):
     slice_s: Sequence[float]
     huge_s: Sequence[float]
     behind_s: Sequence[float]
+
+    def delay(self, percent: float) -> float:
+        """How much longer small loads took behind huge ones, in times of one slice."""
+        more_s = percentile(self.behind_s, percent) - percentile(self.alone_s, percent)
+        return more_s / statistics.median(self.slice_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,21 +158,16 @@ def _run_round(loads: Loads, children: Children) -> Round:
 
 
 def summarize(rounds: Sequence[Round]) -> FairnessResult:
+    labels = {"alone_s": "one block, alone", "behind_s": "one block, behind", "slice_s": "one slice, alone"}
+    labels |= {"huge_s": "huge"}
     return FairnessResult(
         kinds={
-            "one block, alone": Spread.of([seconds for one in rounds for seconds in one.alone_s]),
-            "one block, behind": Spread.of([seconds for one in rounds for seconds in one.behind_s]),
-            "one slice, alone": Spread.of([seconds for one in rounds for seconds in one.slice_s]),
-            "huge": Spread.of([seconds for one in rounds for seconds in one.huge_s]),
+            label: Spread.of([seconds for one in rounds for seconds in getattr(one, kind)])
+            for kind, label in labels.items()
         },
-        delay_p50=statistics.median(_delay(one, 50) for one in rounds),
-        delay_p99=statistics.median(_delay(one, 99) for one in rounds),
+        delay_p50=statistics.median(one.delay(50) for one in rounds),
+        delay_p99=statistics.median(one.delay(99) for one in rounds),
     )
-
-
-def _delay(one: Round, percent: float) -> float:
-    more_s = percentile(one.behind_s, percent) - percentile(one.alone_s, percent)
-    return more_s / statistics.median(one.slice_s)
 
 
 # --- in the process that loads
@@ -191,13 +191,23 @@ class FairnessReader:
         """The tickets are in the order of all loads."""
         local_ids, remote_ids = compared(chain(*loads.values()), check_all=False)
         self._cache.poison(local_ids)
-        rest = iter(tickets)
-        jobs: dict[str, list[Job]] = {
-            kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()
-        }
-        result = await _run_jobs(jobs, random.Random(loads["wake"][0].request_id))
+        rest, pauses = iter(tickets), random.Random(loads["wake"][0].request_id)
+        jobs = {kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()}
+        await _one_by_one(jobs["wake"])
+        alone_s = await _one_by_one(jobs["alone"], pauses)
+        slice_s = await _one_by_one(jobs["slice"], pauses)
+        left, behind_s = iter(jobs["behind"]), list[float]()
+        async with asyncio.TaskGroup() as group:
+            huge = [group.create_task(job()) for job in jobs["huge"]]
+            await asyncio.sleep(_PAUSE_MAX_S)
+            for small in left:
+                seconds = await _one_by_one([small], pauses)
+                if any(task.done() for task in huge):
+                    break  # and this small load may have had the machine for itself
+                behind_s += seconds
+        await _one_by_one(left)
         self._cache.check(local_ids, remote_ids)
-        return result
+        return Round(alone_s, slice_s, [task.result() for task in huge], behind_s)
 
     async def _time(self, load: PlannedLoad, ticket: Ticket) -> float:
         request = kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
@@ -206,24 +216,7 @@ class FairnessReader:
         return time.perf_counter() - start
 
 
-async def _run_jobs(jobs: dict[str, list[Job]], pauses: random.Random) -> Round:
-    await _one_by_one(jobs["wake"], None)
-    alone_s = await _one_by_one(jobs["alone"], pauses)
-    slice_s = await _one_by_one(jobs["slice"], pauses)
-    behind, behind_s = jobs["behind"], list[float]()
-    async with asyncio.TaskGroup() as group:
-        huge = [group.create_task(job()) for job in jobs["huge"]]
-        await asyncio.sleep(_PAUSE_MAX_S)
-        while behind:
-            seconds = await _one_by_one([behind.pop()], pauses)
-            if any(task.done() for task in huge):
-                break  # and this small load may have had the machine for itself
-            behind_s += seconds
-    await _one_by_one(behind, None)
-    return Round(alone_s, slice_s, [task.result() for task in huge], behind_s)
-
-
-async def _one_by_one(jobs: Sequence[Job], pauses: random.Random | None) -> list[float]:
+async def _one_by_one(jobs: Iterable[Job], pauses: random.Random | None = None) -> list[float]:
     seconds = []
     for job in jobs:
         if pauses is not None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.planning import Planning
-from kvflow.bench.report import as_json, print_report
-from kvflow.bench.scenario import Scenario, run_scenario
-from kvflow.bench.topology.scenario import Topology
+from kvflow.bench.scenario import Outcome, Report, Scenario, run_scenario
+from kvflow.bench.targets import Verdict
+from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
 from kvflow.cli.notes import told
 
@@ -32,6 +34,7 @@ _QUICK = Annotated[bool, typer.Option(help="A few small loads that show the benc
 _JSON = Annotated[
     typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
 ]
+_VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_MEASURED: "dim"}
 
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 
@@ -43,7 +46,7 @@ def _add(name: str, kind: type[Scenario]) -> None:
         with told(f"bench {name}", SettingsError, BenchError):
             scenario = kind(**options | (dict(kind.QUICK) if options["quick"] else {}))
             report = run_scenario(scenario, note=notes.print)
-        print_report(report, Console())
+        print_outcome(report.outcome, Console())
         if json_file is not None:
             json_file.write(json.dumps(as_json(report), indent=2) + "\n")
 
@@ -65,6 +68,35 @@ def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
             annotation = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
     yield Parameter("json_file", Parameter.KEYWORD_ONLY, default=None, annotation=_JSON)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Every number of the report. Units are in the names; 'GB' is 10**9 bytes, a size of '16 MB' is 16 * 2**20."""
+    outcome = asdict(report.outcome)
+    return {
+        "schema_version": report.scenario.SCHEMA_VERSION,
+        "settings": asdict(report.scenario),
+        "machine": report.machine,
+        **outcome["results"],
+        "targets": outcome["targets"],
+    }
+
+
+def print_outcome(outcome: Outcome, console: Console) -> None:
+    for table in outcome.tables:
+        made = Table(title=table.title, caption=table.caption, box=box.SIMPLE_HEAD, pad_edge=False)
+        made.collapse_padding = True
+        for index, heading in enumerate(table.headings):
+            made.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        for row in table.rows:
+            made.add_row(*row, style="bold" if len(row) == 1 else None)
+        console.print(made)
+    targets = Table("target", "need", "worst", "at", "", title="targets", box=box.SIMPLE_HEAD, pad_edge=False)
+    for target in outcome.targets:
+        measured = "" if target.measured is None else f"{target.measured:.2f}"
+        cells = (target.target, target.need, measured, target.where, target.verdict.upper())
+        targets.add_row(*cells, style=_VERDICT_STYLES[target.verdict])
+    console.print(targets)
 
 
 for _name, _kind in SCENARIOS.items():

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from kvflow.bench.child import BenchError, Child, RankProcess, open_children
 from kvflow.bench.loads import QUIET
-from kvflow.bench.transfer.contenders import Contender, connect, run_turn
-from kvflow.bench.transfer.scenario import Transfer
+from kvflow.bench.transfer.ranks import Contender
+from kvflow.bench.transfer.scenario import Transfer, connect, pair_of, ranks_of, run_turn
 from kvflow.doctor.findings import Finding, ok
 from kvflow.doctor.findings import fail as failed
 from kvflow.doctor.ucx import ReadPath, check_path, read_path
@@ -81,11 +81,11 @@ def check_self_transfer(ucx_tls: str | None) -> Iterator[Finding]:
 def run_self_transfer() -> SelfTransfer:
     """Raises BenchError if a process fails or the bytes are wrong. Other UCX settings are those of the environment."""
     scenario = Transfer(sizes="block,64", pairs=1, rounds=1)
-    ranks = Contender.KVFLOW.ranks(scenario.shape)
+    ranks = ranks_of(Contender.KVFLOW, scenario.shape)
     with tempfile.TemporaryDirectory(prefix="kvflow-doctor-") as folder:
         environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
         with open_children(ranks, environment) as children:
-            producer, reader = Contender.KVFLOW.of(children)
+            producer, reader = pair_of(Contender.KVFLOW, children)
             connect(producer, reader)
             block_s, large_s = _medians_s(scenario, producer, reader)
         # UCX writes it as late as its process ends; there is none if UCX had nothing to say.

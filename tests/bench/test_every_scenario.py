@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.bench.topology.cuts import CASES
+from kvflow.bench.topology import CASES
 from kvflow.cli.bench import SCENARIOS
 
 MIB = 1 << 20
@@ -23,7 +23,6 @@ def check_transfer(report: Report) -> None:
     for result in report["transports"]:
         assert [size["label"] for size in result["sizes"]] == ["one block", "1 MB"]
         assert 0 <= result["idle_cpu_percent"] < 200
-        assert 0 <= result["huge_page_share"] <= 1
         for lag_s in [result["idle_lag_s"], *(size["lag_s"] for size in result["sizes"])]:
             assert 0 <= lag_s["p50"] <= lag_s["p99"] <= lag_s["max"]
         for size in result["sizes"]:
@@ -52,20 +51,18 @@ def check_topology(report: Report) -> None:
     cases = {case["label"]: case for case in report["cases"]}
     assert list(cases) == [case.label for case in CASES]
     for case in cases.values():
-        assert len(case["seconds"]) == 2
         load_s, ratio = case["load_s"], case["ratio"]
+        assert load_s["samples"] == 2
         assert 0 < load_s["p25"] <= load_s["p50"] <= load_s["p75"]
         assert case["gb_per_s"] == pytest.approx(case["size_bytes"] / load_s["p50"] / 1e9)
         assert ratio["p25"] <= ratio["p50"] <= ratio["p75"]
         assert case["checked_bytes"] == 2 * case["size_bytes"]  # one load in full, two loads one of two layers
         assert case["read_bytes"] >= case["size_bytes"]
-        assert case["phases_median_s"]["wire"] > 0
     assert cases["HND, cut alike"]["size_bytes"] == MIB
     for label in ("decode TP 2x, head slice", "decode TP 4x, head slice"):
         assert (cases[label]["descriptors"], cases[label]["piece_bytes"]) == (32, 32 << 10)
     assert cases["prefill TP 2x, two ranks"]["piece_bytes"] == 16 << 10
     assert cases["NHD to HND, no scratch"]["piece_bytes"] == 256
-    assert cases["thin rank, decode TP 4x"]["piece_bytes"] == 8 << 10
 
 
 def check_fairness(report: Report) -> None:
@@ -79,14 +76,13 @@ def check_planning(report: Report) -> None:
     for plan in report["planning"]:
         assert 0 < plan["first_s"] < plan["plan_s"]["p50"] <= plan["plan_s"]["max"]
     assert {plan["descriptors"] for plan in report["planning"][1:]} == {8192 * 160}
-    assert [peer["regions"] for peer in report["memory"]] == [40, 40, 160, 160]
 
 
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "transfer": (check_transfer, ("(a) example", "(b) tuned", "(c) kvflow", "(d) bare hop", "idle CPU", "(idle loop)")),
-    "topology": (check_topology, ("to 8 heads HND 16: 1 MB", "thin rank, cut alike", "quartiles")),
+    "topology": (check_topology, ("HND, cut alike", "staged consumer", "quartiles")),
     "fairness": (check_fairness, ("one block behind 1 x 256 MB, slices of 8 MB", "delay p99")),
-    "planning": (check_planning, ("8 of 8 heads", "first slice ms", "memory of a peer", "65,536 blocks")),
+    "planning": (check_planning, ("8 of 8 heads", "first slice ms")),
 }
 
 

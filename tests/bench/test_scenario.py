@@ -14,9 +14,9 @@ from bench_ranks import Rank, open_rank
 from rich.console import Console
 
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.report import as_json, print_report
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn, interleaved, run_scenario
 from kvflow.bench.targets import at_least, at_most
+from kvflow.cli.bench import as_json, print_outcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def test_a_scenario_runs_from_its_ranks_to_its_report() -> None:
     assert found["machine"]["nixl"]
     assert notes[1:3] == ["first", "  round 0"]
     output = io.StringIO()
-    print_report(report, Console(width=100, file=output))
+    print_outcome(report.outcome, Console(width=100, file=output))
     for words in ("sums", "who", "33", "a legend", "targets", "PASS", "NOT MEASURED"):
         assert words in output.getvalue()
 

@@ -10,8 +10,7 @@ from kvflow import LoadReport
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.targets import Spread, Verdict
-from kvflow.bench.transfer.contenders import Contender
-from kvflow.bench.transfer.ranks import TurnResult
+from kvflow.bench.transfer.ranks import Contender, TurnResult
 from kvflow.bench.transfer.results import (
     ContenderResult,
     LoadSize,
@@ -124,7 +123,7 @@ SLOW = replace(LAG_S, p99=3e-3, max=11e-3)
 def test_targets(target: str, sizes: list[SizeResult], measured: float | None, verdict: Verdict) -> None:
     """Bulk is from 16 MB up, lag counts while a gigabyte is loaded over shm; the worst size decides."""
     result = TransportResult(
-        transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0, idle_lag_s=LAG_S, huge_page_share=1.0
+        transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0, idle_lag_s=LAG_S
     )
     row = {row.target: row for row in targets_of(result)}[target]
     assert (row.measured, row.verdict) == (measured if measured is None else pytest.approx(measured), verdict)

@@ -114,7 +114,7 @@ def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     # What is broken, the invariants that say so, and a seed that finds it.
-    "give_back_without_hold": (give_back_without_hold, "I2 I3", 24),
+    "give_back_without_hold": (give_back_without_hold, "I2 I3", 16),
     "leave_seals": (leave_seals, "I2 I3", 5),
     "believe_every_seal": (believe_every_seal, "I2 I3", 5),
     "trust_for_too_long": (trust_for_too_long, "I2 I3", 20),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
 import queue
 import threading
@@ -28,6 +29,14 @@ from kvflow.bench.transfer.raw import ExampleAgent, RawAgent, TunedAgent
 
 if TYPE_CHECKING:
     from kvflow import LoadReport
+
+
+class Contender(enum.StrEnum):
+    EXAMPLE = "raw_example"
+    TUNED = "raw_tuned"
+    KVFLOW = "kvflow"
+    HOP = "bare_hop"
+
 
 Job: TypeAlias = Callable[[], Awaitable["LoadReport | None"]]
 """Does a load; only kvflow reports on it."""

@@ -13,8 +13,7 @@ from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.scenario import Outcome, Samples, Table
 from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, in_ms, percentile
-from kvflow.bench.transfer.contenders import Contender
-from kvflow.bench.transfer.ranks import TurnResult
+from kvflow.bench.transfer.ranks import Contender, TurnResult
 
 BULK_BYTES = 16 * MIB
 LAG_BYTES = 1024 * MIB
@@ -57,12 +56,6 @@ class Idle(NamedTuple):
     lags_s: Sequence[float]
 
 
-class HugePages(NamedTuple):
-    """How much of a process's cache lies in huge pages."""
-
-    share: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContenderResult:
     """One contender at one size. Ratios are of speed: above 1 is faster than (a) or (b).
@@ -102,38 +95,31 @@ class SizeResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportResult:
-    """`idle_lag_s` is what the ticker shows on a loop that has nothing else to do: the floor of `lag_s`.
-
-    `huge_page_share` is of the process whose cache has the least huge pages. Much below 1, equal pairs differ more.
-    """
+    """`idle_lag_s` is what the ticker shows on a loop that has nothing else to do: the floor of `lag_s`."""
 
     transport: Transport
     sizes: tuple[SizeResult, ...]
     idle_cpu_percent: float
     idle_lag_s: Spread
-    huge_page_share: float
 
 
-def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs: int, pattern: str) -> Outcome:
+def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs: int) -> Outcome:
     turns = samples.of(TurnResult)
+
+    def of_size(transport: Transport, size: LoadSize) -> SizeResult:
+        found = {name: [turns[transport, size, name, pair] for pair in range(pairs)] for name in Contender}
+        return summarize_size(shape, size, found)
+
     transports = [
         TransportResult(
             transport=transport,
-            sizes=tuple(
-                summarize_size(
-                    shape,
-                    size,
-                    {name: [turns[transport, size, name, pair] for pair in range(pairs)] for name in Contender},
-                )
-                for size in sizes
-            ),
+            sizes=tuple(of_size(transport, size) for size in sizes),
             idle_cpu_percent=idle.cpu_percent,
             idle_lag_s=Spread.of(idle.lags_s),
-            huge_page_share=min(found.share for found in samples.of(HugePages)[transport]),
         )
         for transport, (idle,) in samples.of(Idle).items()
     ]
-    title = f"{pattern} blocks, {shape.region_block_size_bytes >> 10} KiB a descriptor"
+    title = f"scattered blocks, {shape.region_block_size_bytes >> 10} KiB a descriptor"
     return Outcome(
         results={"transports": transports},
         tables=[table for result in transports for table in (_speed_table(result, title), _loop_table(result))],
@@ -146,47 +132,37 @@ def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, 
     size_bytes = size.blocks * shape.block_size_bytes
     ours = list(chain(*turns[Contender.KVFLOW]))
     reports = [report for turn in ours for report in turn.reports]
-    medians_s = {name: statistics.median(_pair_medians(pairs)) for name, pairs in turns.items()}
+    pair_medians_s = {name: tuple(statistics.median(_seconds(pair)) for pair in pairs) for name, pairs in turns.items()}
+    medians_s = {name: statistics.median(medians) for name, medians in pair_medians_s.items()}
+
+    def summarize(name: Contender) -> ContenderResult:
+        every = list(chain(*turns[name]))
+        seconds = _seconds(every)
+        return ContenderResult(
+            samples=len(seconds),
+            median_s=medians_s[name],
+            pair_medians_s=pair_medians_s[name],
+            p99_s=percentile(seconds, 99),
+            gb_per_s=size_bytes / medians_s[name] / _GB,
+            cpu_s_per_gb=sum(turn.cpu_s for turn in every) / (size_bytes * len(seconds) / _GB),
+            ratio_to_a=medians_s[Contender.EXAMPLE] / medians_s[name],
+            ratio_to_b=medians_s[Contender.TUNED] / medians_s[name],
+            checked_blocks=sum(turn.checked_bytes for turn in every) // shape.block_size_bytes,
+            seconds=seconds,
+        )
+
     return SizeResult(
         label=size.label,
         size_bytes=size_bytes,
         blocks=size.blocks,
         descriptors=size.blocks * shape.block_descriptors,
         kvflow_descriptors=reports[-1].descriptors,
-        contenders={
-            name: _summarize_contender(pairs, size_bytes, shape.block_size_bytes, medians_s)
-            for name, pairs in turns.items()
-        },
+        contenders={name: summarize(name) for name in turns},
         lag_s=Spread.of([lag for turn in ours for lag in turn.lags_s]),
         phases_median_s={
             name: statistics.median(report.seconds[name] for report in reports) for name in reports[0].seconds
         },
     )
-
-
-def _summarize_contender(
-    pairs: PairTurns, size_bytes: int, block_bytes: int, medians_s: Mapping[Contender, float]
-) -> ContenderResult:
-    turns = list(chain(*pairs))
-    seconds = _seconds(turns)
-    pair_medians_s = _pair_medians(pairs)
-    median_s = statistics.median(pair_medians_s)
-    return ContenderResult(
-        samples=len(seconds),
-        median_s=median_s,
-        pair_medians_s=pair_medians_s,
-        p99_s=percentile(seconds, 99),
-        gb_per_s=size_bytes / median_s / _GB,
-        cpu_s_per_gb=sum(turn.cpu_s for turn in turns) / (size_bytes * len(seconds) / _GB),
-        ratio_to_a=medians_s[Contender.EXAMPLE] / median_s,
-        ratio_to_b=medians_s[Contender.TUNED] / median_s,
-        checked_blocks=sum(turn.checked_bytes for turn in turns) // block_bytes,
-        seconds=seconds,
-    )
-
-
-def _pair_medians(pairs: PairTurns) -> tuple[float, ...]:
-    return tuple(statistics.median(_seconds(turns)) for turns in pairs)
 
 
 def _seconds(turns: Sequence[TurnResult]) -> tuple[float, ...]:
@@ -208,9 +184,8 @@ def targets_of(result: TransportResult) -> Iterator[TargetRow]:
     ]
     yield at_most(f"{name}: one block, us over (b)", ONE_BLOCK_OVER_B_US_MAX, over_b_us)
     if name is Transport.SHM:
-        loads = [size for size in result.sizes if size.size_bytes >= LAG_BYTES]
-        p99 = [(size.lag_s.p99 * 1e3, size.label) for size in loads]
-        worst = [(size.lag_s.max * 1e3, size.label) for size in loads]
+        lags = [(size.lag_s, size.label) for size in result.sizes if size.size_bytes >= LAG_BYTES]
+        p99, worst = ([(getattr(lag_s, of) * 1e3, label) for lag_s, label in lags] for of in ("p99", "max"))
         yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
         yield at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
     idle = [(result.idle_cpu_percent, "one open lease")]
@@ -236,10 +211,7 @@ def _speed_cells(contender: Contender, found: ContenderResult) -> tuple[str, ...
         _ms(found.median_s),
         "..".join(_ms(bound(found.pair_medians_s)) for bound in (min, max)),
         _ms(found.p99_s),
-        f"{found.gb_per_s:.2f}",
-        f"{found.ratio_to_a:.2f}",
-        f"{found.ratio_to_b:.2f}",
-        f"{found.cpu_s_per_gb:.2f}",
+        *(f"{value:.2f}" for value in (found.gb_per_s, found.ratio_to_a, found.ratio_to_b, found.cpu_s_per_gb)),
     )
 
 
@@ -255,8 +227,5 @@ def _loop_table(result: TransportResult) -> Table:
         title=f"{result.transport}: lag of kvflow's event loop, 1 ms ticker",
         headings=("while loading", "ticks", "p50 ms", "p99 ms", "max ms"),
         rows=[(label, *in_ms(lag_s)) for label, lag_s in lags],
-        caption=(
-            f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core; "
-            f"huge pages: at least {result.huge_page_share:.0%} of every cache"
-        ),
+        caption=f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core",
     )
