@@ -37,7 +37,6 @@ _POISON = 0xFFFFFFFF
 _CHECK_BLOCKS = 64
 _SAMPLE_BLOCKS = 8
 _HUGE_PAGE_BYTES = 2 << 20
-_PROCESS_BASE_BYTES = 512 << 20
 
 Words = npt.NDArray[np.uint32]
 Memory = npt.NDArray[np.uint8]
@@ -104,11 +103,6 @@ class CacheShape:
         heads_and_tokens = (self.kv_heads, self.block_size)
         inner = heads_and_tokens if self.order is Order.HND else heads_and_tokens[::-1]
         return (PARTS, self.blocks, *inner, self.head_size)
-
-    @property
-    def process_bytes(self) -> int:
-        """What a process with such a cache takes."""
-        return self.size_bytes + _PROCESS_BASE_BYTES
 
     def checked(self, option: str) -> CacheShape:
         """Itself; SettingsError, which names the option, if the pattern cannot tell so many words apart."""

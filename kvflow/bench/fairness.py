@@ -111,8 +111,8 @@ class Fairness:
     def sets(self) -> Sequence[RankSet]:
         shape = self.shape
         ranks = (
-            RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape), shape.process_bytes),
-            RankProcess("reader", partial(open_reader, shape), shape.process_bytes),
+            RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape)),
+            RankProcess("reader", partial(open_reader, shape)),
         )
         note, environment = f"{self.transport}: {self.rounds} rounds", self.transport.environment
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field
 from importlib.metadata import version
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from kvflow.bench.child import BenchError, Child, Environment, RankProcess, awake, open_children
+from kvflow.bench.child import Child, Environment, RankProcess, awake, open_children
 from kvflow.bench.targets import TargetRow
 
 Children = Mapping[str, Child]
@@ -110,7 +110,6 @@ class Report:
 def run_scenario(scenario: Scenario, note: Note) -> Report:
     """Measure everything; raises BenchError when a child fails or a block does not hold the right bytes."""
     sets = scenario.sets()
-    _check_memory(max(sum(rank.memory_bytes for rank in some.ranks) for some in sets))
     machine = describe_machine()
     note(f"load average {machine['load_average_1m']:.1f} before the start; others' work is in every number")
     samples, said = Samples(), ""
@@ -132,14 +131,6 @@ def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iter
         start = index % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
             yield index, contender
-
-
-def _check_memory(need: int) -> None:
-    """Refuse to start what the machine cannot hold: swapping would be measured otherwise."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        (available,) = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    if need > available:
-        raise BenchError(f"{need >> 20} MB are needed, available are {available >> 20} MB; ask for a smaller size")
 
 
 def describe_machine() -> dict[str, str | int | float]:

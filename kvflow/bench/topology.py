@@ -25,13 +25,10 @@ from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_r
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
-from kvflow.limits import Limits
 
 MODEL_KV_HEADS = 32
 SLICE_RATIO_MIN = 0.8
 SLICE_PIECE_BYTES = 32 << 10
-_PROCESS_BASE_BYTES = 176 << 20
-_LIMITS = Limits()
 _LEGEND = (
     "One rank loads the same tokens into the same memory; only the producer's cut differs, unless the "
     "row says otherwise. MB are read, which may be more than is wanted, in pieces of so many KiB; GB/s are of what is "
@@ -191,27 +188,16 @@ class Topology:
 
     def sets(self) -> Sequence[RankSet]:
         self.shape(_TP1).checked("--size")
-        ranks = [*map(self._producer, PRODUCERS), self._consumer()]
+        consumers = [(config_of_rank("consumer", cut, self.shape(cut)), self.shape(cut)) for cut in CONSUMERS]
+        producers = [(cut.name, config_of_rank("producer", cut, self.shape(cut)), self.shape(cut)) for cut in PRODUCERS]
+        ranks = [RankProcess(name, partial(open_producer, config, shape)) for name, config, shape in producers]
+        ranks.append(RankProcess("consumer", partial(open_consumers, consumers)))
         note, environment = f"{self.transport}: starting {len(ranks)} ranks", self.transport.environment
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
 
     def judge(self, samples: Samples) -> Outcome:
         title = f"{self.transport}: {self.tokens} tokens, {self.layers} layers, {self.rounds} rounds"
         return judge(samples, self.useful_bytes, title)
-
-    def _producer(self, cut: Cut) -> RankProcess:
-        shape = self.shape(cut)
-        setup = partial(open_producer, config_of_rank("producer", cut, shape), shape)
-        return RankProcess(cut.name, setup, _PROCESS_BASE_BYTES + (1 + cut.staged) * shape.size_bytes)
-
-    def _consumer(self) -> RankProcess:
-        """Its memory: that of the largest rank, host buffers of staged ones, and scratch memory of two runtimes."""
-        shapes = {cut: self.shape(cut) for cut in CONSUMERS}
-        ranks = [(config_of_rank("consumer", cut, shape), shape) for cut, shape in shapes.items()]
-        scratch = 2 * _LIMITS.scratch_slots_max * _LIMITS.scratch_slot_bytes_max
-        staged = sum(shape.size_bytes for cut, shape in shapes.items() if cut.staged)
-        largest = max(shape.size_bytes for shape in shapes.values())
-        return RankProcess("consumer", partial(open_consumers, ranks), _PROCESS_BASE_BYTES + largest + staged + scratch)
 
     def loads_of_turn(self, case: Case, turn: str) -> tuple[PlannedLoad, PlannedLoad]:
         """A small load that wakes everybody up, untimed, and the one that is measured; they share no block.

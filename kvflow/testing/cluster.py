@@ -104,6 +104,6 @@ class InprocCluster:
         if self._faults is None:
             made = InprocTransport(agent_name, self.network)
         else:
-            made = self._faults.network.attach(self._faults.host(config), agent_name)
+            made = self._faults.network.attach(self._faults.host(config.engine_id), agent_name)
         self._transports[config.engine_id, Rank.of(config)] = made
         return made

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from kvflow.config import Config
 from kvflow.errors import UsageError
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
@@ -31,7 +30,7 @@ class Faults:
 
     def world(self, clock: Callable[[], Clock]) -> World:
         """What a runtime of any engine gets."""
-        return make_world(lambda: self.network, self.host, clock)
+        return make_world(lambda: self.network, lambda config: self.host(config.engine_id), clock)
 
     @property
     def network(self) -> Network:
@@ -40,19 +39,21 @@ class Faults:
             loop = asyncio.get_running_loop()
             if not isinstance(loop, VirtualLoop):
                 raise UsageError("faults by seed need virtual time: run the test with run_virtual")
-            self._made = Network(loop, self._rng, lambda *_: None, lambda *_: None)
+            self._made = Network(loop, self._rng)
             self._made.weather = self._weather
         return self._made
 
-    def host(self, config: Config) -> Host:
+    def host(self, engine_id: str) -> Host:
         """Where an engine's ranks run."""
-        return self._host(config.engine_id)
+        if engine_id not in self._hosts:
+            self._hosts[engine_id] = Host(engine_id, f"host of {engine_id}", Life(self.network.loop, engine_id))
+        return self._hosts[engine_id]
 
     async def run_process(
         self, engine_id: str, body: Callable[[], Coroutine[Any, Any, ResultT]], crashes: int, within_s: float
     ) -> ResultT:
         """See `InprocCluster.run_process`."""
-        network, host = self.network, self._host(engine_id)
+        network, host = self.network, self.host(engine_id)
         for number in itertools.count():
             host.life = Life(network.loop, f"{engine_id}.{number}")
             task = host.life.task(body(), name=f"{engine_id}.{number}")
@@ -69,9 +70,3 @@ class Faults:
             network.detach(host)
             await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # the dead are never done
         return task.result()
-
-    def _host(self, engine_id: str) -> Host:
-        if engine_id not in self._hosts:
-            life = Life(self.network.loop, engine_id)
-            self._hosts[engine_id] = Host(engine_id, f"host of {engine_id}", life)
-        return self._hosts[engine_id]

@@ -58,6 +58,7 @@ class Life:
         self._context = copy_context()
         self._context.run(_LIFE.set, self)
         self._waiting: deque[asyncio.Handle] = deque()
+        """What is due while nothing may run."""
         self._remains: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
@@ -101,14 +102,10 @@ class Life:
         self._resume()
         return tasks
 
-    def put_off(self, call: asyncio.Handle) -> None:
-        """Only for the loop: something is due while nothing may run."""
-        self._waiting.append(call)
-
     def _resume(self) -> None:
         self._loop.stopped.pop(self, None)
-        self._loop.run_again(self._waiting)
-        self._waiting = deque()
+        self._loop._ready.extend(self._waiting)
+        self._waiting.clear()
 
 
 def life_of(context: Context) -> Life | None:
@@ -120,7 +117,7 @@ class _Task(asyncio.Task[T]):
     """A task whose hash is its number: asyncio keeps tasks in sets, whose order must be the same in every run."""
 
     def __init__(self, body: Awaited[T], loop: VirtualLoop, name: str | None, context: Context) -> None:
-        self._number = loop.next_number()
+        self._number = next(loop._numbers)
         self.life = context.get(_LIFE)
         super().__init__(body, loop=loop, name=name or f"task-{self._number}", context=context)
 
@@ -183,13 +180,6 @@ class VirtualLoop(BaseEventLoop):
         found = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
         return sorted(found, key=hash)
 
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    def run_again(self, calls: deque[asyncio.Handle]) -> None:
-        """Only for `Life`: what was put off is ready now."""
-        self._ready.extend(calls)
-
     def end_all(self) -> None:
         """After a test: let everything end that is still there, dead lives included; how, concerns nobody."""
         self.after_step = None
@@ -221,7 +211,7 @@ class VirtualLoop(BaseEventLoop):
         if self.stopped:
             life = life_of(call._context)  # type: ignore[attr-defined]
             if life in self.stopped:
-                life.put_off(call)
+                life._waiting.append(call)
                 return
         self.steps += 1
         call._run()

@@ -23,13 +23,9 @@ def check_transfer(report: Report) -> None:
     for result in report["transports"]:
         assert [size["label"] for size in result["sizes"]] == ["one block", "1 MB"]
         assert 0 <= result["idle_cpu_percent"] < 200
-        for lag_s in [result["idle_lag_s"], *(size["lag_s"] for size in result["sizes"])]:
-            assert 0 <= lag_s["p50"] <= lag_s["p99"] <= lag_s["max"]
         for size in result["sizes"]:
+            assert 0 <= size["lag_s"]["p50"] <= size["lag_s"]["p99"] <= size["lag_s"]["max"]
             assert list(size["contenders"]) == ["raw_example", "raw_tuned", "kvflow", "bare_hop"]
-            assert size["descriptors"] == size["blocks"] * 4  # two layers, K and V
-            assert 0 < size["kvflow_descriptors"] <= size["descriptors"]
-            assert size["phases_median_s"]["wire"] >= 0
             for found in size["contenders"].values():
                 check_contender(found, size)
     assert [row["target"].split(":")[0] for row in report["targets"]] == ["shm"] * 6 + ["tcp"] * 4
@@ -79,7 +75,7 @@ def check_planning(report: Report) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
-    "transfer": (check_transfer, ("(a) example", "(b) tuned", "(c) kvflow", "(d) bare hop", "idle CPU", "(idle loop)")),
+    "transfer": (check_transfer, ("(a) example", "(b) tuned", "(c) kvflow", "(d) bare hop", "idle CPU")),
     "topology": (check_topology, ("HND, cut alike", "staged consumer", "quartiles")),
     "fairness": (check_fairness, ("one block behind 1 x 256 MB, slices of 8 MB", "delay p99")),
     "planning": (check_planning, ("8 of 8 heads", "first slice ms")),

@@ -24,13 +24,12 @@ class Adding:
     """Two ranks add numbers."""
 
     rounds: int = 3
-    memory_bytes: int = 0
     fails: bool = False
     SCHEMA_VERSION: ClassVar[int] = 7
     QUICK: ClassVar[Mapping[str, Any]] = {}
 
     def sets(self) -> Sequence[RankSet]:
-        ranks = [RankProcess(name, open_rank, self.memory_bytes) for name in ("one", "two")]
+        ranks = [RankProcess(name, open_rank) for name in ("one", "two")]
         return [RankSet(note="first", ranks=ranks, turns=self._turns), RankSet(note="second", turns=self._turns_alone)]
 
     def _turns(self, children: Children) -> Iterator[Turn]:
@@ -80,8 +79,3 @@ def test_a_scenario_runs_from_its_ranks_to_its_report() -> None:
 def test_a_step_that_fails_ends_the_run() -> None:
     with pytest.raises(BenchError, match=r"(?s)one: Traceback.*ZeroDivisionError"):
         run_scenario(Adding(fails=True), lambda note: None)
-
-
-def test_what_the_machine_cannot_hold_is_not_started() -> None:
-    with pytest.raises(BenchError, match="MB are needed, available are"):
-        run_scenario(Adding(memory_bytes=1 << 50), lambda note: None)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow import LoadReport
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.targets import Spread, Verdict
@@ -23,15 +22,11 @@ from kvflow.bench.transfer.results import (
 SHAPE = CacheShape(layers=2, kv_heads=1, blocks=8)
 SIZE = LoadSize("4 blocks", blocks=4, loads_per_turn=2)
 LAG_S = Spread(samples=100, min=0.0, p25=0.0, p50=1e-4, p75=1e-4, p99=1e-3, max=5e-3)
-REPORT = LoadReport(
-    request_id="any", bytes=1, blocks=1, tokens=1, descriptors=3, sources=(), notified=True, seconds={"wire": 2.0}
-)
 
 
 def turn(*seconds: float) -> TurnResult:
     checked_bytes = 7 * SHAPE.block_size_bytes
-    lags_s, reports = (0.0, 0.001), (REPORT, REPORT)
-    return TurnResult(seconds=seconds, cpu_s=0.5, checked_bytes=checked_bytes, lags_s=lags_s, reports=reports)
+    return TurnResult(seconds=seconds, cpu_s=0.5, checked_bytes=checked_bytes, lags_s=(0.0, 0.001))
 
 
 def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
@@ -47,14 +42,14 @@ def test_a_size_puts_the_turns_of_all_rounds_together() -> None:
     )
     ours, example = result.contenders[Contender.KVFLOW], result.contenders[Contender.EXAMPLE]
     load_bytes = 4 * SHAPE.block_size_bytes
-    assert (result.size_bytes, result.descriptors, result.kvflow_descriptors) == (load_bytes, 16, 3)
+    assert result.size_bytes == load_bytes
     assert (ours.samples, ours.median_s, ours.p99_s, ours.seconds) == (4, 5.0, 5.0, (4.0, 5.0, 5.0, 5.0))
     assert ours.gb_per_s == pytest.approx(load_bytes / 5.0 / 1e9)
     assert ours.cpu_s_per_gb == pytest.approx(2 * 0.5 / (4 * load_bytes / 1e9))
     assert (ours.ratio_to_a, ours.ratio_to_b) == pytest.approx((8 / 5, 4 / 5))
     assert (example.ratio_to_a, example.p99_s) == (1.0, 80.0)
     assert result.contenders[Contender.HOP].ratio_to_b == pytest.approx(4 / 4.5)
-    assert (ours.checked_blocks, result.lag_s.samples, result.phases_median_s) == (14, 4, {"wire": 2.0})
+    assert (ours.checked_blocks, result.lag_s.samples) == (14, 4)
 
 
 def test_the_median_is_of_the_medians_of_the_pairs() -> None:
@@ -90,11 +85,8 @@ def size(megabytes: int, *, lag_s: Spread = LAG_S, **numbers: float) -> SizeResu
         label=f"{megabytes} MB",
         size_bytes=megabytes * MIB,
         blocks=100 if megabytes else 1,
-        descriptors=1,
-        kvflow_descriptors=1,
         contenders={**dict.fromkeys(Contender, speed()), Contender.KVFLOW: speed(**numbers)},
         lag_s=lag_s,
-        phases_median_s={},
     )
 
 
@@ -122,8 +114,6 @@ SLOW = replace(LAG_S, p99=3e-3, max=11e-3)
 )
 def test_targets(target: str, sizes: list[SizeResult], measured: float | None, verdict: Verdict) -> None:
     """Bulk is from 16 MB up, lag counts while a gigabyte is loaded over shm; the worst size decides."""
-    result = TransportResult(
-        transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0, idle_lag_s=LAG_S
-    )
+    result = TransportResult(transport=Transport(target[:3]), sizes=tuple(sizes), idle_cpu_percent=1.0)
     row = {row.target: row for row in targets_of(result)}[target]
     assert (row.measured, row.verdict) == (measured if measured is None else pytest.approx(measured), verdict)

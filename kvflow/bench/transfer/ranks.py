@@ -20,15 +20,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvflow.bench.cache import CacheShape, PatternCache, compared
 from kvflow.bench.clocks import loop_ticker, process_cpu_s
 from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
 from kvflow.bench.transfer.raw import ExampleAgent, RawAgent, TunedAgent
-
-if TYPE_CHECKING:
-    from kvflow import LoadReport
 
 
 class Contender(enum.StrEnum):
@@ -38,8 +35,8 @@ class Contender(enum.StrEnum):
     HOP = "bare_hop"
 
 
-Job: TypeAlias = Callable[[], Awaitable["LoadReport | None"]]
-"""Does a load; only kvflow reports on it."""
+Job: TypeAlias = Callable[[], Awaitable[object]]
+"""Does a load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,6 @@ class TurnResult:
     cpu_s: float
     checked_bytes: int
     lags_s: Sequence[float] = ()
-    reports: Sequence[LoadReport] = ()
 
 
 class Way(Protocol):
@@ -81,28 +77,15 @@ class Reader:
         await wake()
         seconds: list[float] = []
         lags_s: list[float] = []
-        reports: list[LoadReport | None] = []
         async with self._ticker(lags_s):
             cpu_before_s = self._cpu_s()
             for job in timed:
                 start = time.perf_counter()
-                reports.append(await job())
+                await job()
                 seconds.append(time.perf_counter() - start)
             cpu_s = self._cpu_s() - cpu_before_s
-        return TurnResult(
-            seconds=seconds,
-            cpu_s=cpu_s,
-            checked_bytes=self._cache.check(local_ids, remote_ids),
-            lags_s=lags_s,
-            reports=[report for report in reports if report is not None],
-        )
-
-    async def tick(self, seconds: float) -> Sequence[float]:
-        """What the ticker shows on a loop that has nothing else to do."""
-        lags_s: list[float] = []
-        async with self._ticker(lags_s):
-            await asyncio.sleep(seconds)
-        return lags_s
+        checked_bytes = self._cache.check(local_ids, remote_ids)
+        return TurnResult(seconds=seconds, cpu_s=cpu_s, checked_bytes=checked_bytes, lags_s=lags_s)
 
     def _cpu_s(self) -> float:
         return sum(map(process_cpu_s, self._pids))

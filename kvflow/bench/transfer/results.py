@@ -52,8 +52,9 @@ class LoadSize(NamedTuple):
 
 
 class Idle(NamedTuple):
+    """CPU of a producer with one open lease, in percent of a core."""
+
     cpu_percent: float
-    lags_s: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,29 +79,20 @@ class ContenderResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeResult:
-    """All contenders at one size. `descriptors` were asked for; kvflow made `kvflow_descriptors` of them.
-
-    `lag_s` is how late a 1 ms ticker was on kvflow's event loop while it loaded.
-    """
+    """All contenders at one size. `lag_s` is how late a 1 ms ticker was on kvflow's event loop while it loaded."""
 
     label: str
     size_bytes: int
     blocks: int
-    descriptors: int
-    kvflow_descriptors: int
     contenders: Mapping[Contender, ContenderResult]
     lag_s: Spread
-    phases_median_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportResult:
-    """`idle_lag_s` is what the ticker shows on a loop that has nothing else to do: the floor of `lag_s`."""
-
     transport: Transport
     sizes: tuple[SizeResult, ...]
     idle_cpu_percent: float
-    idle_lag_s: Spread
 
 
 def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs: int) -> Outcome:
@@ -115,7 +107,6 @@ def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs:
             transport=transport,
             sizes=tuple(of_size(transport, size) for size in sizes),
             idle_cpu_percent=idle.cpu_percent,
-            idle_lag_s=Spread.of(idle.lags_s),
         )
         for transport, (idle,) in samples.of(Idle).items()
     ]
@@ -131,7 +122,6 @@ def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, 
     """Put the turns of all pairs at one size together."""
     size_bytes = size.blocks * shape.block_size_bytes
     ours = list(chain(*turns[Contender.KVFLOW]))
-    reports = [report for turn in ours for report in turn.reports]
     pair_medians_s = {name: tuple(statistics.median(_seconds(pair)) for pair in pairs) for name, pairs in turns.items()}
     medians_s = {name: statistics.median(medians) for name, medians in pair_medians_s.items()}
 
@@ -155,13 +145,8 @@ def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, 
         label=size.label,
         size_bytes=size_bytes,
         blocks=size.blocks,
-        descriptors=size.blocks * shape.block_descriptors,
-        kvflow_descriptors=reports[-1].descriptors,
         contenders={name: summarize(name) for name in turns},
         lag_s=Spread.of([lag for turn in ours for lag in turn.lags_s]),
-        phases_median_s={
-            name: statistics.median(report.seconds[name] for report in reports) for name in reports[0].seconds
-        },
     )
 
 
@@ -222,10 +207,9 @@ def _ms(seconds: float) -> str:
 
 
 def _loop_table(result: TransportResult) -> Table:
-    lags = [*((size.label, size.lag_s) for size in result.sizes), ("(idle loop)", result.idle_lag_s)]
     return Table(
         title=f"{result.transport}: lag of kvflow's event loop, 1 ms ticker",
         headings=("while loading", "ticks", "p50 ms", "p99 ms", "max ms"),
-        rows=[(label, *in_ms(lag_s)) for label, lag_s in lags],
+        rows=[(size.label, *in_ms(size.lag_s)) for size in result.sizes],
         caption=f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core",
     )

@@ -40,7 +40,6 @@ from kvflow.bench.transfer.results import Idle, LoadSize
 
 _TURN_BYTES = 128 * MIB
 _TURN_LOADS_MAX = 20
-_LAG_FLOOR_S = 0.5
 _SETTLE_S = 0.5
 
 Pair = tuple[Child, Child]
@@ -127,7 +126,7 @@ class Transfer:
         for size in self.load_sizes:
             yield from self._turns_of_size(transport, pair, size, every)
         if pair == self.pairs - 1:
-            run = partial(self._measure_idle, *every[Contender.KVFLOW])
+            run = partial(self._measure_idle, every[Contender.KVFLOW][0])
             yield Turn(key=transport, run=run, note=f"idle for {self.idle_s:g} s")
 
     def _turns_of_size(
@@ -145,15 +144,14 @@ class Transfer:
             run = partial(run_turn, *every[contender], loads, check_all=False)
             yield Turn(key=(transport, size, contender, pair), run=run, children=every[contender], note=note)
 
-    def _measure_idle(self, producer: Child, reader: Child) -> Idle:
-        """CPU of the producer with one open lease in percent of a core, and the ticker's floor on the idle reader."""
+    def _measure_idle(self, producer: Child) -> Idle:
+        """CPU of the producer with one open lease."""
         producer.run(Producer.offer, self.loads_of_turn(self.load_sizes[0], "idle")[:1])
         time.sleep(_SETTLE_S)
         cpu_s, start = process_cpu_s(producer.pid), time.perf_counter()
         time.sleep(self.idle_s)
         cpu_s = process_cpu_s(producer.pid) - cpu_s
-        cpu_percent = 100 * cpu_s / (time.perf_counter() - start)
-        return Idle(cpu_percent, reader.run(Reader.tick, _LAG_FLOOR_S))
+        return Idle(100 * cpu_s / (time.perf_counter() - start))
 
 
 def _parse_size(word: str, block_bytes: int) -> int:
@@ -175,7 +173,7 @@ def _parse_size(word: str, block_bytes: int) -> int:
 def ranks_of(contender: Contender, shape: CacheShape) -> tuple[RankProcess, RankProcess]:
     """Producer and reader. The agents of (a) spin; (a) and (b) have no loop, nor has the producer of (d)."""
     raw, tuned = contender in (Contender.EXAMPLE, Contender.TUNED), contender is not Contender.EXAMPLE
-    make = partial(RankProcess, memory_bytes=shape.process_bytes, spins=not tuned)
+    make = partial(RankProcess, spins=not tuned)
     if contender is Contender.KVFLOW:
         return (
             make(f"{contender} producer", partial(open_producer, config_of("bench-producer"), shape)),

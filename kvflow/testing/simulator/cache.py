@@ -6,15 +6,12 @@ So whatever lies in a block can be judged: the right bytes of the right prompt, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.tensors import KVCaches
-from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.testing.simulator.settings import MODEL_KV_HEADS, Shape
 
 HEAD_SIZE = 4
@@ -79,16 +76,6 @@ class RankCache:
             return range(0)
         offset %= self._part_bytes
         return range(offset // self._block_bytes, (offset + size_bytes - 1) // self._block_bytes + 1)
-
-    def copy_blocks(self, host_caches: KVCaches, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
-        """An engine's own `runtime.memory.host_buffers.BlockCopier`."""
-        ours = self.tensors["layers.0"]
-        theirs = cast(torch.Tensor, host_caches["layers.0"])
-        for device_block, host_block in pairs:
-            if direction is CopyDirection.TO_HOST:
-                theirs[:, host_block] = ours[:, device_block]
-            else:
-                ours[:, device_block] = theirs[:, host_block]
 
     def _tokens(self, block_ids: Sequence[int]) -> Ints:
         """A copy of blocks in prompt order, as (part, token, head, value)."""

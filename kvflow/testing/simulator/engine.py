@@ -86,8 +86,7 @@ class Engine:
             cache.poison_all(self._simulation.next_poison())
             runtime = Runtime(self._simulation.settings.config(self.shape, self._address, index), world=world)
             await runtime.__aenter__()
-            copies = cache.copy_blocks if self.shape.own_copies else None
-            await runtime.register_kv_caches(cache.tensors, cache.layout, copy_blocks=copies)
+            await runtime.register_kv_caches(cache.tensors, cache.layout)
             ranks.append(Rank(index, cache, runtime))
         self.ranks = ranks
         self.running = True

@@ -24,8 +24,6 @@ class Shape:
     block_size: int
     num_blocks: int
     staged: bool
-    own_copies: bool
-    """Whether a staged engine brings its own function for copies."""
     scratch: str
     clock_offset_s: float
     clock_rate: float
@@ -113,7 +111,6 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
     """The first engine always serves and the last always loads; those between do either or both."""
     both = rng.random() < 0.3
     serves = index == 0 or both or (index < count - 1 and rng.random() < 0.5)
-    staged = rng.random() < 0.1
     return Shape(
         name=f"engine-{index}",
         serves=serves,
@@ -122,8 +119,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
         order=like.order if like else rng.choice(("NHD", "HND")),
         block_size=like.block_size if like else rng.choice((4, 4, 4, 8)),
         num_blocks=rng.choice((8, 12, 16)),
-        staged=staged,
-        own_copies=staged and rng.random() < 0.5,
+        staged=rng.random() < 0.1,
         scratch=rng.choice(("auto", "auto", "auto", "never", "always")),
         clock_offset_s=rng.uniform(0.0, 1e6),
         clock_rate=1.0 + rng.choice((1.0, 1.0, 1.0, 50.0)) * rng.uniform(-1e-4, 1e-4),
