@@ -23,8 +23,8 @@ from kvflow.bench.cache import CacheShape, PatternCache, compared
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
-from kvflow.bench.targets import Spread, at_most, in_ms, percentile
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from kvflow.bench.targets import Spread, at_most, percentile
 
 READER = config_of("fairness-reader")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
@@ -59,17 +59,22 @@ class Round(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FairnessResult:
-    """`kinds`: seconds of each kind of load over all rounds.
+class LoadTimes:
+    """Loads of one kind over all rounds."""
 
-    `delay_p50` and `delay_p99`: how much longer small loads took behind huge ones, in times of one slice.
+    kind: str
+    seconds: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delay:
+    """How much longer small loads took behind huge ones, in times of one slice.
 
     The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each.
     """
 
-    kinds: Mapping[str, Spread]
-    delay_p50: float
-    delay_p99: float
+    p50: float
+    p99: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,21 +135,11 @@ class Fairness:
             yield Turn(key="round", run=partial(_run_round, self.loads_of_round(index), children), note=note)
 
     def judge(self, samples: Samples) -> Outcome:
-        result = summarize(samples.of(Round)["round"])
+        loads, delay = summarize(samples.of(Round)["round"])
         return Outcome(
-            results={"result": result},
-            tables=[self._table(result)],
-            targets=[at_most("one block behind huge, p99, slices", DELAY_SLICES_MAX, [(result.delay_p99, "")])],
-        )
-
-    def _table(self, result: FairnessResult) -> Table:
-        slices = f"slices of {READER.limits.slice_bytes_max >> 20} MB"
-        delays = {"one block, behind": (f"{result.delay_p50:.2f}", f"{result.delay_p99:.2f}")}
-        return Table(
-            title=f"{self.transport}: one block behind {self.huge_loads} x {self.size} MB, {slices}",
-            headings=("load", "n", "p50 ms", "p99 ms", "max ms", "delay p50", "delay p99"),
-            rows=[(label, *in_ms(found), *delays.get(label, ())) for label, found in result.kinds.items()],
-            caption=_LEGEND,
+            results={"loads": loads, "delay": [delay]},
+            legend=_LEGEND,
+            targets=[at_most("one block behind huge, p99, slices", DELAY_SLICES_MAX, [(delay.p99, "")])],
         )
 
 
@@ -157,17 +152,16 @@ def _run_round(loads: Loads, children: Children) -> Round:
     return result
 
 
-def summarize(rounds: Sequence[Round]) -> FairnessResult:
-    labels = {"alone_s": "one block, alone", "behind_s": "one block, behind", "slice_s": "one slice, alone"}
-    labels |= {"huge_s": "huge"}
-    return FairnessResult(
-        kinds={
-            label: Spread.of([seconds for one in rounds for seconds in getattr(one, kind)])
-            for kind, label in labels.items()
-        },
-        delay_p50=statistics.median(one.delay(50) for one in rounds),
-        delay_p99=statistics.median(one.delay(99) for one in rounds),
-    )
+def summarize(rounds: Sequence[Round]) -> tuple[list[LoadTimes], Delay]:
+    kinds = {
+        "one block, alone": [one.alone_s for one in rounds],
+        "one block, behind": [one.behind_s for one in rounds],
+        "one slice, alone": [one.slice_s for one in rounds],
+        "huge": [one.huge_s for one in rounds],
+    }
+    loads = [LoadTimes(kind=kind, seconds=Spread.of(list(chain(*seconds)))) for kind, seconds in kinds.items()]
+    p50, p99 = (statistics.median(one.delay(percent) for one in rounds) for percent in (50, 99))
+    return loads, Delay(p50=p50, p99=p99)
 
 
 # --- in the process that loads

@@ -18,7 +18,7 @@ import numpy as np
 
 from kvflow.bench.cache import ITEMSIZE, PARTS
 from kvflow.bench.loads import MIB, scattered
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, at_most
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
@@ -30,6 +30,9 @@ _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE
 _PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
 _LIMITS = Limits()
+_LEGEND = (
+    "Planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16; which rank reads it."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,30 +101,12 @@ class Planning:
         plans = {case: _summarize(case, taken) for case, taken in samples.of(PlanSample).items()}
         return Outcome(
             results={"planning": list(plans.values())},
-            tables=[_table(list(plans.values()))],
+            legend=_LEGEND,
             targets=[
                 at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.plan_s.p50 * 1e3, "")])
                 for case, plan in plans.items()
             ],
         )
-
-
-def _table(plans: Sequence[PlanResult]) -> Table:
-    return Table(
-        title="planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16",
-        headings=("rank reads", "descriptors", "slices", "p50 ms", "range", "first slice ms"),
-        rows=[
-            (
-                plan.label,
-                f"{plan.descriptors:,}",
-                f"{plan.slices:,}",
-                f"{plan.plan_s.p50 * 1e3:.1f}",
-                f"{plan.plan_s.min * 1e3:.1f}..{plan.plan_s.max * 1e3:.1f}",
-                f"{plan.first_s * 1e3:.2f}",
-            )
-            for plan in plans
-        ],
-    )
 
 
 def _timed_plan(case: PlanCase, block_map: BlockMap) -> PlanSample:

@@ -63,21 +63,11 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table for people. A row of one cell is a heading, an empty one a gap."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    caption: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a judge makes of the samples: `results` by name, for programs, the same as tables, and the targets."""
+    """What a judge makes of the samples: `results` are tables of dataclasses by name, the legend explains them."""
 
-    results: Mapping[str, Any]
-    tables: Sequence[Table]
+    results: Mapping[str, Sequence[Any]]
+    legend: str
     targets: Sequence[TargetRow]
 
 

@@ -23,18 +23,17 @@ from kvflow.bench.cache import CacheShape, Order, PatternCache, allocate
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn, interleaved
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
 
 MODEL_KV_HEADS = 32
 SLICE_RATIO_MIN = 0.8
 SLICE_PIECE_BYTES = 32 << 10
 _LEGEND = (
-    "One rank loads the same tokens into the same memory; only the producer's cut differs, unless the "
-    "row says otherwise. MB are read, which may be more than is wanted, in pieces of so many KiB; GB/s are of what is "
-    "wanted. Ratios are of speed to the first row: the median of the rounds' ratios, and their quartiles. "
-    "The time from a staged producer runs from the offer on, copying included. All bytes of one load were compared, "
-    "then a layer of each."
+    "One rank loads the same tokens into the same memory; only the producer's cut differs, unless the row says "
+    "otherwise. What is read may be more than is wanted, which speeds are of. Ratios are of speed to the first row, "
+    "within each round. The time from a staged producer runs from the offer on, copying included. All bytes of one "
+    "load were compared, then a layer of each."
 )
 
 
@@ -196,8 +195,7 @@ class Topology:
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
 
     def judge(self, samples: Samples) -> Outcome:
-        title = f"{self.transport}: {self.tokens} tokens, {self.layers} layers, {self.rounds} rounds"
-        return judge(samples, self.useful_bytes, title)
+        return judge(samples, self.useful_bytes)
 
     def loads_of_turn(self, case: Case, turn: str) -> tuple[PlannedLoad, PlannedLoad]:
         """A small load that wakes everybody up, untimed, and the one that is measured; they share no block.
@@ -294,14 +292,14 @@ class Consumers:
 # --- from loads to rows and verdicts
 
 
-def judge(samples: Samples, useful_bytes: Callable[[Cut], int], title: str) -> Outcome:
+def judge(samples: Samples, useful_bytes: Callable[[Cut], int]) -> Outcome:
     loads = samples.of(LoadResult)
     for case in CASES:
         (first,), wanted = loads["check", case], useful_bytes(case.consumer)
         if first.checked_bytes != wanted:
             raise BenchError(f"{case.label}: {first.checked_bytes} bytes compared of {wanted}")
     cases = summarize({case.label: loads["check", case] + loads["rounds", case] for case in CASES}, useful_bytes)
-    return Outcome(results={"cases": cases}, tables=[_table(cases, title)], targets=[slice_target(cases)])
+    return Outcome(results={"cases": cases}, legend=_LEGEND, targets=[slice_target(cases)])
 
 
 def summarize(loads: Mapping[str, Sequence[LoadResult]], useful_bytes: Callable[[Cut], int]) -> list[CaseResult]:
@@ -333,21 +331,3 @@ def slice_target(cases: Sequence[CaseResult]) -> TargetRow:
         (case.ratio.p50, case.label) for case in cases if case.is_head_slice and case.piece_bytes >= SLICE_PIECE_BYTES
     ]
     return at_least("HND slices >= 32 KiB, ratio", SLICE_RATIO_MIN, large)
-
-
-def _table(cases: Sequence[CaseResult], title: str) -> Table:
-    rows = [
-        (
-            case.label,
-            f"{case.read_bytes / MIB:.3g}",
-            str(case.descriptors),
-            f"{case.piece_bytes / 1024:.3g}",
-            f"{case.load_s.p50 * 1e3:.1f}",
-            f"{case.gb_per_s:.2f}",
-            f"{case.ratio.p50:.2f}",
-            f"{case.ratio.p25:.2f}..{case.ratio.p75:.2f}",
-        )
-        for case in cases
-    ]
-    headings = ("case", "MB", "descr.", "KiB", "p50 ms", "GB/s", "ratio", "quartiles")
-    return Table(title=title, headings=headings, rows=rows, caption=_LEGEND)

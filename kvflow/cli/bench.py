@@ -18,7 +18,7 @@ from kvflow.bench.fairness import Fairness
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.planning import Planning
 from kvflow.bench.scenario import Outcome, Report, Scenario, run_scenario
-from kvflow.bench.targets import Verdict
+from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
 from kvflow.cli.notes import told
@@ -83,20 +83,34 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
-    for table in outcome.tables:
-        made = Table(title=table.title, caption=table.caption, box=box.SIMPLE_HEAD, pad_edge=False)
-        made.collapse_padding = True
-        for index, heading in enumerate(table.headings):
-            made.add_column(heading, justify="right" if index else "left", no_wrap=True)
-        for row in table.rows:
-            made.add_row(*row, style="bold" if len(row) == 1 else None)
-        console.print(made)
-    targets = Table("target", "need", "worst", "at", "", title="targets", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name, rows in outcome.results.items():
+        headings = [field.name for field in fields(rows[0])]
+        table = Table(*(heading.replace("_", " ") for heading in headings), title=name, box=box.SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*(_shown(getattr(row, heading)) for heading in headings))
+        console.print(table)
+    console.print(outcome.legend, style="italic")
+    targets = Table("target", "need", "worst", "at", "", title="targets", box=box.SIMPLE_HEAD)
     for target in outcome.targets:
         measured = "" if target.measured is None else f"{target.measured:.2f}"
         cells = (target.target, target.need, measured, target.where, target.verdict.upper())
         targets.add_row(*cells, style=_VERDICT_STYLES[target.verdict])
     console.print(targets)
+
+
+def _shown(value: Any) -> str:
+    """A cell: of a spread the median with its quartiles and p99, of several numbers the least and the greatest."""
+    match value:
+        case Spread():
+            p25, p50, p75, p99 = map(_shown, (value.p25, value.p50, value.p75, value.p99))
+            return f"{p50} ({p25}..{p75}), p99 {p99}"
+        case tuple():
+            return f"{_shown(min(value))}..{_shown(max(value))}"
+        case float():
+            return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+        case int():
+            return f"{value:,}"
+    return str(value)
 
 
 for _name, _kind in SCENARIOS.items():

@@ -116,10 +116,10 @@ def life_of(context: Context) -> Life | None:
 class _Task(asyncio.Task[T]):
     """A task whose hash is its number: asyncio keeps tasks in sets, whose order must be the same in every run."""
 
-    def __init__(self, body: Awaited[T], loop: VirtualLoop, name: str | None, context: Context) -> None:
+    def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
         self._number = next(loop._numbers)
         self.life = context.get(_LIFE)
-        super().__init__(body, loop=loop, name=name or f"task-{self._number}", context=context)
+        super().__init__(body, loop=loop, name=str(name or f"task-{self._number}"), context=context)
 
     def __hash__(self) -> int:
         return self._number
@@ -168,9 +168,7 @@ class VirtualLoop(BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
         raise NotImplementedError("a virtual loop has one thread")
 
-    def create_task(
-        self, coro: Awaited[T], *, name: str | None = None, context: Context | None = None
-    ) -> asyncio.Task[T]:
+    def create_task(self, coro: Awaited[T], *, name: object = None, context: Context | None = None) -> asyncio.Task[T]:
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
         return task
@@ -238,7 +236,7 @@ class VirtualLoop(BaseEventLoop):
 
 def new_virtual_loop() -> VirtualLoop:
     """A loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError."""
-    return VirtualLoop()  # type: ignore[abstract]
+    return VirtualLoop()
 
 
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +20,27 @@ Report = dict[str, Any]
 
 
 def check_transfer(report: Report) -> None:
-    assert [result["transport"] for result in report["transports"]] == ["shm", "tcp"]
-    for result in report["transports"]:
-        assert [size["label"] for size in result["sizes"]] == ["one block", "1 MB"]
-        assert 0 <= result["idle_cpu_percent"] < 200
-        for size in result["sizes"]:
-            assert 0 <= size["lag_s"]["p50"] <= size["lag_s"]["p99"] <= size["lag_s"]["max"]
-            assert list(size["contenders"]) == ["raw_example", "raw_tuned", "kvflow", "bare_hop"]
-            for found in size["contenders"].values():
-                check_contender(found, size)
+    """One round of 20 loads of each size; ratios are to contenders of the same run."""
+    rows = report["speed"]
+    keys = [(row["transport"], row["size"], row["contender"]) for row in rows]
+    contenders = ("raw_example", "raw_tuned", "kvflow", "bare_hop")
+    assert keys == list(product(("shm", "tcp"), ("one block", "1 MB"), contenders))
+    for row in rows:
+        assert (row["samples"], row["pair_medians_s"]) == (20, [row["median_s"]])
+        assert 0 < row["median_s"] <= row["p99_s"]
+        assert row["gb_per_s"] == pytest.approx(row["size_bytes"] / row["median_s"] / 1e9)
+        assert row["cpu_s_per_gb"] > 0
+        same = {other["contender"]: other for other in rows if key(other) == key(row)}
+        for name, ratio in (("raw_example", "ratio_to_a"), ("raw_tuned", "ratio_to_b")):
+            assert row[ratio] == pytest.approx(row["gb_per_s"] / same[name]["gb_per_s"])
+    for row in report["loop_lag"]:
+        assert 0 <= row["lag_s"]["p50"] <= row["lag_s"]["p99"] <= row["lag_s"]["max"]
+    assert all(0 <= row["cpu_percent"] < 200 for row in report["idle"])
     assert [row["target"].split(":")[0] for row in report["targets"]] == ["shm"] * 6 + ["tcp"] * 4
 
 
-def check_contender(found: Report, size: Report) -> None:
-    """In one round of 20 loads; ratios are to contenders of the same run."""
-    assert found["samples"] == len(found["seconds"]) == 20
-    assert found["checked_blocks"] >= found["samples"]
-    assert found["pair_medians_s"] == [found["median_s"]]
-    assert 0 < min(found["seconds"]) <= found["median_s"] <= found["p99_s"] == max(found["seconds"])
-    assert found["gb_per_s"] == pytest.approx(size["size_bytes"] / found["median_s"] / 1e9)
-    for name, ratio in (("raw_example", "ratio_to_a"), ("raw_tuned", "ratio_to_b")):
-        assert found[ratio] == pytest.approx(found["gb_per_s"] / size["contenders"][name]["gb_per_s"])
-    assert found["cpu_s_per_gb"] > 0
+def key(row: Report) -> tuple[str, str]:
+    return row["transport"], row["size"]
 
 
 def check_topology(report: Report) -> None:
@@ -62,7 +62,7 @@ def check_topology(report: Report) -> None:
 
 
 def check_fairness(report: Report) -> None:
-    samples = {label: kind["samples"] for label, kind in report["result"]["kinds"].items()}
+    samples = {row["kind"]: row["seconds"]["samples"] for row in report["loads"]}
     assert samples.pop("one block, behind") >= 1
     assert samples == {"one block, alone": 3, "one slice, alone": 3, "huge": 1}
 
@@ -75,10 +75,10 @@ def check_planning(report: Report) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
-    "transfer": (check_transfer, ("(a) example", "(b) tuned", "(c) kvflow", "(d) bare hop", "idle CPU")),
-    "topology": (check_topology, ("HND, cut alike", "staged consumer", "quartiles")),
-    "fairness": (check_fairness, ("one block behind 1 x 256 MB, slices of 8 MB", "delay p99")),
-    "planning": (check_planning, ("8 of 8 heads", "first slice ms")),
+    "transfer": (check_transfer, ("raw_example", "bare_hop", "idle CPU")),
+    "topology": (check_topology, ("staged", "quartiles")),
+    "fairness": (check_fairness, ("one block, behind", "delay")),
+    "planning": (check_planning, ("8 of 8 heads", "first s")),
 }
 
 

@@ -14,9 +14,16 @@ from bench_ranks import Rank, open_rank
 from rich.console import Console
 
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn, interleaved, run_scenario
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved, run_scenario
 from kvflow.bench.targets import at_least, at_most
 from kvflow.cli.bench import as_json, print_outcome
+
+
+@dataclass(frozen=True)
+class Sum:
+    who: str
+    numbers: tuple[int, ...] = (0,)
+    sum_of_all: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +51,12 @@ class Adding:
 
     def judge(self, samples: Samples) -> Outcome:
         sums = samples.of(int)
-        rows = [("all",), *((name, str(sum(found))) for name, found in sums.items()), ()]
         return Outcome(
-            results={"sums": sums, "alone": samples.of(str)},
-            tables=[Table(title="sums", headings=("who", "sum"), rows=rows, caption="a legend")],
+            results={
+                "sums": [Sum(name, tuple(found), sum(found)) for name, found in sums.items()],
+                "alone": [Sum("alone")],
+            },
+            legend="a legend",
             targets=[at_least("large", 30, [(33.0, "one")]), at_most("small", 1, [])],
         )
 
@@ -65,14 +74,13 @@ def test_a_scenario_runs_from_its_ranks_to_its_report() -> None:
     report = run_scenario(Adding(), notes.append)
     found = json.loads(json.dumps(as_json(report)))
     assert (found["schema_version"], found["settings"]["rounds"]) == (7, 3)
-    assert found["sums"] == {"one": [10, 11, 12], "two": [10, 11, 12]}
-    assert found["alone"] == {"alone": ["done"]}
+    assert found["sums"] == [{"who": who, "numbers": [10, 11, 12], "sum_of_all": 33} for who in ("one", "two")]
     assert [row["verdict"] for row in found["targets"]] == ["pass", "not measured"]
     assert found["machine"]["nixl"]
     assert notes[1:3] == ["first", "  round 0"]
     output = io.StringIO()
     print_outcome(report.outcome, Console(width=100, file=output))
-    for words in ("sums", "who", "33", "a legend", "targets", "PASS", "NOT MEASURED"):
+    for words in ("sums", "who", "sum of all", "33", "10..12", "a legend", "targets", "PASS", "NOT MEASURED"):
         assert words in output.getvalue()
 
 

@@ -119,7 +119,7 @@ def test_a_first_load_that_was_not_compared_as_a_whole_is_an_error() -> None:
         samples.add(("check", case), load(1.0, SIZE_BYTES - (case.label == SLICE)))
         samples.add(("rounds", case), load(1.0))
     with pytest.raises(BenchError, match=f"{SLICE}: 1048575 bytes compared of 1048576"):
-        judge(samples, lambda cut: SIZE_BYTES, "title")
+        judge(samples, lambda cut: SIZE_BYTES)
 
 
 def test_large_head_slices_are_judged() -> None:

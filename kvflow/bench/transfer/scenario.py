@@ -36,7 +36,7 @@ from kvflow.bench.transfer.ranks import (
     open_raw_producer,
     open_raw_reader,
 )
-from kvflow.bench.transfer.results import Idle, LoadSize
+from kvflow.bench.transfer.results import ONE_BLOCK, Idle, LoadSize
 
 _TURN_BYTES = 128 * MIB
 _TURN_LOADS_MAX = 20
@@ -75,7 +75,7 @@ class Transfer:
         """Smallest first; small ones are loaded several times a turn."""
         block_bytes = CacheShape(layers=self.layers, blocks=1).block_size_bytes
         words = [word.strip() for word in self.sizes.split(",")]
-        labels = {_parse_size(word, block_bytes): "one block" if word == "block" else f"{word} MB" for word in words}
+        labels = {_parse_size(word, block_bytes): ONE_BLOCK if word == "block" else f"{word} MB" for word in words}
         return tuple(
             LoadSize(label, blocks, min(_TURN_LOADS_MAX, max(1, _TURN_BYTES // (blocks * block_bytes))))
             for blocks, label in sorted(labels.items())
@@ -103,7 +103,8 @@ class Transfer:
         ]
 
     def judge(self, samples: Samples) -> Outcome:
-        return results.judge(samples, self.shape, self.load_sizes, self.pairs)
+        sizes = {size: size.blocks * self.shape.block_size_bytes for size in self.load_sizes}
+        return results.judge(samples, sizes, self.pairs)
 
     def loads_of_turn(self, size: LoadSize, turn: str) -> tuple[PlannedLoad, ...]:
         """The loads of one turn, which share no block; the first is one block that wakes everybody up, untimed.
@@ -126,8 +127,8 @@ class Transfer:
         for size in self.load_sizes:
             yield from self._turns_of_size(transport, pair, size, every)
         if pair == self.pairs - 1:
-            run = partial(self._measure_idle, every[Contender.KVFLOW][0])
-            yield Turn(key=transport, run=run, note=f"idle for {self.idle_s:g} s")
+            run = partial(self._measure_idle, transport, every[Contender.KVFLOW][0])
+            yield Turn(key="idle", run=run, note=f"idle for {self.idle_s:g} s")
 
     def _turns_of_size(
         self, transport: Transport, pair: int, size: LoadSize, every: Mapping[Contender, Pair]
@@ -144,14 +145,13 @@ class Transfer:
             run = partial(run_turn, *every[contender], loads, check_all=False)
             yield Turn(key=(transport, size, contender, pair), run=run, children=every[contender], note=note)
 
-    def _measure_idle(self, producer: Child) -> Idle:
-        """CPU of the producer with one open lease."""
+    def _measure_idle(self, transport: Transport, producer: Child) -> Idle:
         producer.run(Producer.offer, self.loads_of_turn(self.load_sizes[0], "idle")[:1])
         time.sleep(_SETTLE_S)
         cpu_s, start = process_cpu_s(producer.pid), time.perf_counter()
         time.sleep(self.idle_s)
         cpu_s = process_cpu_s(producer.pid) - cpu_s
-        return Idle(100 * cpu_s / (time.perf_counter() - start))
+        return Idle(transport=transport, cpu_percent=100 * cpu_s / (time.perf_counter() - start))
 
 
 def _parse_size(word: str, block_bytes: int) -> int:

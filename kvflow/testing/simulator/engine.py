@@ -47,6 +47,11 @@ Ending: TypeAlias = "LoadReport | BaseException"
 class Engine:
     """One engine over all its lives."""
 
+    ranks: list[Rank]
+    offers: dict[Offer, None]
+    loads: dict[Load, None]
+    owners: list[Offer | Load | None]
+
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
         self.shape = shape
         self.name = shape.name
@@ -183,10 +188,10 @@ class Engine:
     def _forget_all(self) -> None:
         """What a process knows before it has started."""
         self.running = False
-        self.ranks: list[Rank] = []
-        self.offers: dict[Offer, None] = {}
-        self.loads: dict[Load, None] = {}
-        self.owners: list[Offer | Load | None] = [None] * self.shape.num_blocks
+        self.ranks = []
+        self.offers = {}
+        self.loads = {}
+        self.owners = [None] * self.shape.num_blocks
         self._free = list(range(self.shape.num_blocks))
 
     # --- blocks

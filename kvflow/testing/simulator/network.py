@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from kvflow.testing.side_channel import Exchange
 from kvflow.testing.simulator.settings import CALM, Weather
@@ -250,4 +251,4 @@ class _Carrier:
     carry: Callable[[InprocTransport, InprocRead], None]
     send: Callable[[InprocTransport, bytes], None]
     wake: Callable[[Callable[[], None]], None]
-    landed: Callable[[InprocTransport], Awaitable[None]]
+    landed: Callable[[InprocTransport], Coroutine[Any, Any, None]]
