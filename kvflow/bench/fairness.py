@@ -12,11 +12,11 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache, compared
@@ -85,10 +85,6 @@ class Fairness:
     size: Annotated[int, "MB (2**20 bytes) of a huge load."] = 1024
     huge_loads: Annotated[int, "How many huge loads run at once."] = 1
     rounds: Annotated[int, "Rounds; each measures everything once."] = 9
-    quick: bool = False
-
-    SCHEMA_VERSION: ClassVar = 3
-    QUICK: ClassVar[Mapping[str, Any]] = {"size": 256, "huge_loads": 1, "rounds": 1}
 
     @property
     def counts(self) -> dict[str, list[int]]:
@@ -103,10 +99,10 @@ class Fairness:
             )
         return {
             "wake": [1],
-            "alone": [1] * (3 if self.quick else 30),
+            "alone": [1] * 30,
             "slice": [slice_bytes // block_bytes] * _SLICE_LOADS,
             "huge": [huge_blocks] * self.huge_loads,
-            "behind": [1] * (20 if self.quick else 200),
+            "behind": [1] * 200,
         }
 
     @property

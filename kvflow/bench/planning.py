@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
@@ -84,10 +84,6 @@ class Planning:
     """
 
     repeats: Annotated[int, "How often each load is planned."] = 15
-    quick: bool = False
-
-    SCHEMA_VERSION: ClassVar = 3
-    QUICK: ClassVar[Mapping[str, Any]] = {"repeats": 3}
 
     def sets(self) -> Sequence[RankSet]:
         return [RankSet(note="planning", turns=self._turns)]

@@ -75,9 +75,6 @@ class Scenario(Protocol):
     """What is measured: a dataclass whose fields are the options of its command, and its docstring the help."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    SCHEMA_VERSION: ClassVar[int]
-    QUICK: ClassVar[Mapping[str, Any]]
-    """Options that show that it works in the least time."""
 
     def sets(self) -> Sequence[RankSet]:
         """They live one after the other. SettingsError if the options make no sense."""

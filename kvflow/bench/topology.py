@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import kvflow
 from kvflow.bench.cache import CacheShape, Order, PatternCache, allocate
@@ -156,10 +156,6 @@ class Topology:
     size: Annotated[int, "MB (2**20 bytes) that a load brings a rank with 8 heads."] = 64
     rounds: Annotated[int, "Loads of each case; the cases take turns."] = 15
     layers: Annotated[int, "Layers of the imaginary model."] = 32
-    quick: bool = False
-
-    SCHEMA_VERSION: ClassVar = 4
-    QUICK: ClassVar[Mapping[str, Any]] = {"size": 1, "rounds": 2, "layers": 2}
 
     @property
     def tokens(self) -> int:

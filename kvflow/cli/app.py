@@ -17,9 +17,8 @@ from rich.text import Text
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Transport
-from kvflow.cli.bench import bench
+from kvflow.cli.bench import bench, told
 from kvflow.cli.demo import TOKENS_MAX, hand_over
-from kvflow.cli.notes import told
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
 from kvflow.doctor.run import examine

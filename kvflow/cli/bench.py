@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -21,7 +22,6 @@ from kvflow.bench.scenario import Outcome, Report, Scenario, run_scenario
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
-from kvflow.cli.notes import told
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "transfer": Transfer,
@@ -30,11 +30,21 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "planning": Planning,
 }
 _LEAST = {int: 1, float: 0.1}
-_QUICK = Annotated[bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")]
 _JSON = Annotated[
     typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
 ]
 _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_MEASURED: "dim"}
+
+
+@contextlib.contextmanager
+def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
+    """These errors end a command: one line that says why, and an exit code."""
+    try:
+        yield
+    except errors as error:
+        Console(stderr=True, highlight=False).print(f"kvflow {command}: {error}", style="red", markup=False)
+        raise typer.Exit(code=exit_code) from error
+
 
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 
@@ -44,8 +54,7 @@ def _add(name: str, kind: type[Scenario]) -> None:
         json_file = options.pop("json_file")
         notes = Console(stderr=True, highlight=False)
         with told(f"bench {name}", SettingsError, BenchError):
-            scenario = kind(**options | (dict(kind.QUICK) if options["quick"] else {}))
-            report = run_scenario(scenario, note=notes.print)
+            report = run_scenario(kind(**options), note=notes.print)
         print_outcome(report.outcome, Console())
         if json_file is not None:
             json_file.write(json.dumps(as_json(report), indent=2) + "\n")
@@ -60,12 +69,8 @@ def _add(name: str, kind: type[Scenario]) -> None:
 def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        annotation = hints[field.name]
-        if field.name == "quick":
-            annotation = _QUICK
-        else:
-            value, text = get_args(annotation)
-            annotation = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
+        value, text = get_args(hints[field.name])
+        annotation = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
     yield Parameter("json_file", Parameter.KEYWORD_ONLY, default=None, annotation=_JSON)
 
@@ -74,7 +79,6 @@ def as_json(report: Report) -> dict[str, Any]:
     """Every number of the report. Units are in the names; 'GB' is 10**9 bytes, a size of '16 MB' is 16 * 2**20."""
     outcome = asdict(report.outcome)
     return {
-        "schema_version": report.scenario.SCHEMA_VERSION,
         "settings": asdict(report.scenario),
         "machine": report.machine,
         **outcome["results"],

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+import kvflow
 from kvflow.bench.child import RankProcess, open_children
 from kvflow.bench.loads import Transport, scattered
-from kvflow.config import Config
 
 if TYPE_CHECKING:
     import torch
-
-    from kvflow import Lease, LoadReport, Runtime
 
 BLOCKS = 128
 BLOCK_SIZE = 16
@@ -34,24 +32,20 @@ _SHAPE = (2, BLOCKS, 4, BLOCK_SIZE, 64)
 class Engine:
     """One process: its runtime and its cache."""
 
-    runtime: Runtime
+    runtime: kvflow.Runtime
     kv_caches: Mapping[str, torch.Tensor]
-    leases: list[Lease] = field(default_factory=list)
+    leases: list[kvflow.Lease] = field(default_factory=list)
 
     async def offer(self, block_ids: Sequence[int], tokens: int) -> dict[str, Any]:
         """The prefill side: "compute" a prompt into its blocks and offer them; the ticket, as a router gets it."""
-        from kvflow import ServeRequest
-
         for tensor in self.kv_caches.values():
             tensor[:, list(block_ids)] = tensor[:, list(block_ids)].normal_()
-        self.leases.append(self.runtime.serve_blocks(ServeRequest("demo-1", block_ids, num_tokens=tokens)))
+        self.leases.append(self.runtime.serve_blocks(kvflow.ServeRequest("demo-1", block_ids, num_tokens=tokens)))
         return self.leases[0].ticket.to_params()
 
-    async def load(self, ticket: Mapping[str, Any], block_ids: Sequence[int]) -> LoadReport:
+    async def load(self, ticket: Mapping[str, Any], block_ids: Sequence[int]) -> kvflow.LoadReport:
         """The decode side: pull what the ticket offers into blocks of its own."""
-        from kvflow import LoadRequest
-
-        return await self.runtime.load_blocks(LoadRequest("demo-1", ticket, block_ids))
+        return await self.runtime.load_blocks(kvflow.LoadRequest("demo-1", ticket, block_ids))
 
     async def outcome(self) -> str:
         """What has become of the offer."""
@@ -71,11 +65,9 @@ async def open_engine(engine_id: str) -> AsyncIterator[Engine]:
     """An open runtime over NIXL with an empty cache."""
     import torch
 
-    from kvflow import CacheLayout, Runtime
-
     kv_caches = {f"layers.{index}": torch.zeros(_SHAPE, dtype=torch.float16) for index in range(LAYERS)}
-    async with Runtime(Config(engine_id=engine_id, listen="tcp://127.0.0.1:0")) as runtime:
-        layout = CacheLayout.infer(kv_caches, order="HND", block_size=BLOCK_SIZE)
+    async with kvflow.Runtime(kvflow.Config(engine_id=engine_id, listen="tcp://127.0.0.1:0")) as runtime:
+        layout = kvflow.CacheLayout.infer(kv_caches, order="HND", block_size=BLOCK_SIZE)
         await runtime.register_kv_caches(kv_caches, layout)
         yield Engine(runtime, kv_caches)
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
 import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache
@@ -61,10 +61,6 @@ class Transfer:
     rounds: Annotated[int, "Rounds per size, divided among the pairs; each gives every contender a turn."] = 12
     layers: Annotated[int, "Layers of the imaginary model."] = 8
     idle_s: Annotated[float, "How long idle CPU is measured."] = 5.0
-    quick: bool = False
-
-    SCHEMA_VERSION: ClassVar = 5
-    QUICK: ClassVar[Mapping[str, Any]] = {"sizes": "block,1", "pairs": 1, "rounds": 1, "layers": 2, "idle_s": 0.5}
 
     @property
     def transports(self) -> tuple[Transport, ...]:
