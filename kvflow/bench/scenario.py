@@ -85,22 +85,10 @@ class Scenario(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything one run found out."""
-
-    scenario: Scenario
-    machine: Mapping[str, str | int | float]
-    outcome: Outcome
-
-
-def run_scenario(scenario: Scenario, note: Note) -> Report:
+def run_scenario(scenario: Scenario, note: Note) -> Outcome:
     """Measure everything; raises BenchError when a child fails or a block does not hold the right bytes."""
-    sets = scenario.sets()
-    machine = describe_machine()
-    note(f"load average {machine['load_average_1m']:.1f} before the start; others' work is in every number")
     samples, said = Samples(), ""
-    for some in sets:
+    for some in scenario.sets():
         note(some.note)
         with open_children(some.ranks, some.environment) as children:
             for turn in some.turns(children):
@@ -109,7 +97,7 @@ def run_scenario(scenario: Scenario, note: Note) -> Report:
                 said = turn.note
                 with awake(turn.children):
                     samples.add(turn.key, turn.run())
-    return Report(scenario=scenario, machine=machine, outcome=scenario.judge(samples))
+    return scenario.judge(samples)
 
 
 def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iterator[tuple[int, ContenderT]]:

@@ -18,7 +18,7 @@ from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.planning import Planning
-from kvflow.bench.scenario import Outcome, Report, Scenario, run_scenario
+from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
@@ -54,10 +54,13 @@ def _add(name: str, kind: type[Scenario]) -> None:
         json_file = options.pop("json_file")
         notes = Console(stderr=True, highlight=False)
         with told(f"bench {name}", SettingsError, BenchError):
-            report = run_scenario(kind(**options), note=notes.print)
-        print_outcome(report.outcome, Console())
+            scenario, machine = kind(**options), describe_machine()
+            notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
+            outcome = run_scenario(scenario, note=notes.print)
+        print_outcome(outcome, Console())
         if json_file is not None:
-            json_file.write(json.dumps(as_json(report), indent=2) + "\n")
+            numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
+            json_file.write(json.dumps(numbers, indent=2) + "\n")
 
     parameters = list(_parameters(kind))
     # Typer reads the options off these.
@@ -75,15 +78,10 @@ def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
     yield Parameter("json_file", Parameter.KEYWORD_ONLY, default=None, annotation=_JSON)
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """Every number of the report. Units are in the names; 'GB' is 10**9 bytes, a size of '16 MB' is 16 * 2**20."""
-    outcome = asdict(report.outcome)
-    return {
-        "settings": asdict(report.scenario),
-        "machine": report.machine,
-        **outcome["results"],
-        "targets": outcome["targets"],
-    }
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Every number. Units are in the names; 'GB' is 10**9 bytes, a size of '16 MB' is 16 * 2**20."""
+    numbers = asdict(outcome)
+    return {**numbers["results"], "targets": numbers["targets"]}
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
