@@ -10,19 +10,17 @@ holds 8 heads, so K or V of one block of 16 tokens is 32 KiB, and what it reads 
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import kvflow
-from kvflow.bench.cache import CacheShape, Order, PatternCache, allocate
+from kvflow.bench.cache import CacheShape, Order
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
-from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered
+from kvflow.bench.engine import Consumers, EngineProducer, LoadResult, config_of, open_consumers, open_producer
+from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Transport, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
 
@@ -117,15 +115,6 @@ CASES = (
 UNIT_TOKENS = max(cut.block_size for case in CASES for cut in (case.consumer, *case.producers))
 CONSUMERS = tuple(dict.fromkeys(case.consumer for case in CASES))
 PRODUCERS = tuple(dict.fromkeys(cut for case in CASES for cut in case.producers))
-
-
-class LoadResult(NamedTuple):
-    """One load: `size_bytes` and `descriptors` are what was read, which may be more than what was wanted."""
-
-    seconds: float
-    size_bytes: int
-    descriptors: int
-    checked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,9 +222,6 @@ def _run(scenario: Topology, children: Children, case: Case, turn: str, layers: 
     return result._replace(checked_bytes=checked_bytes)
 
 
-# --- in the process that loads
-
-
 def config_of_rank(side: str, cut: Cut, shape: CacheShape) -> kvflow.Config:
     return replace(
         config_of(f"{side}-{cut.engine_id}"),
@@ -246,43 +232,6 @@ def config_of_rank(side: str, cut: Cut, shape: CacheShape) -> kvflow.Config:
         staging="always" if cut.staged else "never",
         host_buffer_bytes_max=shape.size_bytes,
     )
-
-
-@contextlib.asynccontextmanager
-async def open_consumers(ranks: Sequence[tuple[kvflow.Config, CacheShape]]) -> AsyncIterator[Consumers]:
-    memory = allocate(max(shape.size_bytes for _, shape in ranks))
-    async with contextlib.AsyncExitStack() as stack:
-        found = []
-        for config, shape in ranks:
-            cache = PatternCache(shape, memory)
-            found.append((await stack.enter_async_context(open_runtime(config, cache)), cache))
-        yield Consumers(found)
-
-
-class Consumers:
-    """All ranks of the consumer, by number: a runtime for each cut, on the same memory. One of them loads at a time.
-
-    The rank that most cases have is one runtime, which talks to all of their producers.
-    """
-
-    def __init__(self, ranks: Sequence[tuple[kvflow.Runtime, PatternCache]]) -> None:
-        self._ranks = ranks
-
-    async def poison(self, rank: int, load: PlannedLoad, layers: Sequence[int]) -> None:
-        self._ranks[rank][1].poison(load.local_ids, layers)
-
-    async def load(self, rank: int, load: PlannedLoad, tickets: Sequence[Ticket]) -> LoadResult:
-        """There is one ticket from every producer rank."""
-        merged = kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in tickets]).to_params()
-        request = kvflow.LoadRequest(load.request_id, ticket=merged, block_ids=load.local_ids)
-        start = time.perf_counter()
-        report = await self._ranks[rank][0].load_blocks(request)
-        return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)
-
-    async def check(self, rank: int, load: PlannedLoad, remote_block_size: int, layers: Sequence[int]) -> int:
-        """How many bytes were compared."""
-        cache = self._ranks[rank][1]
-        return cache.check(load.local_ids, load.remote_ids, remote_block_size=remote_block_size, layers=layers)
 
 
 # --- from loads to rows and verdicts

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from kvflow.bench.child import BenchError
+from kvflow.bench.engine import LoadResult
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Samples
 from kvflow.bench.targets import Spread, Verdict
@@ -17,7 +18,6 @@ from kvflow.bench.topology import (
     PRODUCERS,
     Case,
     CaseResult,
-    LoadResult,
     Topology,
     judge,
     slice_target,
