@@ -73,7 +73,7 @@ def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
         value, text = get_args(hints[field.name])
-        annotation = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
+        annotation: Any = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
     yield Parameter("json_file", Parameter.KEYWORD_ONLY, default=None, annotation=_JSON)
 
