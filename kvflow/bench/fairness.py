@@ -63,7 +63,7 @@ class LoadTimes:
     """Loads of one kind over all rounds."""
 
     kind: str
-    seconds: Spread
+    load_s: Spread
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def summarize(rounds: Sequence[Round]) -> tuple[list[LoadTimes], Delay]:
         "one slice, alone": [one.slice_s for one in rounds],
         "huge": [one.huge_s for one in rounds],
     }
-    loads = [LoadTimes(kind=kind, seconds=Spread.of(list(chain(*seconds)))) for kind, seconds in kinds.items()]
+    loads = [LoadTimes(kind=kind, load_s=Spread.of(list(chain(*seconds)))) for kind, seconds in kinds.items()]
     p50, p99 = (statistics.median(one.delay(percent) for one in rounds) for percent in (50, 99))
     return loads, Delay(p50=p50, p99=p99)
 

@@ -64,7 +64,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a judge makes of the samples: `results` are tables of dataclasses by name, the legend explains them."""
+    """What a judge makes of the samples: tables by name, which the legend explains. Fields without repr stay hidden."""
 
     results: Mapping[str, Sequence[Any]]
     legend: str

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated
 
@@ -126,15 +126,15 @@ class CaseResult:
     """
 
     label: str
-    is_head_slice: bool
-    size_bytes: int
+    is_head_slice: bool = field(repr=False)
+    size_bytes: int = field(repr=False)
     read_bytes: int
     descriptors: int
     piece_bytes: int
     load_s: Spread
     gb_per_s: float
     ratio: Spread
-    checked_bytes: int
+    checked_bytes: int = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

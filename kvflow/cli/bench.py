@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, fields
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -30,6 +32,8 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "planning": Planning,
 }
 _LEAST = {int: 1, float: 0.1}
+_SECONDS = re.compile("(?<!_per)_s$")
+_WIDTH_MIN = 110
 _JSON = Annotated[
     typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
 ]
@@ -57,7 +61,8 @@ def _add(name: str, kind: type[Scenario]) -> None:
             scenario, machine = kind(**options), describe_machine()
             notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
             outcome = run_scenario(scenario, note=notes.print)
-        print_outcome(outcome, Console())
+        console = Console()
+        print_outcome(outcome, Console(width=max(console.width, _WIDTH_MIN)))
         if json_file is not None:
             numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
             json_file.write(json.dumps(numbers, indent=2) + "\n")
@@ -86,10 +91,12 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
     for name, rows in outcome.results.items():
-        headings = [field.name for field in fields(rows[0])]
-        table = Table(*(heading.replace("_", " ") for heading in headings), title=name, box=box.SIMPLE_HEAD)
+        shown = [field.name for field in fields(rows[0]) if field.repr]
+        table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for heading in shown:
+            table.add_column(_SECONDS.sub("_ms", heading).replace("_", " "), overflow="fold")
         for row in rows:
-            table.add_row(*(_shown(getattr(row, heading)) for heading in headings))
+            table.add_row(*(_cell(getattr(row, heading), heading) for heading in shown))
         console.print(table)
     console.print(outcome.legend, style="italic")
     targets = Table("target", "need", "worst", "at", "", title="targets", box=box.SIMPLE_HEAD)
@@ -100,16 +107,17 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     console.print(targets)
 
 
-def _shown(value: Any) -> str:
-    """A cell: of a spread the median with its quartiles and p99, of several numbers the least and the greatest."""
+def _cell(value: Any, heading: str) -> str:
+    """Seconds in ms; of a spread the median, its quartiles and p99, of several numbers the least and the greatest."""
+    cell = partial(_cell, heading=heading)
     match value:
         case Spread():
-            p25, p50, p75, p99 = map(_shown, (value.p25, value.p50, value.p75, value.p99))
-            return f"{p50} ({p25}..{p75}), p99 {p99}"
+            return f"{cell(value.p50)} ({cell(value.p25)}..{cell(value.p75)}), p99 {cell(value.p99)}"
         case tuple():
-            return f"{_shown(min(value))}..{_shown(max(value))}"
+            return f"{cell(min(value))}..{cell(max(value))}"
         case float():
-            return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+            scaled = value * 1e3 if _SECONDS.search(heading) else value
+            return f"{scaled:.0f}" if scaled >= 1000 else f"{scaled:.3g}"
         case int():
             return f"{value:,}"
     return str(value)

@@ -42,7 +42,7 @@ def test_the_delay_is_a_ratio_within_each_round() -> None:
     slow = Round(alone_s=(2.0, 2.0, 9.0), slice_s=(8.0,), huge_s=(80.0,), behind_s=(6.0, 10.0))
     loads, delay = summarize([quiet, slow, quiet])
     assert (delay.p50, delay.p99) == (0.5, 1.0)
-    alone, behind, one_slice, huge = (kind.seconds for kind in loads)
+    alone, behind, one_slice, huge = (kind.load_s for kind in loads)
     assert (alone.samples, alone.p50, alone.max) == (9, 1.0, 9.0)
     assert (behind.samples, behind.p99, one_slice.p50, huge.max) == (6, 10.0, 4.0, 80.0)
     assert verdict(quiet, slow, quiet) is Verdict.PASS

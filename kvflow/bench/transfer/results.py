@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Speed:
 
     transport: Transport
     size: str
-    size_bytes: int
+    size_bytes: int = field(repr=False)
     contender: Contender
     samples: int
     median_s: float
@@ -71,7 +71,7 @@ class Lag:
 
     transport: Transport
     size: str
-    size_bytes: int
+    size_bytes: int = field(repr=False)
     lag_s: Spread
 
 
