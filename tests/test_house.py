@@ -181,7 +181,7 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
                 assert part_of(file) == "bench", f"{path} imports {name}"
                 found.add(file)
                 rest.append(file)
-    assert found >= {f"kvflow/bench/{name}.py" for name in ("cache", "clocks", "loads", "transfer/raw")}
+    assert found >= {f"kvflow/bench/{name}.py" for name in ("cache", "loads", "transfer/raw")}
 
 
 def file_of(name: str) -> str:

@@ -3,9 +3,8 @@
 scenario  the harness: ranks are started, take turns, and a judge looks at the samples
 child     a rank's process, and the one request and reply across its pipe
 engine    a rank that runs kvflow                    cache     what ranks hold; every word says where it lies
-loads     which blocks a load moves, pure            clocks    CPU of processes, lag of event loops
-targets   promises and whether they were kept, pure  report    tables and JSON
+loads     which blocks a load moves, pure            targets   promises and whether they were kept, pure
 
-transfer/ kvflow against raw NIXL                    topology/ loads between ranks that cut the cache differently
+transfer/ kvflow against raw NIXL                    topology  loads between ranks that cut the cache differently
 fairness  small loads behind huge ones               planning  the planner, without any transfer
 """

@@ -37,7 +37,6 @@ _POISON = 0xFFFFFFFF
 _CHECK_BLOCKS = 64
 _SAMPLE_BLOCKS = 8
 _HUGE_PAGE_BYTES = 2 << 20
-_PROCESS_BASE_BYTES = 512 << 20
 
 Words = npt.NDArray[np.uint32]
 Memory = npt.NDArray[np.uint8]
@@ -91,6 +90,10 @@ class CacheShape:
         return self.head_size * ITEMSIZE // _WORD_BYTES
 
     @property
+    def layer_size_bytes(self) -> int:
+        return self.size_bytes // self.layers
+
+    @property
     def pool_tokens(self) -> int:
         return self.blocks * self.block_size
 
@@ -100,11 +103,6 @@ class CacheShape:
         heads_and_tokens = (self.kv_heads, self.block_size)
         inner = heads_and_tokens if self.order is Order.HND else heads_and_tokens[::-1]
         return (PARTS, self.blocks, *inner, self.head_size)
-
-    @property
-    def process_bytes(self) -> int:
-        """What a process with such a cache takes."""
-        return self.size_bytes + _PROCESS_BASE_BYTES
 
     def checked(self, option: str) -> CacheShape:
         """Itself; SettingsError, which names the option, if the pattern cannot tell so many words apart."""
@@ -129,10 +127,6 @@ class PatternCache:
     def bases(self) -> tuple[int, ...]:
         """Address of each layer."""
         return tuple(layer.ctypes.data for layer in self._memory)
-
-    @property
-    def layer_size_bytes(self) -> int:
-        return self._memory.nbytes // self.shape.layers
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The cache as an engine holds it: one fp16 tensor per layer, its axes in the order of memory."""
@@ -200,20 +194,13 @@ def allocate(size_bytes: int) -> Memory:
     """Private memory in huge pages, as far as the machine gives them, from the start of one on; poisoned."""
     rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without huge pages; the report says how much of a cache has them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     space: Memory = np.frombuffer(memory, dtype=np.uint8)
     start = -space.ctypes.data % _HUGE_PAGE_BYTES
     found = space[start : start + size_bytes]
     found[:] = _POISON_BYTE
     return found
-
-
-def huge_page_share(pid: int, shape: CacheShape) -> float:
-    """How much of the cache of process `pid` lies in huge pages, 0 to 1; its other memory is taken to have none."""
-    with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as lines:
-        huge_kib = sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
-    return min(1.0, (huge_kib << 10) / shape.size_bytes)
 
 
 def compared(loads: Iterable[PlannedLoad], *, check_all: bool) -> tuple[list[int], list[int]]:

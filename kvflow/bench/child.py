@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from multiprocessing.connection import Connection
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, cast
 
 import uvloop
 
@@ -48,30 +48,13 @@ class RankProcess:
 
     name: str
     setup: Callable[[], contextlib.AbstractAsyncContextManager[object]]
-    memory_bytes: int = 0
     _: KW_ONLY
     on_loop: bool = True
     spins: bool = False
 
 
-class Call(NamedTuple):
-    step: str
-    arguments: tuple[Any, ...]
-    named: dict[str, Any]
-
-
-class Reply(NamedTuple):
-    value: object
-
-
-class Failed(NamedTuple):
-    """A child's last words."""
-
-    traceback: str
-
-
 class Child:
-    """A process and the pipe to it."""
+    """A process and the pipe to it: a step's name and arguments go down, whether it succeeded and what of comes up."""
 
     def __init__(self, rank: RankProcess, environment: Environment) -> None:
         context = multiprocessing.get_context("spawn")
@@ -98,7 +81,7 @@ class Child:
     ) -> ResultT:
         """Have the rank do a step; BenchError with its traceback if that fails."""
         try:
-            self._pipe.send(Call(step.__name__, args, kwargs))
+            self._pipe.send((step.__name__, args, kwargs))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise BenchError(f"{self._rank.name}: died before {step.__name__}") from error
         return cast(ResultT, self._receive(step.__name__))
@@ -108,13 +91,13 @@ class Child:
         if not self._pipe.poll(_REPLY_TIMEOUT_S):
             raise BenchError(f"{name}: no end of {what} within {_REPLY_TIMEOUT_S:.0f} s")
         try:
-            reply: Reply | Failed = self._pipe.recv()
+            succeeded, value = self._pipe.recv()
         except (EOFError, ConnectionResetError) as error:
             self._process.join(_EXIT_TIMEOUT_S)
             raise BenchError(f"{name}: died in {what}, exit code {self._process.exitcode}") from error
-        if isinstance(reply, Failed):
-            raise BenchError(f"{name}: {reply.traceback}")
-        return reply.value
+        if not succeeded:
+            raise BenchError(f"{name}: {value}")
+        return value
 
     def wake(self) -> None:
         if self._rank.spins:
@@ -184,32 +167,28 @@ def _child_main(pipe: Connection, parent_pid: int, rank: RankProcess, environmen
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(pipe, rank, lambda: asyncio.to_thread(pipe.recv)))
         else:
-            _run_without_loop(_serve(pipe, rank, lambda: _receive_blocking(pipe)))
+            with contextlib.suppress(StopIteration):
+                _serve(pipe, rank, lambda: _receive_blocking(pipe)).send(None)
+                raise RuntimeError("a rank without an event loop has waited for one")
     except Exception:  # noqa: BLE001  (the border of the process: everything becomes the parent's BenchError)
         with contextlib.suppress(BrokenPipeError):  # the parent has closed the pipe: it wants to know nothing more
-            pipe.send(Failed(traceback.format_exc()))
+            pipe.send((False, traceback.format_exc()))
 
 
-async def _serve(pipe: Connection, rank: RankProcess, receive: Callable[[], Awaitable[Call]]) -> None:
+async def _serve(pipe: Connection, rank: RankProcess, receive: Callable[[], Awaitable[Any]]) -> None:
     async with rank.setup() as steps:
-        pipe.send(Reply(None))
+        result: object = None
         while True:
+            pipe.send((True, result))
             try:
-                call = await receive()
+                step, arguments, named = await receive()
             except EOFError:
                 return
-            pipe.send(Reply(await getattr(steps, call.step)(*call.arguments, **call.named)))
+            result = await getattr(steps, step)(*arguments, **named)
 
 
-async def _receive_blocking(pipe: Connection) -> Call:
-    call: Call = pipe.recv()
-    return call
-
-
-def _run_without_loop(main: Coroutine[Any, Any, None]) -> None:
-    with contextlib.suppress(StopIteration):
-        main.send(None)
-        raise RuntimeError("a rank without an event loop has waited for one")
+async def _receive_blocking(pipe: Connection) -> Any:
+    return pipe.recv()
 
 
 def _die_with(parent_pid: int) -> None:

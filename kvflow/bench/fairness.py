@@ -12,19 +12,19 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache, compared
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
-from kvflow.bench.targets import Spread, at_most, in_ms, percentile
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
+from kvflow.bench.targets import Spread, at_most, percentile
 
 READER = config_of("fairness-reader")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
@@ -52,19 +52,29 @@ class Round(NamedTuple):
     huge_s: Sequence[float]
     behind_s: Sequence[float]
 
+    def delay(self, percent: float) -> float:
+        """How much longer small loads took behind huge ones, in times of one slice."""
+        more_s = percentile(self.behind_s, percent) - percentile(self.alone_s, percent)
+        return more_s / statistics.median(self.slice_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FairnessResult:
-    """`kinds`: seconds of each kind of load over all rounds.
+class LoadTimes:
+    """Loads of one kind over all rounds."""
 
-    `delay_p50` and `delay_p99`: how much longer small loads took behind huge ones, in times of one slice.
+    kind: str
+    load_s: Spread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delay:
+    """How much longer small loads took behind huge ones, in times of one slice.
 
     The percentile of those behind, less the same one of those alone: medians over the rounds of the ratio within each.
     """
 
-    kinds: Mapping[str, Spread]
-    delay_p50: float
-    delay_p99: float
+    p50: float
+    p99: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +85,6 @@ class Fairness:
     size: Annotated[int, "MB (2**20 bytes) of a huge load."] = 1024
     huge_loads: Annotated[int, "How many huge loads run at once."] = 1
     rounds: Annotated[int, "Rounds; each measures everything once."] = 9
-    quick: bool = False
-
-    SCHEMA_VERSION: ClassVar = 3
-    QUICK: ClassVar[Mapping[str, Any]] = {"size": 256, "huge_loads": 1, "rounds": 1}
 
     @property
     def counts(self) -> dict[str, list[int]]:
@@ -93,10 +99,10 @@ class Fairness:
             )
         return {
             "wake": [1],
-            "alone": [1] * (3 if self.quick else 30),
+            "alone": [1] * 30,
             "slice": [slice_bytes // block_bytes] * _SLICE_LOADS,
             "huge": [huge_blocks] * self.huge_loads,
-            "behind": [1] * (20 if self.quick else 200),
+            "behind": [1] * 200,
         }
 
     @property
@@ -106,8 +112,8 @@ class Fairness:
     def sets(self) -> Sequence[RankSet]:
         shape = self.shape
         ranks = (
-            RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape), shape.process_bytes),
-            RankProcess("reader", partial(open_reader, shape), shape.process_bytes),
+            RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape)),
+            RankProcess("reader", partial(open_reader, shape)),
         )
         note, environment = f"{self.transport}: {self.rounds} rounds", self.transport.environment
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]
@@ -125,21 +131,11 @@ class Fairness:
             yield Turn(key="round", run=partial(_run_round, self.loads_of_round(index), children), note=note)
 
     def judge(self, samples: Samples) -> Outcome:
-        result = summarize(samples.of(Round)["round"])
+        loads, delay = summarize(samples.of(Round)["round"])
         return Outcome(
-            results={"result": result},
-            tables=[self._table(result)],
-            targets=[at_most("one block behind huge, p99, slices", DELAY_SLICES_MAX, [(result.delay_p99, "")])],
-        )
-
-    def _table(self, result: FairnessResult) -> Table:
-        slices = f"slices of {READER.limits.slice_bytes_max >> 20} MB"
-        delays = {"one block, behind": (f"{result.delay_p50:.2f}", f"{result.delay_p99:.2f}")}
-        return Table(
-            title=f"{self.transport}: one block behind {self.huge_loads} x {self.size} MB, {slices}",
-            headings=("load", "n", "p50 ms", "p99 ms", "max ms", "delay p50", "delay p99"),
-            rows=[(label, *in_ms(found), *delays.get(label, ())) for label, found in result.kinds.items()],
-            caption=_LEGEND,
+            results={"loads": loads, "delay": [delay]},
+            legend=_LEGEND,
+            targets=[at_most("one block behind huge, p99, slices", DELAY_SLICES_MAX, [(delay.p99, "")])],
         )
 
 
@@ -152,22 +148,16 @@ def _run_round(loads: Loads, children: Children) -> Round:
     return result
 
 
-def summarize(rounds: Sequence[Round]) -> FairnessResult:
-    return FairnessResult(
-        kinds={
-            "one block, alone": Spread.of([seconds for one in rounds for seconds in one.alone_s]),
-            "one block, behind": Spread.of([seconds for one in rounds for seconds in one.behind_s]),
-            "one slice, alone": Spread.of([seconds for one in rounds for seconds in one.slice_s]),
-            "huge": Spread.of([seconds for one in rounds for seconds in one.huge_s]),
-        },
-        delay_p50=statistics.median(_delay(one, 50) for one in rounds),
-        delay_p99=statistics.median(_delay(one, 99) for one in rounds),
-    )
-
-
-def _delay(one: Round, percent: float) -> float:
-    more_s = percentile(one.behind_s, percent) - percentile(one.alone_s, percent)
-    return more_s / statistics.median(one.slice_s)
+def summarize(rounds: Sequence[Round]) -> tuple[list[LoadTimes], Delay]:
+    kinds = {
+        "one block, alone": [one.alone_s for one in rounds],
+        "one block, behind": [one.behind_s for one in rounds],
+        "one slice, alone": [one.slice_s for one in rounds],
+        "huge": [one.huge_s for one in rounds],
+    }
+    loads = [LoadTimes(kind=kind, load_s=Spread.of(list(chain(*seconds)))) for kind, seconds in kinds.items()]
+    p50, p99 = (statistics.median(one.delay(percent) for one in rounds) for percent in (50, 99))
+    return loads, Delay(p50=p50, p99=p99)
 
 
 # --- in the process that loads
@@ -191,13 +181,23 @@ class FairnessReader:
         """The tickets are in the order of all loads."""
         local_ids, remote_ids = compared(chain(*loads.values()), check_all=False)
         self._cache.poison(local_ids)
-        rest = iter(tickets)
-        jobs: dict[str, list[Job]] = {
-            kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()
-        }
-        result = await _run_jobs(jobs, random.Random(loads["wake"][0].request_id))
+        rest, pauses = iter(tickets), random.Random(loads["wake"][0].request_id)
+        jobs = {kind: [partial(self._time, load, next(rest)) for load in some] for kind, some in loads.items()}
+        await _one_by_one(jobs["wake"])
+        alone_s = await _one_by_one(jobs["alone"], pauses)
+        slice_s = await _one_by_one(jobs["slice"], pauses)
+        left, behind_s = iter(jobs["behind"]), list[float]()
+        async with asyncio.TaskGroup() as group:
+            huge = [group.create_task(job()) for job in jobs["huge"]]
+            await asyncio.sleep(_PAUSE_MAX_S)
+            for small in left:
+                seconds = await _one_by_one([small], pauses)
+                if any(task.done() for task in huge):
+                    break  # and this small load may have had the machine for itself
+                behind_s += seconds
+        await _one_by_one(left)
         self._cache.check(local_ids, remote_ids)
-        return result
+        return Round(alone_s, slice_s, [task.result() for task in huge], behind_s)
 
     async def _time(self, load: PlannedLoad, ticket: Ticket) -> float:
         request = kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
@@ -206,24 +206,7 @@ class FairnessReader:
         return time.perf_counter() - start
 
 
-async def _run_jobs(jobs: dict[str, list[Job]], pauses: random.Random) -> Round:
-    await _one_by_one(jobs["wake"], None)
-    alone_s = await _one_by_one(jobs["alone"], pauses)
-    slice_s = await _one_by_one(jobs["slice"], pauses)
-    behind, behind_s = jobs["behind"], list[float]()
-    async with asyncio.TaskGroup() as group:
-        huge = [group.create_task(job()) for job in jobs["huge"]]
-        await asyncio.sleep(_PAUSE_MAX_S)
-        while behind:
-            seconds = await _one_by_one([behind.pop()], pauses)
-            if any(task.done() for task in huge):
-                break  # and this small load may have had the machine for itself
-            behind_s += seconds
-    await _one_by_one(behind, None)
-    return Round(alone_s, slice_s, [task.result() for task in huge], behind_s)
-
-
-async def _one_by_one(jobs: Sequence[Job], pauses: random.Random | None) -> list[float]:
+async def _one_by_one(jobs: Iterable[Job], pauses: random.Random | None = None) -> list[float]:
     seconds = []
     for job in jobs:
         if pauses is not None:

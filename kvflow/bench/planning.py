@@ -1,4 +1,4 @@
-"""What does not need a peer: how long planning a load takes, and what a peer costs in memory.
+"""What does not need a peer: how long planning a load takes.
 
 What is timed is what a load pays on the reader: checking both lists of block ids, matching the chunks, and all slices.
 Pairing the regions happens once per peer and is not part of it. Prompts have 128k tokens of a model with the shape of
@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import statistics
 import time
-import tracemalloc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from kvflow.bench.cache import ITEMSIZE, PARTS, Order
+from kvflow.bench.cache import ITEMSIZE, PARTS
 from kvflow.bench.loads import MIB, scattered
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, at_most
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
@@ -28,13 +26,13 @@ from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.plan.descriptors import check_block_ids, match_chunks, plan_slices
 from kvflow.limits import Limits
 
-PEER_MEMORY_GROWTH_MAX = 1.01
 _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE
 _PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
 _LIMITS = Limits()
-_MEMORY_BLOCKS = (1 << 12, 1 << 16)
-_MEMORY_LAYERS = (20, 80)
+_LEGEND = (
+    "Planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16; which rank reads it."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +77,13 @@ class PlanResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeerMemory:
-    """Bytes that a peer's regions, the pairing with it and its region pairs take, for two sizes of its pool."""
-
-    label: str
-    regions: int
-    blocks: tuple[int, int]
-    bytes_of_blocks: tuple[int, int]
-
-    @property
-    def growth(self) -> float:
-        return self.bytes_of_blocks[1] / self.bytes_of_blocks[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """Measure how long kvflow plans loads of 100,000 descriptors and of 128k tokens, and what a peer costs in memory.
+    """Measure how long kvflow plans loads of 100,000 descriptors and of 128k tokens.
 
     Nothing is transferred.
     """
 
     repeats: Annotated[int, "How often each load is planned."] = 15
-    quick: bool = False
-
-    SCHEMA_VERSION: ClassVar = 2
-    QUICK: ClassVar[Mapping[str, Any]] = {"repeats": 3}
 
     def sets(self) -> Sequence[RankSet]:
         return [RankSet(note="planning", turns=self._turns)]
@@ -112,58 +92,17 @@ class Planning:
         for case in CASES:
             block_map = _pair_ranks(case)
             yield from (Turn(key=case, run=partial(_timed_plan, case, block_map)) for _ in range(self.repeats))
-        for layers, order in product(_MEMORY_LAYERS, Order):
-            yield Turn(key=(layers, order), run=partial(peer_memory, layers, order))
 
     def judge(self, samples: Samples) -> Outcome:
         plans = {case: _summarize(case, taken) for case, taken in samples.of(PlanSample).items()}
-        memory = [peer for (peer,) in samples.of(PeerMemory).values()]
-        growths = [(peer.growth, f"{peer.regions} regions") for peer in memory]
-        targets = [
-            at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.plan_s.p50 * 1e3, "")])
-            for case, plan in plans.items()
-        ]
         return Outcome(
-            results={"planning": list(plans.values()), "memory": memory},
-            tables=[_plan_table(plans.values()), _memory_table(memory)],
-            targets=[*targets, at_most("peer memory, 16 x blocks / 1", PEER_MEMORY_GROWTH_MAX, growths)],
+            results={"planning": list(plans.values())},
+            legend=_LEGEND,
+            targets=[
+                at_most(f"planning, {case.label}, ms", case.ms_max, [(plan.plan_s.p50 * 1e3, "")])
+                for case, plan in plans.items()
+            ],
         )
-
-
-def _plan_table(plans: Iterable[PlanResult]) -> Table:
-    return Table(
-        title="planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16",
-        headings=("rank reads", "descriptors", "slices", "p50 ms", "range", "first slice ms"),
-        rows=[
-            (
-                plan.label,
-                f"{plan.descriptors:,}",
-                f"{plan.slices:,}",
-                f"{plan.plan_s.p50 * 1e3:.1f}",
-                f"{plan.plan_s.min * 1e3:.1f}..{plan.plan_s.max * 1e3:.1f}",
-                f"{plan.first_s * 1e3:.2f}",
-            )
-            for plan in plans
-        ],
-    )
-
-
-def _memory_table(memory: Sequence[PeerMemory]) -> Table:
-    small, large = _MEMORY_BLOCKS
-    return Table(
-        title="memory of a peer: its regions, the pairing, the pieces",
-        headings=("pairing", "regions", f"{small:,} blocks", f"{large:,} blocks"),
-        rows=[
-            (peer.label, str(peer.regions), *(f"{size / 1024:.1f} KiB" for size in peer.bytes_of_blocks))
-            for peer in memory
-        ],
-    )
-
-
-def _pair_ranks(case: PlanCase) -> BlockMap:
-    local = _regions(layers=case.layers, blocks=case.pool_blocks, heads=case.kv_heads, base=1 << 40)
-    remote = _regions(layers=case.layers, blocks=case.pool_blocks, heads=case.remote_kv_heads, base=1 << 42)
-    return _pair(local, remote, HeadSlice(0, case.remote_kv_heads - case.kv_heads, case.kv_heads))
 
 
 def _timed_plan(case: PlanCase, block_map: BlockMap) -> PlanSample:
@@ -197,51 +136,22 @@ def _summarize(case: PlanCase, taken: list[PlanSample]) -> PlanResult:
     )
 
 
-def peer_memory(layers: int, order: Order) -> PeerMemory:
-    small, large = (_traced_peer(layers, blocks, order) for blocks in _MEMORY_BLOCKS)
-    return PeerMemory(
-        label="pieces of whole blocks" if order is Order.HND else "smallest pieces (NHD to HND)",
-        regions=PARTS * layers,
-        blocks=_MEMORY_BLOCKS,
-        bytes_of_blocks=(small, large),
-    )
-
-
-def _traced_peer(layers: int, blocks: int, order: Order) -> int:
-    """Bytes that stay allocated for one more peer."""
-    local = _regions(layers=layers, blocks=blocks, heads=8, base=1 << 40)
-    _make_peer(local, layers, blocks, order)  # what is made once for all peers, such as caches of numpy
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    peer = _make_peer(local, layers, blocks, order)
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peer is not None
-    return after - before
-
-
-def _make_peer(local: Regions, layers: int, blocks: int, order: Order) -> tuple[BlockMap, object]:
-    remote = _regions(layers=layers, blocks=blocks, heads=8, base=1 << 44, order=order)
-    block_map = _pair(local, remote, HeadSlice(0, 0, 8))
-    return block_map, block_map.groups[_BLOCK_SIZE]
-
-
-def _pair(local: Regions, remote: Regions, heads: HeadSlice) -> BlockMap:
-    layers = range(len(local) // PARTS)
+def _pair_ranks(case: PlanCase) -> BlockMap:
+    local, remote = _regions(case, case.kv_heads, 1 << 40), _regions(case, case.remote_kv_heads, 1 << 42)
+    heads, layers = HeadSlice(0, case.remote_kv_heads - case.kv_heads, case.kv_heads), range(case.layers)
     return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
 
 
-def _regions(*, layers: int, blocks: int, heads: int, base: int, order: Order = Order.HND) -> Regions:
-    """K and V of all layers, K and V apart by a whole pool, as [2, blocks, ...] tensors have them."""
-    strides = (_RUN_BYTES, _BLOCK_SIZE * _RUN_BYTES) if order is Order.HND else (heads * _RUN_BYTES, _RUN_BYTES)
-    block = BlockShape(_BLOCK_SIZE, heads, _RUN_BYTES, *strides)
-    count = PARTS * layers
-    bases = base + np.arange(count, dtype=np.uint64) * np.uint64(blocks * block.size_bytes)
+def _regions(case: PlanCase, heads: int, base: int) -> Regions:
+    """K and V of all layers in HND, K and V apart by a whole pool, as [2, blocks, ...] tensors have them."""
+    block = BlockShape(_BLOCK_SIZE, heads, _RUN_BYTES, _RUN_BYTES, _BLOCK_SIZE * _RUN_BYTES)
+    count = PARTS * case.layers
+    bases = base + np.arange(count, dtype=np.uint64) * np.uint64(case.pool_blocks * block.size_bytes)
     return Regions(
         bases=bases.astype(np.uint64),
         strides=np.full(count, block.size_bytes, dtype=np.uint64),
         block=block,
         parts=("K", "V"),
-        num_blocks=blocks,
+        num_blocks=case.pool_blocks,
         device=Device("cpu", 0),
     )

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field
 from importlib.metadata import version
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from kvflow.bench.child import BenchError, Child, Environment, RankProcess, awake, open_children
+from kvflow.bench.child import Child, Environment, RankProcess, awake, open_children
 from kvflow.bench.targets import TargetRow
 
 Children = Mapping[str, Child]
@@ -63,21 +63,11 @@ class Samples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table for people. A row of one cell is a heading, an empty one a gap."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[tuple[str, ...]]
-    caption: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a judge makes of the samples: `results` by name, for programs, the same as tables, and the targets."""
+    """What a judge makes of the samples: tables by name, which the legend explains. Fields without repr stay hidden."""
 
-    results: Mapping[str, Any]
-    tables: Sequence[Table]
+    results: Mapping[str, Sequence[Any]]
+    legend: str
     targets: Sequence[TargetRow]
 
 
@@ -85,9 +75,6 @@ class Scenario(Protocol):
     """What is measured: a dataclass whose fields are the options of its command, and its docstring the help."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    SCHEMA_VERSION: ClassVar[int]
-    QUICK: ClassVar[Mapping[str, Any]]
-    """Options that show that it works in the least time."""
 
     def sets(self) -> Sequence[RankSet]:
         """They live one after the other. SettingsError if the options make no sense."""
@@ -98,23 +85,10 @@ class Scenario(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """Everything one run found out."""
-
-    scenario: Scenario
-    machine: Mapping[str, str | int | float]
-    outcome: Outcome
-
-
-def run_scenario(scenario: Scenario, note: Note) -> Report:
+def run_scenario(scenario: Scenario, note: Note) -> Outcome:
     """Measure everything; raises BenchError when a child fails or a block does not hold the right bytes."""
-    sets = scenario.sets()
-    _check_memory(max(sum(rank.memory_bytes for rank in some.ranks) for some in sets))
-    machine = describe_machine()
-    note(f"load average {machine['load_average_1m']:.1f} before the start; others' work is in every number")
     samples, said = Samples(), ""
-    for some in sets:
+    for some in scenario.sets():
         note(some.note)
         with open_children(some.ranks, some.environment) as children:
             for turn in some.turns(children):
@@ -123,7 +97,7 @@ def run_scenario(scenario: Scenario, note: Note) -> Report:
                 said = turn.note
                 with awake(turn.children):
                     samples.add(turn.key, turn.run())
-    return Report(scenario=scenario, machine=machine, outcome=scenario.judge(samples))
+    return scenario.judge(samples)
 
 
 def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iterator[tuple[int, ContenderT]]:
@@ -132,14 +106,6 @@ def interleaved(contenders: Sequence[ContenderT], rounds: Iterable[int]) -> Iter
         start = index % len(contenders)
         for contender in (*contenders[start:], *contenders[:start]):
             yield index, contender
-
-
-def _check_memory(need: int) -> None:
-    """Refuse to start what the machine cannot hold: swapping would be measured otherwise."""
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        (available,) = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    if need > available:
-        raise BenchError(f"{need >> 20} MB are needed, available are {available >> 20} MB; ask for a smaller size")
 
 
 def describe_machine() -> dict[str, str | int | float]:

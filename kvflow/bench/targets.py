@@ -68,11 +68,6 @@ class Spread:
         return cls(samples=len(samples), min=min(samples), p50=statistics.median(samples), max=max(samples), **found)
 
 
-def in_ms(seconds: Spread) -> tuple[str, ...]:
-    """For a table: how many, and p50, p99 and the slowest in milliseconds."""
-    return str(seconds.samples), *(f"{value * 1e3:.2f}" for value in (seconds.p50, seconds.p99, seconds.max))
-
-
 def percentile(samples: Sequence[float], percent: float) -> float:
     """The smallest sample that at least `percent` % of the samples do not exceed."""
     if not samples:

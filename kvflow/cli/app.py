@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Transport
-from kvflow.cli.bench import bench
-from kvflow.cli.demo import TOKENS_MAX, hand_over
-from kvflow.cli.notes import told
+from kvflow.cli.bench import bench, told
+from kvflow.cli.demo import BLOCKS_MAX, hand_over
 from kvflow.config import Config
-from kvflow.doctor import report as doctor_report
-from kvflow.doctor.findings import is_broken
+from kvflow.doctor.findings import Finding, Status, is_broken
 from kvflow.doctor.run import examine
 from kvflow.doctor.version import version_lines
 from kvflow.errors import ConfigError
@@ -65,13 +68,12 @@ def new(
 
 @app.command()
 def demo(
-    tokens: Annotated[int, typer.Option(min=1, max=TOKENS_MAX, help="How long the prompt is.")] = 500,
+    blocks: Annotated[int, typer.Option(min=1, max=BLOCKS_MAX, help="How many blocks of 16 tokens.")] = 32,
     transport: Annotated[Transport, typer.Option(help="What NIXL moves it over.")] = Transport.SHM,
 ) -> None:
     """Hand a prompt's blocks over between two processes, over NIXL and without a model, and compare every byte."""
     with told("demo", BenchError):
-        same = hand_over(tokens, transport, Console(highlight=False))
-    raise typer.Exit(code=0 if same else 1)
+        hand_over(blocks, transport, Console(highlight=False))
 
 
 @app.command()
@@ -98,14 +100,11 @@ def simulate(
 
     A seed that fails is printed with the command that replays it; then the exit code is 1.
     """
-    from kvflow.cli.simulate import print_failure, print_summary, run_all
+    from kvflow.cli.simulate import print_summary, run_all
 
-    console, notes = Console(highlight=False), Console(stderr=True, highlight=False)
     begun_s = time.monotonic()
-    summary = run_all(start, seeds, jobs, failures_max=failures, notes=notes)
-    for result in summary.failed:
-        print_failure(result, console)
-    print_summary(summary, time.monotonic() - begun_s, console)
+    summary = run_all(start, seeds, jobs, failures_max=failures, notes=Console(stderr=True, highlight=False))
+    print_summary(summary, time.monotonic() - begun_s, Console(highlight=False))
     if summary.failed:
         raise typer.Exit(code=1)
 
@@ -126,9 +125,32 @@ def doctor(
         config = Config(
             engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
         )
-    findings = examine(config, peer=peer, peer_engine=peer_engine, transfer=transfer, note=notes.print)
+    findings = list(examine(config, peer=peer, peer_engine=peer_engine, transfer=transfer, note=notes.print))
     if json_output:
-        print(json.dumps(doctor_report.as_json(findings), indent=2))
+        print(json.dumps(findings_as_json(findings), indent=2))
     else:
-        doctor_report.print_findings(findings, Console())
+        print_findings(findings, Console())
     raise typer.Exit(code=int(is_broken(findings)))
+
+
+def findings_as_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "broken": is_broken(findings),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
+    styles = {Status.OK: "green", Status.WARN: "yellow", Status.FAIL: "bold red"}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("")
+    table.add_column("found", overflow="fold")
+    for finding in findings:
+        table.add_row(finding.name, Text(finding.status.upper(), styles[finding.status]), Text(finding.found))
+        if finding.fix:
+            table.add_row("", "", Text(f"-> {finding.fix}", style="italic"))
+    console.print(table)
+    if is_broken(findings):
+        console.print("something is broken: see FAIL", style="bold red")

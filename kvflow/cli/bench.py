@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.planning import Planning
-from kvflow.bench.report import as_json, print_report
-from kvflow.bench.scenario import Scenario, run_scenario
-from kvflow.bench.topology.scenario import Topology
+from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
+from kvflow.bench.targets import Spread, Verdict
+from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
-from kvflow.cli.notes import told
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "transfer": Transfer,
@@ -28,10 +32,23 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "planning": Planning,
 }
 _LEAST = {int: 1, float: 0.1}
-_QUICK = Annotated[bool, typer.Option(help="A few small loads that show the bench works; numbers mean little.")]
+_SECONDS = re.compile("(?<!_per)_s$")
+_WIDTH_MIN = 110
 _JSON = Annotated[
     typer.FileTextWrite | None, typer.Option("--json", lazy=False, help="Write every number to this file.")
 ]
+_VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.NOT_MEASURED: "dim"}
+
+
+@contextlib.contextmanager
+def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator[None]:
+    """These errors end a command: one line that says why, and an exit code."""
+    try:
+        yield
+    except errors as error:
+        Console(stderr=True, highlight=False).print(f"kvflow {command}: {error}", style="red", markup=False)
+        raise typer.Exit(code=exit_code) from error
+
 
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 
@@ -41,11 +58,14 @@ def _add(name: str, kind: type[Scenario]) -> None:
         json_file = options.pop("json_file")
         notes = Console(stderr=True, highlight=False)
         with told(f"bench {name}", SettingsError, BenchError):
-            scenario = kind(**options | (dict(kind.QUICK) if options["quick"] else {}))
-            report = run_scenario(scenario, note=notes.print)
-        print_report(report, Console())
+            scenario, machine = kind(**options), describe_machine()
+            notes.print(f"load average {machine['load_average_1m']:.1f} before; others' work is in every number")
+            outcome = run_scenario(scenario, note=notes.print)
+        console = Console()
+        print_outcome(outcome, Console(width=max(console.width, _WIDTH_MIN)))
         if json_file is not None:
-            json_file.write(json.dumps(as_json(report), indent=2) + "\n")
+            numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
+            json_file.write(json.dumps(numbers, indent=2) + "\n")
 
     parameters = list(_parameters(kind))
     # Typer reads the options off these.
@@ -57,14 +77,50 @@ def _add(name: str, kind: type[Scenario]) -> None:
 def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        annotation = hints[field.name]
-        if field.name == "quick":
-            annotation = _QUICK
-        else:
-            value, text = get_args(annotation)
-            annotation = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
+        value, text = get_args(hints[field.name])
+        annotation: Any = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
     yield Parameter("json_file", Parameter.KEYWORD_ONLY, default=None, annotation=_JSON)
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """Every number. Units are in the names; 'GB' is 10**9 bytes, a size of '16 MB' is 16 * 2**20."""
+    numbers = asdict(outcome)
+    return {**numbers["results"], "targets": numbers["targets"]}
+
+
+def print_outcome(outcome: Outcome, console: Console) -> None:
+    for name, rows in outcome.results.items():
+        shown = [field.name for field in fields(rows[0]) if field.repr]
+        table = Table(title=name, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+        for heading in shown:
+            table.add_column(_SECONDS.sub("_ms", heading).replace("_", " "), overflow="fold")
+        for row in rows:
+            table.add_row(*(_cell(getattr(row, heading), heading) for heading in shown))
+        console.print(table)
+    console.print(outcome.legend, style="italic")
+    targets = Table("target", "need", "worst", "at", "", title="targets", box=box.SIMPLE_HEAD)
+    for target in outcome.targets:
+        measured = "" if target.measured is None else f"{target.measured:.2f}"
+        cells = (target.target, target.need, measured, target.where, target.verdict.upper())
+        targets.add_row(*cells, style=_VERDICT_STYLES[target.verdict])
+    console.print(targets)
+
+
+def _cell(value: Any, heading: str) -> str:
+    """Seconds in ms; of a spread the median, its quartiles and p99, of several numbers the least and the greatest."""
+    cell = partial(_cell, heading=heading)
+    match value:
+        case Spread():
+            return f"{cell(value.p50)} ({cell(value.p25)}..{cell(value.p75)}), p99 {cell(value.p99)}"
+        case tuple():
+            return f"{cell(min(value))}..{cell(max(value))}"
+        case float():
+            scaled = value * 1e3 if _SECONDS.search(heading) else value
+            return f"{scaled:.0f}" if scaled >= 1000 else f"{scaled:.3g}"
+        case int():
+            return f"{value:,}"
+    return str(value)
 
 
 for _name, _kind in SCENARIOS.items():

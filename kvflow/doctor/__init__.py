@@ -1,7 +1,6 @@
 """`kvflow doctor`: what on this machine, or on the way to a peer, keeps kvflow from working or from being fast.
 
 run       gathers everything, in order                findings  what a check says
-host      the machine: what is read, and judged        ucx       what UCX says of the way that bytes took
-transfer  two processes that hand blocks over          peer      the way to a peer's side channel
-report    a table, and JSON                           files     how many files may be open, how many are needed
+host      the machine: what is read, and judged       ucx       what UCX says of the way that bytes took
+transfer  two processes that hand blocks over         peer      the way to a peer's side channel
 """

@@ -2,6 +2,10 @@
 
 Numbers that a kernel or a container sets are read from where the kernel shows them; what cannot be read is None, and a
 check that has nothing to judge says so.
+
+What kvflow needs of open files, roughly, was counted with NIXL 1.5.1 (UCX 1.23) and ZeroMQ 4.3.5: a runtime by itself
+has some 40; a peer that is read from costs 1 over shared memory and 2 over tcp, and so does a reader; a question on the
+side channel has 4 while it is asked.
 """
 
 from __future__ import annotations
@@ -10,18 +14,22 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvflow.config import Config
-from kvflow.doctor.files import check_open_files
-from kvflow.doctor.findings import Finding, ok, warn
-from kvflow.doctor.findings import fail as failed
+from kvflow.doctor.findings import Finding, fail, ok, warn
 
 PYTHON_MIN = (3, 11)
 SHARED_MEMORY_FREE_MIN_BYTES = 256 << 20
+RUNTIME_FILES = 64
+"""A runtime without any peer, and what the engine around it has open anyway."""
+PEER_FILES = READER_FILES = 2
+QUESTION_FILES = 4
+_ANSWER_FILES = 1
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
+_OUR_VARIABLES = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,111 +61,41 @@ class Host:
 
 
 def read_host() -> Host:
-    locked_bytes_max, _ = _limits(resource.RLIMIT_MEMLOCK)
-    open_files_max, open_files_hard_max = _limits(resource.RLIMIT_NOFILE)
+    limits = [
+        None if limit == resource.RLIM_INFINITY else limit
+        for which in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE)
+        for limit in resource.getrlimit(which)
+    ]
+    status = dict(line.split(":", 1) for line in _read("/proc/self/status").splitlines())
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     huge_pages = _read("/sys/kernel/mm/transparent_hugepage/enabled")
-    names = ("UCX_TLS", "UCX_NET_DEVICES", "THP_MEM_ALLOC_ENABLE")
+    up = ("up", "unknown")
     return Host(
         python=sys.version_info[:3],
-        locked_bytes_max=locked_bytes_max,
-        open_files_max=open_files_max,
-        open_files_hard_max=open_files_hard_max,
-        capabilities=_capabilities(_read("/proc/self/status") or ""),
+        locked_bytes_max=limits[0],
+        open_files_max=limits[2],
+        open_files_hard_max=limits[3],
+        capabilities=int(status.get("CapEff", "0"), 16),
         shared_memory_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None,
-        ptrace_scope=None if scope is None else int(scope),
-        huge_pages=None if huge_pages is None else huge_pages.partition("[")[2].partition("]")[0],
+        ptrace_scope=int(scope) if scope else None,
+        huge_pages=huge_pages.partition("[")[2].partition("]")[0] or None,
         rdma_devices=_entries("/sys/class/infiniband"),
-        networks=tuple(_networks()),
+        networks=tuple(
+            name
+            for name in _entries("/sys/class/net")
+            if name != "lo" and _read(f"/sys/class/net/{name}/operstate").strip() in up
+        ),
         gpus=_entries("/proc/driver/nvidia/gpus"),
-        environment={name: os.environ[name] for name in names if name in os.environ},
+        environment={name: os.environ[name] for name in _OUR_VARIABLES if name in os.environ},
     )
 
 
-def check_host(host: Host, config: Config) -> Iterator[Finding]:
-    yield check_python(host)
-    yield check_devices(host)
-    yield check_memory_locking(host)
-    yield check_open_files(host.open_files_max, host.open_files_hard_max, config)
-    yield check_shared_memory(host)
-    yield check_process_reading(host)
-    yield check_huge_pages(host)
-
-
-def check_python(host: Host) -> Finding:
-    found = ".".join(map(str, host.python))
-    if host.python[:2] < PYTHON_MIN:
-        return failed("Python", found, f"install Python {'.'.join(map(str, PYTHON_MIN))} or newer")
-    return ok("Python", found)
-
-
-def check_devices(host: Host) -> Finding:
-    kinds = (("RDMA", host.rdma_devices), ("network", host.networks), ("GPU", host.gpus))
-    found = "; ".join(f"{kind}: {', '.join(names) or 'none'}" for kind, names in kinds)
-    set_by_hand = ", ".join(f"{name}={value}" for name, value in host.environment.items() if name.startswith("UCX_"))
-    return ok("devices", found + (f"; {set_by_hand}" if set_by_hand else ""))
-
-
-def check_memory_locking(host: Host) -> Finding:
-    """RDMA pins what it registers; nothing else does."""
-    name = "memory locking"
-    if host.locked_bytes_max is None or host.may(_CAP_IPC_LOCK):
-        why = "no limit" if host.locked_bytes_max is None else "limited, but the process may exceed it (CAP_IPC_LOCK)"
-        return ok(name, why)
-    found = f"at most {host.locked_bytes_max >> 10} KiB"
-    if host.rdma_devices:
-        fix = "raise `ulimit -l` to unlimited (containers: --ulimit memlock=-1): RDMA pins the whole cache"
-        return failed(name, found, fix)
-    return ok(name, f"{found}, which only RDMA would need; there is none")
-
-
-def check_shared_memory(host: Host) -> Finding:
-    name, free = "/dev/shm", host.shared_memory_free_bytes
-    if free is None:
-        return warn(name, "does not exist", "mount a tmpfs there: engines on one machine talk through it")
-    if free < SHARED_MEMORY_FREE_MIN_BYTES:
-        fix = f"make it larger, {SHARED_MEMORY_FREE_MIN_BYTES >> 20} MiB at least (containers: --shm-size=1g)"
-        return warn(name, f"{free >> 20} MiB free", fix)
-    return ok(name, f"{free >> 20} MiB free")
-
-
-def check_process_reading(host: Host) -> Finding:
-    """Between processes of one machine UCX copies by process_vm_readv, which asks for the right to trace the other."""
-    name, scope = "reading other processes", host.ptrace_scope
-    if host.may(_CAP_SYS_PTRACE):
-        return ok(name, "allowed (CAP_SYS_PTRACE)")
-    if scope is None:
-        return ok(name, "allowed to processes of the same user (no Yama)")
-    if scope == 0:
-        return ok(name, "allowed to processes of the same user (ptrace_scope 0)")
-    fix = "sysctl kernel.yama.ptrace_scope=0, or give the engines CAP_SYS_PTRACE (containers: --cap-add SYS_PTRACE)"
-    return warn(name, f"not allowed (ptrace_scope {scope}): engines of one machine may fall back to tcp", fix)
-
-
-def check_huge_pages(host: Host) -> Finding:
-    name, setting = "huge pages", host.huge_pages
-    if setting == "always":
-        return ok(name, "always")
-    if setting == "madvise":
-        if host.environment.get("THP_MEM_ALLOC_ENABLE") == "1":
-            return ok(name, "madvise, and torch asks for them (THP_MEM_ALLOC_ENABLE=1)")
-        fix = "for caches in host memory: THP_MEM_ALLOC_ENABLE=1 makes torch ask for them; copies get faster"
-        return warn(name, "madvise, and torch does not ask for them", fix)
-    fix = "for caches in host memory: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-    return warn(name, setting or "the kernel has none", fix if setting else "")
-
-
-def _limits(which: int) -> tuple[int | None, int | None]:
-    """The soft and the hard one; None is no limit."""
-    soft, hard = (None if limit == resource.RLIM_INFINITY else limit for limit in resource.getrlimit(which))
-    return soft, hard
-
-
-def _read(path: str) -> str | None:
+def _read(path: str) -> str:
+    """What is in a file; nothing if it cannot be read."""
     try:
         return Path(path).read_text(encoding="ascii")
     except OSError:
-        return None
+        return ""
 
 
 def _entries(path: str) -> tuple[str, ...]:
@@ -167,14 +105,109 @@ def _entries(path: str) -> tuple[str, ...]:
         return ()
 
 
-def _capabilities(status: str) -> int:
-    for line in status.splitlines():
-        if line.startswith("CapEff:"):
-            return int(line.split()[1], 16)
-    return 0
+# --- the checks; each gets its name, and the config says what an engine may need
 
 
-def _networks() -> Iterator[str]:
-    for name in _entries("/sys/class/net"):
-        if name != "lo" and (_read(f"/sys/class/net/{name}/operstate") or "").strip() in ("up", "unknown"):
-            yield name
+def check_python(name: str, host: Host, _: Config) -> Finding:
+    found = ".".join(map(str, host.python))
+    if host.python[:2] < PYTHON_MIN:
+        return fail(name, found, f"install Python {'.'.join(map(str, PYTHON_MIN))} or newer")
+    return ok(name, found)
+
+
+def check_devices(name: str, host: Host, _: Config) -> Finding:
+    kinds = (("RDMA", host.rdma_devices), ("network", host.networks), ("GPU", host.gpus))
+    found = [f"{kind}: {', '.join(names) or 'none'}" for kind, names in kinds]
+    by_hand = ", ".join(f"{name}={value}" for name, value in host.environment.items() if name.startswith("UCX_"))
+    return ok(name, "; ".join([*found, by_hand] if by_hand else found))
+
+
+def check_memory_locking(name: str, host: Host, _: Config) -> Finding:
+    """RDMA pins what it registers; nothing else does."""
+    if host.locked_bytes_max is None:
+        return ok(name, "no limit")
+    if host.may(_CAP_IPC_LOCK):
+        return ok(name, "limited, but the process may exceed it (CAP_IPC_LOCK)")
+    found = f"at most {host.locked_bytes_max >> 10} KiB"
+    if host.rdma_devices:
+        fix = "raise `ulimit -l` to unlimited (containers: --ulimit memlock=-1): RDMA pins the whole cache"
+        return fail(name, found, fix)
+    return ok(name, f"{found}, which only RDMA would need; there is none")
+
+
+def check_open_files(name: str, host: Host, config: Config) -> Finding:
+    """The limits of this process, which an engine started like it would have too."""
+    soft, hard, needed = host.open_files_max, host.open_files_hard_max, files_needed(config)
+    if soft is None or soft >= needed:
+        return ok(name, f"{'no limit' if soft is None else f'at most {soft}'}, {needed} needed at most")
+    found = f"at most {soft} (hard limit {'none' if hard is None else hard})"
+    elsewhere = f"systemd: LimitNOFILE={needed}, containers: --ulimit nofile={needed}"
+    fix = f"ulimit -n {needed} where the engine is started ({elsewhere})"
+    if hard is not None and hard < needed:
+        fix += f"; only root can raise the hard limit of {hard}, for good in /etc/security/limits.conf"
+    if soft < RUNTIME_FILES:
+        return fail(name, f"{found}: too few for a runtime without any peer", fix)
+    neighbours = (soft - RUNTIME_FILES) // (PEER_FILES + QUESTION_FILES + READER_FILES + _ANSWER_FILES)
+    return warn(
+        name,
+        f"{found}: enough for some {neighbours} other ranks, not for as many as Config allows "
+        f"(peers_max {config.limits.peers_max}, readers_max {config.limits.readers_max})",
+        fix,
+    )
+
+
+def files_needed(config: Config) -> int:
+    """With as many peers, readers and connections as the config allows, and all peers asked at once."""
+    limits = config.limits
+    peers, readers = limits.peers_max * (PEER_FILES + QUESTION_FILES), limits.readers_max * READER_FILES
+    return RUNTIME_FILES + peers + readers + limits.side_channel_connections_max * _ANSWER_FILES
+
+
+def check_shared_memory(name: str, host: Host, _: Config) -> Finding:
+    free = host.shared_memory_free_bytes
+    if free is None:
+        return warn(name, "does not exist", "mount a tmpfs there: engines on one machine talk through it")
+    if free < SHARED_MEMORY_FREE_MIN_BYTES:
+        fix = f"make it larger, {SHARED_MEMORY_FREE_MIN_BYTES >> 20} MiB at least (containers: --shm-size=1g)"
+        return warn(name, f"{free >> 20} MiB free", fix)
+    return ok(name, f"{free >> 20} MiB free")
+
+
+def check_process_reading(name: str, host: Host, _: Config) -> Finding:
+    """Between processes of one machine UCX copies by process_vm_readv, which asks for the right to trace the other."""
+    scope = host.ptrace_scope
+    if host.may(_CAP_SYS_PTRACE):
+        return ok(name, "allowed (CAP_SYS_PTRACE)")
+    if not scope:
+        why = "no Yama" if scope is None else "ptrace_scope 0"
+        return ok(name, f"allowed to processes of the same user ({why})")
+    fix = "sysctl kernel.yama.ptrace_scope=0, or give the engines CAP_SYS_PTRACE (containers: --cap-add SYS_PTRACE)"
+    return warn(name, f"not allowed (ptrace_scope {scope}): engines of one machine may fall back to tcp", fix)
+
+
+def check_huge_pages(name: str, host: Host, _: Config) -> Finding:
+    setting, asked_for = host.huge_pages, host.environment.get("THP_MEM_ALLOC_ENABLE") == "1"
+    if setting == "always":
+        return ok(name, "always")
+    if setting == "madvise" and asked_for:
+        return ok(name, "madvise, and torch asks for them (THP_MEM_ALLOC_ENABLE=1)")
+    if setting == "madvise":
+        fix = "for caches in host memory: THP_MEM_ALLOC_ENABLE=1 makes torch ask for them; copies get faster"
+        return warn(name, "madvise, and torch does not ask for them", fix)
+    fix = "for caches in host memory: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    return warn(name, setting or "the kernel has none", fix if setting else "")
+
+
+CHECKS: Mapping[str, Callable[[str, Host, Config], Finding]] = {
+    "Python": check_python,
+    "devices": check_devices,
+    "memory locking": check_memory_locking,
+    "open files": check_open_files,
+    "/dev/shm": check_shared_memory,
+    "reading other processes": check_process_reading,
+    "huge pages": check_huge_pages,
+}
+
+
+def check_host(host: Host, config: Config) -> Iterator[Finding]:
+    return (check(name, host, config) for name, check in CHECKS.items())

@@ -9,8 +9,7 @@ import msgspec
 
 from kvflow.config import Config, split_address
 from kvflow.core.protocol import messages
-from kvflow.doctor.findings import Finding, ok
-from kvflow.doctor.findings import fail as failed
+from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.errors import ConfigError, KVFlowError
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
@@ -23,20 +22,30 @@ async def examine_peer(config: Config, address: str, engine_id: str) -> list[Fin
     try:
         host, port = split_address(address, what="--peer")
     except ConfigError as error:
-        return [failed("peer", str(error), "give the address that tickets of the peer name")]
-    found = [await _check_name(host)]
-    if found[-1].fix:
-        return found
-    found.append(await _check_connection(host, port, config.handshake_timeout_s))
-    if found[-1].fix:
-        return found
+        return [fail("peer", str(error), "give the address that tickets of the peer name")]
+    host = host.strip("[]")
+    try:
+        entries = await asyncio.get_running_loop().getaddrinfo(host, None)
+    except OSError as error:
+        return [fail("peer's name", f"{host}: {error}", "check the name, or use the address (Config.advertise_host)")]
+    found = [ok("peer's name", f"{host}: {', '.join(sorted({str(entry[4][0]) for entry in entries}))}")]
+    name, start_s = "connection to peer", time.perf_counter()
+    try:
+        async with asyncio.timeout(config.handshake_timeout_s):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, TimeoutError) as error:
+        why = f"{host}:{port}: {error or f'nothing within {config.handshake_timeout_s} s'}"
+        fix = "is the engine up, does it listen there (Config.listen), does a firewall let it in?"
+        return [*found, fail(name, why, fix)]
+    found.append(ok(name, f"{host}:{port} in {(time.perf_counter() - start_s) * 1e3:.1f} ms"))
+    writer.close()
     question = messages.MetadataRequest(reader="kvflow-doctor", target=messages.Target(engine_id or "?", 0, 0, 0))
     channel = ZmqSideChannel(config, SystemClock().now_s)
     try:
         reply = await channel.ask(address, question, fingerprint=_NO_FINGERPRINT)
     except KVFlowError as error:
         fix = "is it a kvflow side channel, and are the CURVE keys of both sides in order?"
-        return [*found, failed("peer's answer", str(error), fix)]
+        return [*found, fail("peer's answer", str(error), fix)]
     finally:
         channel.close()
     return [*found, judge_answer(reply, engine_id)]
@@ -49,33 +58,12 @@ def judge_answer(reply: messages.Reply, engine_id: str) -> Finding:
         return ok(name, f"a kvflow rank: {type(reply).__name__}")
     if reply.version != messages.PROTOCOL_VERSION:
         found = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {reply.version}"
-        return failed(name, found, "run the same version of kvflow on both sides")
+        return fail(name, found, "run the same version of kvflow on both sides")
     if reply.compatibility is not None:
         facts = msgspec.structs.asdict(reply.compatibility).items()
         cache = ", ".join(f"{fact} {value!r}" for fact, value in facts)
         return ok(name, f"kvflow protocol {reply.version}; its cache: {cache}")
     found = f"kvflow protocol {reply.version}: {reply.reason}"
     if engine_id and not reply.transient:
-        return failed(name, found, "give the id and the base port of the engine that tickets name")
+        return fail(name, found, "give the id and the base port of the engine that tickets name")
     return ok(name, found)
-
-
-async def _check_name(host: str) -> Finding:
-    try:
-        entries = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), None)
-    except OSError as error:
-        return failed("peer's name", f"{host}: {error}", "check the name, or use the address (Config.advertise_host)")
-    return ok("peer's name", f"{host}: {', '.join(sorted({str(entry[4][0]) for entry in entries}))}")
-
-
-async def _check_connection(host: str, port: int, timeout_s: float) -> Finding:
-    name, start_s = "connection to peer", time.perf_counter()
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(host.strip("[]"), port)
-    except (OSError, TimeoutError) as error:
-        found = f"{host}:{port}: {error or f'nothing within {timeout_s} s'}"
-        return failed(name, found, "is the engine up, does it listen there (Config.listen), does a firewall let it in?")
-    took_ms = (time.perf_counter() - start_s) * 1e3
-    writer.close()
-    return ok(name, f"{host}:{port} in {took_ms:.1f} ms")

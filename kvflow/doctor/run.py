@@ -12,15 +12,11 @@ from kvflow.doctor.peer import examine_peer
 from kvflow.doctor.transfer import check_nixl, check_self_transfer
 from kvflow.doctor.version import versions
 
-Note = Callable[[str], None]
 
-
-def examine(config: Config, *, peer: str | None, peer_engine: str, transfer: bool, note: Note) -> tuple[Finding, ...]:
+def examine(
+    config: Config, *, peer: str | None, peer_engine: str, transfer: bool, note: Callable[[str], None]
+) -> Iterator[Finding]:
     """Everything; `config` is how we talk to the peer."""
-    return tuple(_examine(config, peer, peer_engine, transfer, note))
-
-
-def _examine(config: Config, peer: str | None, peer_engine: str, transfer: bool, note: Note) -> Iterator[Finding]:
     host = read_host()
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))
     yield from check_host(host, config)

@@ -9,35 +9,19 @@ import contextlib
 import statistics
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvflow.bench.child import BenchError, Child, RankProcess, open_children
+from kvflow.bench.child import BenchError, RankProcess, open_children
 from kvflow.bench.loads import QUIET
-from kvflow.bench.transfer.contenders import Contender, connect, run_turn
-from kvflow.bench.transfer.scenario import Transfer
-from kvflow.doctor.findings import Finding, ok
-from kvflow.doctor.findings import fail as failed
-from kvflow.doctor.ucx import ReadPath, check_path, read_path
+from kvflow.bench.transfer.ranks import Contender
+from kvflow.bench.transfer.scenario import Transfer, connect, pair_of, ranks_of, run_turn
+from kvflow.doctor.findings import Finding, fail, ok
+from kvflow.doctor.ucx import check_path, read_path
 from kvflow.transport.nixl.agents import list_plugins
 
 _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelfTransfer:
-    """What two processes on this machine measured; every byte was compared."""
-
-    one_block_s: float
-    size_bytes: int
-    seconds: float
-    path: ReadPath | None
-
-    @property
-    def gb_per_s(self) -> float:
-        return self.size_bytes / self.seconds / 1e9
 
 
 def check_nixl() -> Finding:
@@ -45,70 +29,60 @@ def check_nixl() -> Finding:
     try:
         installed = version("nixl")
     except PackageNotFoundError:
-        return failed("NIXL", "not installed", _INSTALL)
+        return fail("NIXL", "not installed", _INSTALL)
     try:
         with open_children([RankProcess("NIXL", _open_nixl)], QUIET) as children:
-            plugins = tuple(children["NIXL"].run(_Nixl.plugins))
+            return judge_plugins(installed, children["NIXL"].run(_Nixl.plugins))
     except BenchError as error:
         return judge_plugins(installed, (), problem=last_line(error))
-    return judge_plugins(installed, plugins)
 
 
-def judge_plugins(installed: str, plugins: tuple[str, ...], problem: str = "") -> Finding:
+def judge_plugins(installed: str, plugins: Sequence[str], problem: str = "") -> Finding:
     if problem:
-        return failed("NIXL", f"{installed} does not start: {problem}", f"reinstall it: {_INSTALL} --force-reinstall")
+        return fail("NIXL", f"{installed} does not start: {problem}", f"reinstall it: {_INSTALL} --force-reinstall")
     found = f"{installed}, plugins: {', '.join(plugins) or 'none'}"
     if _BACKEND not in plugins:
-        return failed("NIXL", found, f"the plugin {_BACKEND} is needed; reinstall, or set NIXL_PLUGIN_DIR")
+        return fail("NIXL", found, f"the plugin {_BACKEND} is needed; reinstall, or set NIXL_PLUGIN_DIR")
     return ok("NIXL", found)
 
 
 def check_self_transfer(ucx_tls: str | None) -> Iterator[Finding]:
+    """How fast two processes of this machine are, and which way the bytes took.
+
+    Every byte is compared. UCX settings but for its log are those of the environment.
+    """
+    scenario = Transfer(sizes="block,64", pairs=1, rounds=1)
+    ranks = ranks_of(Contender.KVFLOW, scenario.shape)
     try:
-        result = run_self_transfer()
+        with tempfile.TemporaryDirectory(prefix="kvflow-doctor-") as folder:
+            environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
+            with open_children(ranks, environment) as children:
+                producer, reader = pair_of(Contender.KVFLOW, children)
+                connect(producer, reader)
+                block_s, large_s = (
+                    statistics.median(
+                        run_turn(producer, reader, scenario.loads_of_turn(size, "doctor"), check_all=True).seconds
+                    )
+                    for size in scenario.load_sizes
+                )
+            # UCX writes it as late as its process ends; there is none if UCX had nothing to say.
+            log = "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"{reader.pid}.log"))
     except BenchError as error:
         fix = "the findings above may say why; with UCX_LOG_LEVEL=info UCX says what it tries"
-        yield failed("self-transfer", last_line(error), fix)
+        yield fail("self-transfer", last_line(error), fix)
         return
+    size_bytes = scenario.load_sizes[1].blocks * scenario.shape.block_size_bytes
     yield ok(
         "self-transfer",
-        f"{result.gb_per_s:.2f} GB/s ({result.size_bytes >> 20} MB a load), {result.one_block_s * 1e6:.0f} us for one "
+        f"{size_bytes / large_s / 1e9:.2f} GB/s ({size_bytes >> 20} MB a load), {block_s * 1e6:.0f} us for one "
         "block; every byte compared",
     )
-    yield check_path(result.path, ucx_tls)
-
-
-def run_self_transfer() -> SelfTransfer:
-    """Raises BenchError if a process fails or the bytes are wrong. Other UCX settings are those of the environment."""
-    scenario = Transfer(sizes="block,64", pairs=1, rounds=1)
-    ranks = Contender.KVFLOW.ranks(scenario.shape)
-    with tempfile.TemporaryDirectory(prefix="kvflow-doctor-") as folder:
-        environment = {**QUIET, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": f"{folder}/%p.log"}
-        with open_children(ranks, environment) as children:
-            producer, reader = Contender.KVFLOW.of(children)
-            connect(producer, reader)
-            block_s, large_s = _medians_s(scenario, producer, reader)
-        # UCX writes it as late as its process ends; there is none if UCX had nothing to say.
-        log = "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"{reader.pid}.log"))
-    shape = scenario.shape
-    return SelfTransfer(
-        one_block_s=block_s,
-        size_bytes=scenario.load_sizes[1].blocks * shape.block_size_bytes,
-        seconds=large_s,
-        path=read_path(log, shape.region_block_size_bytes),
-    )
+    yield check_path(read_path(log, scenario.shape.region_block_size_bytes), ucx_tls)
 
 
 def last_line(error: BenchError) -> str:
     """What went wrong, of a child's whole traceback."""
     return str(error).strip().splitlines()[-1]
-
-
-def _medians_s(scenario: Transfer, producer: Child, reader: Child) -> Iterator[float]:
-    """Of loads of each size."""
-    for size in scenario.load_sizes:
-        result = run_turn(producer, reader, scenario.loads_of_turn(size, "doctor"), check_all=True)
-        yield statistics.median(result.seconds)
 
 
 class _Nixl:

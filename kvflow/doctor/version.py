@@ -7,8 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 import kvflow
 
-_SHOWN = ("nixl", "torch")
-
 
 def installed(package: str) -> str:
     """Its version, as pip knows it."""
@@ -20,11 +18,8 @@ def installed(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """By name, kvflow first."""
-    return {
-        "kvflow": kvflow.__version__,
-        **{package: installed(package) for package in _SHOWN},
-        "python": platform.python_version(),
-    }
+    stands_on = {package: installed(package) for package in ("nixl", "torch")}
+    return {"kvflow": kvflow.__version__, **stands_on, "python": platform.python_version()}
 
 
 def version_lines() -> str:

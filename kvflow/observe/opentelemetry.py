@@ -11,7 +11,7 @@ they had. A load span links to the span that was current where the load was awai
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -35,9 +35,13 @@ def current_traceparent() -> str:
     return f"00-{made.generate_trace_id():032x}-{made.generate_span_id():016x}-01"
 
 
-def _rank(record: LoadRecord | LeaseRecord) -> dict[str, int]:
-    """A number for each way of splitting an engine, so that traces can be grouped by it."""
-    return {f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()}
+def _attributes(record: LoadRecord | LeaseRecord, *names: str) -> dict[str, str | int]:
+    """What spans say of every record, a number for each way of splitting an engine among it, and these fields."""
+    return {
+        "kvflow.engine": record.engine_id,
+        **{f"kvflow.{name}_rank": number for name, number in record.rank._asdict().items()},
+        **{f"kvflow.{name}": getattr(record, name) for name in ("request_id", "outcome", "blocks", *names)},
+    }
 
 
 class OpenTelemetrySpans:
@@ -48,50 +52,30 @@ class OpenTelemetrySpans:
 
     def load_ended(self, record: LoadRecord) -> None:
         here = trace.get_current_span().get_span_context()
-        attributes: dict[str, str | int] = {
-            "kvflow.engine": record.engine_id,
-            **_rank(record),
-            "kvflow.request_id": record.request_id,
-            "kvflow.peer_engine": record.peer_engine_id,
-            "kvflow.peer": record.peer,
-            "kvflow.outcome": record.outcome,
-            "kvflow.bytes": record.bytes,
-            "kvflow.blocks": record.blocks,
-            "kvflow.descriptors": record.descriptors,
-        }
-        links = [Link(here)] if here.is_valid else []
+        attributes = _attributes(record, "peer", "bytes", "descriptors")
+        attributes["kvflow.peer_engine"] = record.peer_engine_id
         failed = record.error or (record.outcome if record.outcome == CANCELLED else "")
-        self._tell("kvflow.load", record.traceparent, attributes, record.seconds, links, failed, SpanKind.CLIENT)
+        self._tell(record, attributes, SpanKind.CLIENT, [Link(here)] if here.is_valid else [], failed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        attributes: dict[str, str | int] = {
-            "kvflow.engine": record.engine_id,
-            **_rank(record),
-            "kvflow.request_id": record.request_id,
-            "kvflow.outcome": record.outcome,
-            "kvflow.blocks": record.blocks,
-            "kvflow.tokens": record.tokens,
-            "kvflow.readers": record.readers,
-        }
-        self._tell("kvflow.lease", record.traceparent, attributes, record.seconds, [], "", SpanKind.SERVER)
+        self._tell(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER)
 
     def _tell(
         self,
-        name: str,
-        traceparent: str,
+        record: LoadRecord | LeaseRecord,
         attributes: Mapping[str, str | int],
-        seconds: Mapping[str, float],
-        links: list[Link],
-        failed: str,
         kind: SpanKind,
+        links: Sequence[Link] = (),
+        failed: str = "",
     ) -> None:
         """A span that ends now, and one inside it for each phase that took any time."""
+        name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()
-        start_ns = end_ns - int(sum(seconds.values()) * _NS)
-        parent = _PROPAGATOR.extract({"traceparent": traceparent}, Context()) if traceparent else Context()
+        start_ns = end_ns - int(sum(record.seconds.values()) * _NS)
+        parent = _PROPAGATOR.extract({"traceparent": record.traceparent} if record.traceparent else {}, Context())
         span = self._tracer.start_span(name, parent, kind, attributes, links, start_ns)
         inside = trace.set_span_in_context(span, Context())
-        for phase, taken in seconds.items():
+        for phase, taken in record.seconds.items():
             if taken > 0:
                 part = self._tracer.start_span(f"{name}.{phase}", inside, start_time=start_ns)
                 start_ns += int(taken * _NS)

@@ -67,53 +67,27 @@ _COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
 )
 
 
-def _label_names(label: str) -> tuple[str, ...]:
-    return (*_LABELS, label) if label else _LABELS
-
-
-def _family(
-    family: GaugeMetricFamily | CounterMetricFamily,
-    label: str,
-    values_of: Values,
-    snapshots: Sequence[tuple[list[str], RuntimeStatistics]],
-) -> Metric:
-    for labels, now in snapshots:
-        for value, count in values_of(now).items():
-            family.add_metric([*labels, value] if label else labels, count)
-    return family
-
-
 class PrometheusMetrics(Collector):
     """A `records.Observer` and a collector at once. Several in one process need a registry each."""
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._watched: list[_Watched] = []
-        outcome, phase = (*_LABELS, "outcome"), (*_LABELS, "phase")
-        self._loads = Counter("kvflow_loads", "Loads that have ended.", outcome, registry=registry)
-        self._load_seconds = Histogram(
-            "kvflow_load_seconds", "Duration of successful loads.", _LABELS, buckets=_SECONDS, registry=registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, (*_LABELS, *labels), registry=registry)
+
+        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(name, text, (*_LABELS, *labels), buckets=buckets, registry=registry)
+
+        self._loads = counter("kvflow_loads", "Loads that have ended.", "outcome")
+        self._load_seconds = histogram("kvflow_load_seconds", "Duration of successful loads.")
+        self._phase_seconds = histogram(
+            "kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", "phase"
         )
-        self._phase_seconds = Histogram(
-            "kvflow_load_phase_seconds",
-            "Time that successful loads spent in each phase.",
-            phase,
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._load_bytes = Histogram(
-            "kvflow_load_bytes", "Bytes of successful loads.", _LABELS, buckets=_BYTES, registry=registry
-        )
-        self._descriptors = Counter(
-            "kvflow_load_descriptors", "Descriptors of successful loads.", _LABELS, registry=registry
-        )
-        self._leases = Counter("kvflow_leases", "Leases that have ended.", outcome, registry=registry)
-        self._lease_seconds = Histogram(
-            "kvflow_lease_seconds",
-            "How long leases kept their blocks.",
-            outcome,
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._load_bytes = histogram("kvflow_load_bytes", "Bytes of successful loads.", buckets=_BYTES)
+        self._descriptors = counter("kvflow_load_descriptors", "Descriptors of successful loads.")
+        self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
+        self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
@@ -143,10 +117,13 @@ class PrometheusMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """For the registry; from any thread."""
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
-        for name, text, label, values_of in _GAUGES:
-            yield _family(GaugeMetricFamily(name, text, labels=_label_names(label)), label, values_of, snapshots)
-        for name, text, label, values_of in _COUNTERS:
-            yield _family(CounterMetricFamily(name, text, labels=_label_names(label)), label, values_of, snapshots)
+        for kind, shown in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, text, label, values_of in shown:
+                family = kind(name, text, labels=(*_LABELS, label) if label else _LABELS)
+                for labels, now in snapshots:
+                    for value, count in values_of(now).items():
+                        family.add_metric([*labels, value] if label else labels, count)
+                yield family
 
 
 class _Watched:
@@ -160,23 +137,22 @@ class _Watched:
 
     def statistics(self) -> RuntimeStatistics:
         """A snapshot made on the runtime's loop; the one before it if the loop does not answer."""
-        if _runs_here(self._loop):
+        if _running_loop() is self._loop:
             self._last = self._runtime.statistics()
         elif self._loop.is_running():
-            asking = asyncio.run_coroutine_threadsafe(_take(self._runtime), self._loop)
+            asking = asyncio.run_coroutine_threadsafe(self._take(), self._loop)
             try:
                 self._last = asking.result(_SCRAPE_WAIT_S)
             except concurrent.futures.TimeoutError:
                 asking.cancel()
         return self._last
 
+    async def _take(self) -> RuntimeStatistics:
+        return self._runtime.statistics()
 
-async def _take(runtime: Runtime) -> RuntimeStatistics:
-    return runtime.statistics()
 
-
-def _runs_here(loop: asyncio.AbstractEventLoop) -> bool:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
-        return asyncio.get_running_loop() is loop
+        return asyncio.get_running_loop()
     except RuntimeError:
-        return False
+        return None

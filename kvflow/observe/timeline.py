@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 import msgspec
@@ -28,24 +28,18 @@ _US = 1e6
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a file."""
+    """One line of a file: what all records have, and as details what only loads or leases have."""
 
     kind: str
     """"load" or "lease"."""
     ended_s: float
     """Unix time."""
     engine_id: str
-    dp_rank: int
-    pp_rank: int
-    tp_rank: int
+    rank: Rank
     request_id: str
     outcome: str
     seconds: dict[str, float]
     details: dict[str, str | int]
-
-    @property
-    def rank(self) -> Rank:
-        return Rank(self.dp_rank, self.pp_rank, self.tp_rank)
 
 
 class BadRecords(InvalidInput):
@@ -61,14 +55,11 @@ class RecordFile:
 
     def __init__(self, path: Path | str) -> None:
         self._file = Path(path).open("ab")  # noqa: SIM115 - closed by close()
-        self._encoder = msgspec.json.Encoder()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -76,34 +67,16 @@ class RecordFile:
         self._file.close()
 
     def load_ended(self, record: LoadRecord) -> None:
-        details: dict[str, str | int] = {
-            "peer_engine": record.peer_engine_id,
-            "remote_request": record.remote_request_id,
-            "peer": record.peer,
-            "error": record.error,
-            "bytes": record.bytes,
-            "blocks": record.blocks,
-            "descriptors": record.descriptors,
-        }
-        self._write("load", record, details)
+        self._write("load", record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        self._write("lease", record, {name: getattr(record, name) for name in ("blocks", "tokens", "readers")})
+        self._write("lease", record)
 
-    def _write(self, kind: str, record: LoadRecord | LeaseRecord, details: dict[str, str | int]) -> None:
-        line = Line(
-            kind=kind,
-            ended_s=time.time(),
-            engine_id=record.engine_id,
-            dp_rank=record.rank.dp,
-            pp_rank=record.rank.pp,
-            tp_rank=record.rank.tp,
-            request_id=record.request_id,
-            outcome=record.outcome,
-            seconds=dict(record.seconds),
-            details=details,
-        )
-        self._file.write(self._encoder.encode(line) + b"\n")
+    def _write(self, kind: str, record: LoadRecord | LeaseRecord) -> None:
+        told = {entry.name: getattr(record, entry.name) for entry in fields(record)}
+        shared = {name: told.pop(name) for name in ("engine_id", "rank", "request_id", "outcome")}
+        line = Line(kind=kind, ended_s=time.time(), seconds=dict(told.pop("seconds")), details=told, **shared)
+        self._file.write(msgspec.json.encode(line) + b"\n")
 
 
 def read_records(path: Path) -> Iterator[Line]:
@@ -134,7 +107,7 @@ def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
         if line.kind == "lease":
             leases.setdefault((line.engine_id, line.request_id), []).append((process, begin_s))
         else:
-            offer = (str(line.details["peer_engine"]), str(line.details["remote_request"]))
+            offer = (str(line.details["peer_engine_id"]), str(line.details["remote_request_id"]))
             loads.append((offer, (process, begin_s)))
     events += _arrows(leases, loads)
     names = [

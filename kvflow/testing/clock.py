@@ -49,9 +49,8 @@ class ManualClock:
         while self._timers and self._timers[0][0] <= end_s:
             due_s, _, timer = heapq.heappop(self._timers)
             self._now_s = max(self._now_s, due_s)
-            callback, timer.callback = timer.callback, None
-            if callback is not None:
-                callback()
+            if timer.callback is not None:
+                timer.callback()
         self._now_s = end_s
 
 

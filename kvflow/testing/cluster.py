@@ -7,7 +7,10 @@ seed, in virtual time: `InprocCluster(seed=7)`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import random
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,16 +22,71 @@ from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
-from kvflow.testing.faults import Faults
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine
 from kvflow.testing.side_channel import Exchange, InprocSideChannel
-from kvflow.testing.simulator.settings import Weather
+from kvflow.testing.simulator.network import Host, Network
+from kvflow.testing.simulator.settings import Weather, draw_weather
+from kvflow.testing.simulator.world import make_world
+from kvflow.testing.virtual_loop import Life, VirtualLoop
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 ResultT = TypeVar("ResultT")
 
 _FIRST_RANK = Rank(0, 0, 0)
 _SMALL = CacheSize(layers=1)
+
+
+class _Faults:
+    """One seed's network, with a host for each engine id. Everything is drawn from one generator."""
+
+    def __init__(self, seed: int, weather: Weather | None) -> None:
+        self._rng = random.Random(seed)
+        self._weather = weather or draw_weather(self._rng)
+        self._hosts: dict[str, Host] = {}
+        self._made: Network | None = None
+
+    def world(self, clock: Callable[[], Clock]) -> World:
+        """What a runtime of any engine gets."""
+        return make_world(lambda: self.network, lambda config: self.host(config.engine_id), clock)
+
+    @property
+    def network(self) -> Network:
+        """Made when the first engine opens, in its loop."""
+        if self._made is None:
+            loop = asyncio.get_running_loop()
+            if not isinstance(loop, VirtualLoop):
+                raise UsageError("faults by seed need virtual time: run the test with run_virtual")
+            self._made = Network(loop, self._rng)
+            self._made.weather = self._weather
+        return self._made
+
+    def host(self, engine_id: str) -> Host:
+        """Where an engine's ranks run."""
+        if engine_id not in self._hosts:
+            self._hosts[engine_id] = Host(engine_id, f"host of {engine_id}", Life(self.network.loop, engine_id))
+        return self._hosts[engine_id]
+
+    async def run_process(
+        self, engine_id: str, body: Callable[[], Coroutine[Any, Any, ResultT]], crashes: int, within_s: float
+    ) -> ResultT:
+        """See `InprocCluster.run_process`."""
+        network, host = self.network, self.host(engine_id)
+        for number in itertools.count():
+            host.life = Life(network.loop, f"{engine_id}.{number}")
+            task = host.life.task(body(), name=f"{engine_id}.{number}")
+            try:
+                bound_s = self._rng.uniform(0.0, within_s) if number < crashes else None
+                done, _ = await asyncio.wait([task], timeout=bound_s)
+            except asyncio.CancelledError:
+                task.cancel()
+                await asyncio.wait([task])
+                raise
+            if done:
+                break
+            host.life.kill()
+            network.detach(host)
+            await asyncio.wait([task], timeout=self._rng.uniform(0.0, within_s))  # the dead are never done
+        return task.result()
 
 
 class InprocCluster:
@@ -43,7 +101,7 @@ class InprocCluster:
     def __init__(self, seed: int | None = None, *, weather: Weather | None = None) -> None:
         self.network = InprocNetwork()
         self._exchange = Exchange()
-        self._faults = None if seed is None else Faults(seed, weather)
+        self._faults = None if seed is None else _Faults(seed, weather)
         self._transports: dict[tuple[str, Rank], InprocTransport] = {}
 
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
@@ -104,6 +162,6 @@ class InprocCluster:
         if self._faults is None:
             made = InprocTransport(agent_name, self.network)
         else:
-            made = self._faults.network.attach(self._faults.host(config), agent_name)
+            made = self._faults.network.attach(self._faults.host(config.engine_id), agent_name)
         self._transports[config.engine_id, Rank.of(config)] = made
         return made

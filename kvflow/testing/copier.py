@@ -9,9 +9,7 @@ from kvflow.runtime.memory.copy_thread import CopyThread
 
 
 class InlineCopier(CopyThread):
-    """See `runtime.memory.copy_thread.Copier`: one copy after the other, each of which takes `duration_s` of the loop's
-    time.
-    """
+    """See `CopyThread`: one copy after the other, each of which takes `duration_s` of the loop's time."""
 
     def __init__(self, name: str, duration_s: Callable[[], float] = lambda: 0.0) -> None:
         super().__init__(name)

@@ -90,6 +90,8 @@ class Pair(Generic[TransportT]):
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
+_QUICK, _WORLD, _SIZE = Config(engine_id="any", drain_timeout_s=1.0), World(), CacheSize()
+
 TestEngine: TypeAlias = Engine[InprocTransport]
 InprocPair: TypeAlias = Pair[InprocTransport]
 NixlPair: TypeAlias = Pair[Transport]
@@ -101,10 +103,10 @@ async def inproc_pair(
     num_blocks: int = 16,
     block_size: int = 4,
     layers: int = 2,
-    config: Config | None = None,
+    config: Config = _QUICK,
     observers: Sequence[Observer] = (),
-    producer_world: World = World(),  # noqa: B008 - frozen
-    consumer_world: World = World(),  # noqa: B008 - frozen
+    producer_world: World = _WORLD,
+    consumer_world: World = _WORLD,
 ) -> AsyncIterator[InprocPair]:
     """An open, registered pair. `config` gives limits and timeouts; names, addresses and transports are the pair's own.
 
@@ -112,8 +114,7 @@ async def inproc_pair(
 
     On a clean exit everything must be quiet and everything closed, or AssertionError says what is not.
     """
-    base = replace(config or Config(engine_id="any", drain_timeout_s=1.0), transport="inproc")
-    network = InprocNetwork()
+    base, network = replace(config, transport="inproc"), InprocNetwork()
     size = CacheSize(layers, num_blocks, block_size)
 
     def make(_: Config, agent_name: str) -> InprocTransport:
@@ -127,9 +128,9 @@ async def inproc_pair(
 
 
 @contextlib.asynccontextmanager
-async def nixl_pair(*, config: Config | None = None, size: CacheSize = CacheSize()) -> AsyncIterator[NixlPair]:  # noqa: B008
+async def nixl_pair(*, config: Config = _QUICK, size: CacheSize = _SIZE) -> AsyncIterator[NixlPair]:
     """The same over real NIXL, for what only that shows; ConfigError where it is not installed."""
-    base = replace(config or Config(engine_id="any", drain_timeout_s=1.0), transport="nixl")
+    base = replace(config, transport="nixl")
     async with (
         open_engine("producer", base, make_transport, size=size) as producer,
         open_engine("consumer", base, make_transport, size=size) as consumer,
@@ -143,9 +144,9 @@ async def open_engine(
     base: Config,
     make: Callable[[Config, str], TransportT],
     *,
-    world: World = World(),  # noqa: B008 - frozen
+    world: World = _WORLD,
     observers: Sequence[Observer] = (),
-    size: CacheSize = CacheSize(),  # noqa: B008 - frozen
+    size: CacheSize = _SIZE,
 ) -> AsyncIterator[Engine[TransportT]]:
     """An open runtime on a transport of its own, its registered cache full of its pattern; after a clean exit nothing
     may be left.

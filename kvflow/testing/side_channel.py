@@ -45,11 +45,11 @@ class InprocListener:
         self._address = address
         self._answer = answer
         self._inbox: asyncio.Queue[tuple[Frames, Reply]] = asyncio.Queue()
-        self._answered = self._refused = self._dropped = 0
+        self._counts = dict.fromkeys(("answered", "refused", "dropped"), 0)
 
     @property
     def statistics(self) -> ListenerStatistics:
-        return ListenerStatistics(answered=self._answered, refused=self._refused, dropped=self._dropped)
+        return ListenerStatistics(**self._counts)
 
     def arrive(self, frames: Frames, reply: Reply) -> None:
         """A question came; `reply` sends the answer back."""
@@ -62,13 +62,10 @@ class InprocListener:
                 header_frame, body_frame = frames
                 header, request = messages.decode_header(header_frame), messages.decode_request(body_frame)
             except (ValueError, messages.WireError):
-                self._dropped += 1
+                self._counts["dropped"] += 1
                 continue
             answer = self._answer(header, request)
-            if isinstance(answer, messages.Refusal):
-                self._refused += 1
-            else:
-                self._answered += 1
+            self._counts["refused" if isinstance(answer, messages.Refusal) else "answered"] += 1
             reply(messages.encode_frames(messages.our_header(b""), answer))
 
     def close(self) -> None:

@@ -16,16 +16,13 @@ import contextlib
 import enum
 import heapq
 import itertools
-import logging
 import threading
 import weakref
-from asyncio import events
+from asyncio.base_events import BaseEventLoop
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias, TypeVar, TypeVarTuple, Unpack
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -60,7 +57,8 @@ class Life:
         self._since_s = 0.0
         self._context = copy_context()
         self._context.run(_LIFE.set, self)
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[asyncio.Handle] = deque()
+        """What is due while nothing may run."""
         self._remains: list[asyncio.Task[Any]] = []
 
     def __repr__(self) -> str:
@@ -79,7 +77,7 @@ class Life:
         if self.state is LifeState.RUNNING:
             self.state = LifeState.FROZEN
             self._since_s = self._loop.time()
-            self._loop.note_stopped(self, stopped=True)
+            self._loop.stopped[self] = None
 
     def thaw(self) -> None:
         if self.state is LifeState.FROZEN:
@@ -91,7 +89,7 @@ class Life:
         """Run nothing of it ever again. Its tasks are kept: one that is destroyed would run its `finally` clauses."""
         self._remains = self._loop.tasks(self)
         self.state = LifeState.DEAD
-        self._loop.note_stopped(self, stopped=True)
+        self._loop.stopped[self] = None
 
     def bury(self) -> list[asyncio.Task[Any]]:
         """After a test: let a dead life's tasks end by cancellation, so that none is destroyed while it is pending."""
@@ -100,18 +98,14 @@ class Life:
         for task in tasks:
             task.cancel()
         self._remains.clear()
-        self._waiting = deque(call for call in self._waiting if not isinstance(call, _Timer))
+        self._waiting = deque(call for call in self._waiting if not isinstance(call, asyncio.TimerHandle))
         self._resume()
         return tasks
 
-    def put_off(self, call: _Call) -> None:
-        """Only for the loop: something is due while nothing may run."""
-        self._waiting.append(call)
-
     def _resume(self) -> None:
-        self._loop.note_stopped(self, stopped=False)
-        self._loop.run_again(self._waiting)
-        self._waiting = deque()
+        self._loop.stopped.pop(self, None)
+        self._loop._ready.extend(self._waiting)
+        self._waiting.clear()
 
 
 def life_of(context: Context) -> Life | None:
@@ -119,103 +113,62 @@ def life_of(context: Context) -> Life | None:
     return context.get(_LIFE)
 
 
-class _Call(asyncio.TimerHandle):
-    """A callback that is due. Cancelled ones are passed over when their turn comes."""
-
-    def cancel(self) -> None:
-        asyncio.Handle.cancel(self)
-
-    @property
-    def life(self) -> Life | None:
-        return life_of(self._context)  # type: ignore[attr-defined]
-
-    def run(self) -> None:
-        self._run()
-
-
-class _Timer(_Call):
-    """A callback that was set for a moment."""
-
-
 class _Task(asyncio.Task[T]):
     """A task whose hash is its number: asyncio keeps tasks in sets, whose order must be the same in every run."""
 
-    def __init__(self, body: Awaited[T], loop: VirtualLoop, name: str | None, context: Context) -> None:
-        self._number = loop.next_number()
+    def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
+        self._number = next(loop._numbers)
         self.life = context.get(_LIFE)
-        super().__init__(body, loop=loop, name=name or f"task-{self._number}", context=context)
+        super().__init__(body, loop=loop, name=str(name or f"task-{self._number}"), context=context)
 
     def __hash__(self) -> int:
         return self._number
 
 
-class VirtualLoop(asyncio.AbstractEventLoop):
+class VirtualLoop(BaseEventLoop):
     """See the module. Use it as `asyncio.Runner(loop_factory=new_virtual_loop)`."""
 
+    _ready: deque[asyncio.Handle]
+
     def __init__(self) -> None:
+        super().__init__()
         self.steps = 0
         """Callbacks run so far."""
         self.after_step: Callable[[], None] | None = None
         """Called after every callback; it must not raise."""
+        self.stopped: dict[Life, None] = {}
+        """Lives that are frozen or dead; they enter themselves."""
         self._now_s = 0.0
-        self._ready: deque[_Call] = deque()
-        self._timers: list[tuple[float, int, _Call]] = []
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
         self._tasks: weakref.WeakSet[_Task[Any]] = weakref.WeakSet()
-        self._stopped_lives: dict[Life, None] = {}
-        self._thread = 0
-        self._stopping = False
-        self._closed = False
-        self._debug = False
-        self._on_exception: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
+        self._thread = threading.current_thread()
 
     def __repr__(self) -> str:
         return f"<VirtualLoop at {self._now_s:.6f} s, {len(self._ready)} ready, {len(self._timers)} timers>"
-
-    # --- time and callbacks
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now_s
 
-    def call_soon(
-        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.Handle:
-        call = _Call(self._now_s, callback, args, self, context)
-        self._ready.append(call)
-        return call
+    def call_at(
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
+        return timer
 
     def call_soon_threadsafe(
         self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
-        if self._thread not in (0, threading.get_ident()):
+        if threading.current_thread() is not self._thread:
             raise RuntimeError("a virtual loop has one thread: what other threads do has no place in its time")
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(
-        self, delay: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+    def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
+        raise NotImplementedError("a virtual loop has one thread")
 
-    def call_at(
-        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        call = _Timer(when, callback, args, self, context)
-        heapq.heappush(self._timers, (when, next(self._numbers), call))
-        return call
-
-    # --- tasks and futures
-
-    def create_future(self) -> asyncio.Future[Any]:
-        return asyncio.Future(loop=self)
-
-    def create_task(
-        self,
-        coro: Awaited[T],
-        *,
-        name: str | None = None,
-        context: Context | None = None,
-    ) -> asyncio.Task[T]:
+    def create_task(self, coro: Awaited[T], *, name: object = None, context: Context | None = None) -> asyncio.Task[T]:
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
         return task
@@ -225,32 +178,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         found = [task for task in self._tasks if not task.done() and (life is None or task.life is life)]
         return sorted(found, key=hash)
 
-    def next_number(self) -> int:
-        return next(self._numbers)
-
-    # --- lives
-
-    def note_stopped(self, life: Life, *, stopped: bool) -> None:
-        """Only for `Life`."""
-        if stopped:
-            self._stopped_lives[life] = None
-        else:
-            self._stopped_lives.pop(life, None)
-
-    @property
-    def any_stopped(self) -> bool:
-        """Whether a life is frozen or dead."""
-        return bool(self._stopped_lives)
-
-    def run_again(self, calls: deque[Any]) -> None:
-        """Only for `Life`: what was put off is ready now."""
-        self._ready.extend(calls)
-
     def end_all(self) -> None:
         """After a test: let everything end that is still there, dead lives included; how, concerns nobody."""
         self.after_step = None
         self.set_exception_handler(lambda *_: None)
-        for life in list(self._stopped_lives):
+        for life in list(self.stopped):
             life.bury()
         self._timers.clear()
         for _ in range(_ROUNDS_MAX):  # what ends may begin something
@@ -265,98 +197,29 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self.run_until_complete(ends)
             stop.cancel()
 
-    # --- running
+    # --- called by the base class
 
-    def run_forever(self) -> None:
-        """Run until `stop`. Raises Deadlock where an ordinary loop would wait forever."""
-        self._require_open()
-        if self.is_running():
-            raise RuntimeError("the loop is running already")
-        events._set_running_loop(self)
-        self._thread = threading.get_ident()
-        try:
-            while not self._stopping:
-                self._step()
-        finally:
-            self._stopping = False
-            self._thread = 0
-            events._set_running_loop(None)
-
-    def run_until_complete(self, future: Generator[Any, None, T] | Awaitable[T]) -> T:
-        """Run a coroutine or future to its end and return its result."""
-        task: asyncio.Future[T] = asyncio.ensure_future(future, loop=self)  # type: ignore[arg-type]
-
-        def stop(_: asyncio.Future[Any]) -> None:
-            self.stop()
-
-        task.add_done_callback(stop)
-        try:
-            self.run_forever()
-        finally:
-            task.remove_done_callback(stop)
-        if not task.done():
-            raise RuntimeError("the loop was stopped before the future was done")
-        return task.result()
-
-    def stop(self) -> None:
-        self._stopping = True
-
-    def is_running(self) -> bool:
-        return self._thread != 0
-
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def close(self) -> None:
-        self._closed = True
-        self._ready.clear()
-        self._timers.clear()
-
-    async def shutdown_asyncgens(self) -> None:
-        """There is nothing to do: generators end with who uses them."""
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:  # noqa: ASYNC109 - asyncio's
-        """There is none."""
-
-    # --- errors
-
-    def get_debug(self) -> bool:
-        return self._debug
-
-    def set_debug(self, enabled: bool) -> None:
-        self._debug = enabled
-
-    def set_exception_handler(
-        self, handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None
-    ) -> None:
-        self._on_exception = handler
-
-    def default_exception_handler(self, context: dict[str, Any]) -> None:
-        logger.error("%s", context.get("message", "unhandled exception"), exc_info=context.get("exception"))
-
-    def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if self._on_exception is None:
-            self.default_exception_handler(context)
-        else:
-            self._on_exception(self, context)
-
-    # --- inside
-
-    def _step(self) -> None:
+    def _run_once(self) -> None:
         """Run the next callback, after moving time to it if need be."""
         if not self._ready:
             self._advance()
-            return
         call = self._ready.popleft()
         if call.cancelled():
             return
-        if self._stopped_lives and (life := call.life) in self._stopped_lives and life is not None:
-            life.put_off(call)
-            return
+        if self.stopped:
+            life = life_of(call._context)  # type: ignore[attr-defined]
+            if life in self.stopped:
+                life._waiting.append(call)
+                return
         self.steps += 1
-        call.run()
+        call._run()
         if self.after_step is not None:
             self.after_step()
+
+    def _asyncgen_firstiter_hook(self, generator: object) -> None:
+        """Generators end with who uses them; those of a dead process never."""
+
+    _asyncgen_finalizer_hook = _asyncgen_firstiter_hook
 
     def _advance(self) -> None:
         """Jump to the next timer; all that are due then become ready, in the order in which they were set."""
@@ -370,14 +233,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         while timers and timers[0][0] <= self._now_s:
             self._ready.append(heapq.heappop(timers)[2])
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RuntimeError("the loop is closed")
-
 
 def new_virtual_loop() -> VirtualLoop:
     """A loop; what it lacks (sockets, threads, processes) asyncio answers with NotImplementedError."""
-    return VirtualLoop()  # type: ignore[abstract]
+    return VirtualLoop()
 
 
 def run_virtual(body: Coroutine[Any, Any, T]) -> T:
@@ -387,5 +246,5 @@ def run_virtual(body: Coroutine[Any, Any, T]) -> T:
             return runner.run(body)
         finally:
             loop = runner.get_loop()
-            if isinstance(loop, VirtualLoop) and loop.any_stopped:
+            if isinstance(loop, VirtualLoop) and loop.stopped:
                 loop.end_all()

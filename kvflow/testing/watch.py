@@ -10,6 +10,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -100,7 +101,7 @@ def watch_offers(runtime: Runtime, cache: PatternCache) -> Iterator[OfferWatch]:
         return lease
 
     final = _final(watch.assert_unchanged, watch.assert_unchanged)
-    with runtime.observed_by(watch), _replaced(runtime, "serve_blocks", serve_watched), final:
+    with runtime.observed_by(watch), mock.patch.object(runtime, "serve_blocks", serve_watched), final:
         yield watch
 
 
@@ -199,18 +200,8 @@ def watch_blocks(
         return get_back(freed, *arguments, **options)
 
     final = _final(watch.assert_all_free, watch.assert_nothing_found)
-    with _replaced(allocator, take, take_watched), _replaced(allocator, free, free_watched), final:
+    with mock.patch.object(allocator, take, take_watched), mock.patch.object(allocator, free, free_watched), final:
         yield watch
-
-
-@contextlib.contextmanager
-def _replaced(owner: object, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    before = vars(owner).get(name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
 @contextlib.contextmanager

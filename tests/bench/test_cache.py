@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-from kvflow.bench.cache import CacheShape, Order, PatternCache, WrongBytes, allocate, compared, huge_page_share
+from kvflow.bench.cache import CacheShape, Order, PatternCache, WrongBytes, allocate, compared
 from kvflow.bench.loads import PlannedLoad, SettingsError
 
 RANK = CacheShape(layers=2, blocks=16, kv_heads=4, first_head=4)
@@ -66,7 +63,9 @@ def test_all_words_of_a_model_differ_and_only_its_layers_are_memory() -> None:
     words = np.concatenate([layer.ravel() for layer in cache.layers])
     assert len(np.unique(words)) == len(words) == cache.shape.size_bytes // 4
     assert cache.bases[0] % (2 << 20) == 0
-    assert [base - cache.bases[0] for base in cache.bases] == [index * cache.layer_size_bytes for index in range(3)]
+    assert [base - cache.bases[0] for base in cache.bases] == [
+        index * cache.shape.layer_size_bytes for index in range(3)
+    ]
 
 
 @pytest.mark.parametrize(("layer", "part", "word"), [(0, 0, 0), (1, 1, 7), (1, 0, -1)])
@@ -105,20 +104,6 @@ def test_ranks_can_share_their_memory() -> None:
     rank.fill()
     assert thin.layers[0].shape[2] == 1
     assert thin.layers[0][0, 0, 0, 0, 0] == rank.layers[0][0, 0, 0, 0, 0]
-
-
-def _huge_pages() -> str:
-    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return path.read_text(encoding="ascii") if path.exists() else "[never]"
-
-
-@pytest.mark.skipif("[never]" in _huge_pages(), reason="this machine gives no huge pages")
-def test_the_cache_lies_in_huge_pages() -> None:
-    shape = CacheShape(layers=3, blocks=2000, kv_heads=1)
-    assert huge_page_share(os.getpid(), shape) < 0.5
-    cache = filled(shape)
-    assert huge_page_share(os.getpid(), shape) > 0.5
-    assert cache.layer_size_bytes * shape.layers == shape.size_bytes
 
 
 def test_a_pattern_of_32_bits_has_its_limit() -> None:

@@ -40,9 +40,9 @@ def verdict(*rounds: Round) -> Verdict:
 def test_the_delay_is_a_ratio_within_each_round() -> None:
     quiet = Round(alone_s=(1.0, 1.0, 1.0), slice_s=(4.0,), huge_s=(40.0,), behind_s=(3.0, 5.0))
     slow = Round(alone_s=(2.0, 2.0, 9.0), slice_s=(8.0,), huge_s=(80.0,), behind_s=(6.0, 10.0))
-    result = summarize([quiet, slow, quiet])
-    assert (result.delay_p50, result.delay_p99) == (0.5, 1.0)
-    alone, behind, one_slice, huge = result.kinds.values()
+    loads, delay = summarize([quiet, slow, quiet])
+    assert (delay.p50, delay.p99) == (0.5, 1.0)
+    alone, behind, one_slice, huge = (kind.load_s for kind in loads)
     assert (alone.samples, alone.p50, alone.max) == (9, 1.0, 9.0)
     assert (behind.samples, behind.p99, one_slice.p50, huge.max) == (6, 10.0, 4.0, 80.0)
     assert verdict(quiet, slow, quiet) is Verdict.PASS

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
 
 import pytest
 from bench_ranks import Rank, open_rank
 from rich.console import Console
 
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.report import as_json, print_report
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Table, Turn, interleaved, run_scenario
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved, run_scenario
 from kvflow.bench.targets import at_least, at_most
+from kvflow.cli.bench import as_json, print_outcome
+
+
+@dataclass(frozen=True)
+class Sum:
+    who: str
+    numbers: tuple[int, ...] = (0,)
+    sum_of_all: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +30,10 @@ class Adding:
     """Two ranks add numbers."""
 
     rounds: int = 3
-    memory_bytes: int = 0
     fails: bool = False
-    SCHEMA_VERSION: ClassVar[int] = 7
-    QUICK: ClassVar[Mapping[str, Any]] = {}
 
     def sets(self) -> Sequence[RankSet]:
-        ranks = [RankProcess(name, open_rank, self.memory_bytes) for name in ("one", "two")]
+        ranks = [RankProcess(name, open_rank) for name in ("one", "two")]
         return [RankSet(note="first", ranks=ranks, turns=self._turns), RankSet(note="second", turns=self._turns_alone)]
 
     def _turns(self, children: Children) -> Iterator[Turn]:
@@ -45,10 +48,12 @@ class Adding:
 
     def judge(self, samples: Samples) -> Outcome:
         sums = samples.of(int)
-        rows = [("all",), *((name, str(sum(found))) for name, found in sums.items()), ()]
         return Outcome(
-            results={"sums": sums, "alone": samples.of(str)},
-            tables=[Table(title="sums", headings=("who", "sum"), rows=rows, caption="a legend")],
+            results={
+                "sums": [Sum(name, tuple(found), sum(found)) for name, found in sums.items()],
+                "alone": [Sum("alone")],
+            },
+            legend="a legend",
             targets=[at_least("large", 30, [(33.0, "one")]), at_most("small", 1, [])],
         )
 
@@ -63,25 +68,17 @@ def test_contenders_take_turns_in_an_order_that_rotates() -> None:
 
 def test_a_scenario_runs_from_its_ranks_to_its_report() -> None:
     notes: list[str] = []
-    report = run_scenario(Adding(), notes.append)
-    found = json.loads(json.dumps(as_json(report)))
-    assert (found["schema_version"], found["settings"]["rounds"]) == (7, 3)
-    assert found["sums"] == {"one": [10, 11, 12], "two": [10, 11, 12]}
-    assert found["alone"] == {"alone": ["done"]}
+    outcome = run_scenario(Adding(), notes.append)
+    found = json.loads(json.dumps(as_json(outcome)))
+    assert found["sums"] == [{"who": who, "numbers": [10, 11, 12], "sum_of_all": 33} for who in ("one", "two")]
     assert [row["verdict"] for row in found["targets"]] == ["pass", "not measured"]
-    assert found["machine"]["nixl"]
-    assert notes[1:3] == ["first", "  round 0"]
+    assert notes[:2] == ["first", "  round 0"]
     output = io.StringIO()
-    print_report(report, Console(width=100, file=output))
-    for words in ("sums", "who", "33", "a legend", "targets", "PASS", "NOT MEASURED"):
+    print_outcome(outcome, Console(width=100, file=output))
+    for words in ("sums", "who", "sum of all", "33", "10..12", "a legend", "targets", "PASS", "NOT MEASURED"):
         assert words in output.getvalue()
 
 
 def test_a_step_that_fails_ends_the_run() -> None:
     with pytest.raises(BenchError, match=r"(?s)one: Traceback.*ZeroDivisionError"):
         run_scenario(Adding(fails=True), lambda note: None)
-
-
-def test_what_the_machine_cannot_hold_is_not_started() -> None:
-    with pytest.raises(BenchError, match="MB are needed, available are"):
-        run_scenario(Adding(memory_bytes=1 << 50), lambda note: None)

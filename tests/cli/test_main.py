@@ -32,11 +32,11 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
     [
         (
             "transfer",
-            ("--transport", "--sizes", "--pairs", "--pattern", "--layers", "--kv-heads", "--idle-s", "--json"),
+            ("--transport", "--sizes", "--pairs", "--layers", "--idle-s", "--json"),
         ),
-        ("topology", ("--transport", "--size", "--rounds", "--layers", "--json", "--quick")),
-        ("fairness", ("--transport", "--size", "--huge-loads", "--rounds", "--json", "--quick")),
-        ("planning", ("--repeats", "--json", "--quick")),
+        ("topology", ("--transport", "--size", "--rounds", "--layers", "--json")),
+        ("fairness", ("--transport", "--size", "--huge-loads", "--rounds", "--json")),
+        ("planning", ("--repeats", "--json")),
     ],
 )
 def test_help_names_the_options(name: str, options: tuple[str, ...]) -> None:

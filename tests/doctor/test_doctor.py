@@ -19,13 +19,11 @@ from tests_support import WAIT_S, limited, small_cache
 import kvflow
 from kvflow import Config, Runtime
 from kvflow.bench.child import BenchError
+from kvflow.cli.app import findings_as_json, print_findings
 from kvflow.core.protocol import messages
-from kvflow.doctor import host as host_checks
-from kvflow.doctor.files import QUESTION_FILES, check_open_files, files_needed
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
-from kvflow.doctor.host import Host, check_host, read_host
+from kvflow.doctor.host import QUESTION_FILES, Host, check_host, check_open_files, files_needed, read_host
 from kvflow.doctor.peer import examine_peer, judge_answer
-from kvflow.doctor.report import as_json, print_findings
 from kvflow.doctor.transfer import judge_plugins, last_line
 from kvflow.doctor.ucx import ReadPath, check_path, read_path
 from kvflow.runtime.channel.asking import ZmqSideChannel
@@ -109,7 +107,7 @@ def test_what_makes_a_limit_harmless_is_seen(changes: dict[str, object], name: s
 def test_an_engine_with_few_peers_needs_few_files() -> None:
     few = limited(CONFIG, peers_max=16, readers_max=16, side_channel_connections_max=64)
     assert files_needed(few) < 512
-    assert check_open_files(512, 512, few).status is Status.OK
+    assert check_open_files("open files", replace(GOOD, open_files_max=512), few).status is Status.OK
 
 
 def test_the_docs_say_how_many_files_the_defaults_need() -> None:
@@ -157,7 +155,7 @@ def test_this_machine_can_be_read() -> None:
     host = read_host()
     assert (host.open_files_max, host.open_files_hard_max) == resource.getrlimit(resource.RLIMIT_NOFILE)
     assert host.python == sys.version_info[:3]
-    assert host_checks.check_python(host).status is Status.OK
+    assert next(iter(check_host(host, CONFIG))).status is Status.OK
     assert host.huge_pages in (None, "always", "madvise", "never")
 
 
@@ -269,7 +267,7 @@ def test_the_report_has_every_finding_and_its_fix() -> None:
     printed = output.getvalue()
     for text in ("one", "fine", "WARN", "slow [1]", "-> do this", "FAIL", "-> do that", "something is broken"):
         assert text in printed
-    report = as_json(findings)
+    report = findings_as_json(findings)
     assert (report["schema_version"], report["broken"], len(report["findings"])) == (1, True, 3)
     assert not is_broken(findings[:2])
 

@@ -28,7 +28,7 @@ async def test_a_run_becomes_a_timeline(tmp_path: Path) -> None:
         ("load", "bad", "LeaseExpired"),
         ("load", "good", "loaded"),
     ]
-    assert {(line.dp_rank, line.pp_rank, line.tp_rank) for line in lines} == {(0, 0, 0)}
+    assert {line.rank for line in lines} == {(0, 0, 0)}
     events = timeline(lines)["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert sorted(names.values()) == ["consumer dp 0 pp 0 tp 0", "producer dp 0 pp 0 tp 0"]

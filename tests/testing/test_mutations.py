@@ -114,18 +114,18 @@ def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     # What is broken, the invariants that say so, and a seed that finds it.
-    "give_back_without_hold": (give_back_without_hold, "I2 I3", 24),
+    "give_back_without_hold": (give_back_without_hold, "I2 I3", 4),
     "leave_seals": (leave_seals, "I2 I3", 5),
     "believe_every_seal": (believe_every_seal, "I2 I3", 5),
-    "trust_for_too_long": (trust_for_too_long, "I2 I3", 20),
+    "trust_for_too_long": (trust_for_too_long, "I2 I3", 28),
     "forget_notifications": (forget_notifications, "I4", 0),
-    "release_on_cancel": (release_on_cancel, "I1 I5", 1),
+    "release_on_cancel": (release_on_cancel, "I1 I5", 0),
     "never_release_leased_blocks": (never_release_leased_blocks, "I5", 0),
     "never_release_loaded_blocks": (never_release_loaded_blocks, "I5", 0),
     "forget_quarantines": (forget_quarantines, "I5 I7", 2),
     "lose_ends_of_reads": (lose_ends_of_reads, "I4 I7", 1),
     "never_expire": (never_expire, "I7", 0),
-    "keep_broken_connections": (keep_broken_connections, "I7", 30),
+    "keep_broken_connections": (keep_broken_connections, "I7", 18),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
 }
 

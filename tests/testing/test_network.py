@@ -20,7 +20,7 @@ from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.testing.side_channel import InprocSideChannel
 from kvflow.testing.simulator.network import Flight, Host, Network
 from kvflow.testing.simulator.settings import Weather
-from kvflow.testing.simulator.world import Questions
+from kvflow.testing.simulator.world import send_through
 from kvflow.testing.virtual_loop import Life, VirtualLoop, run_virtual
 from kvflow.transport.base import AgentName, Event, Notified, PeerGone, ReadEnded
 from kvflow.transport.inproc import InprocTransport, Row
@@ -274,7 +274,7 @@ QUESTION = messages.ClockRequest(reader="reader", target=messages.Target("target
 
 def asker(setup: Setup, node: Node) -> SideChannel:
     config = Config(engine_id="any", handshake_timeout_s=0.5)
-    return InprocSideChannel(setup.network.exchange, config, send=Questions(setup.network, node.host).send)
+    return InprocSideChannel(setup.network.exchange, config, send=send_through(setup.network, node.host))
 
 
 def start_listener(setup: Setup, node: Node) -> None:

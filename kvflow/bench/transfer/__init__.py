@@ -1,6 +1,5 @@
 """`kvflow bench transfer`: the same loads through raw NIXL twice, through kvflow and through a bare thread.
 
-scenario   options, sets of pairs, turns         contenders  the processes of each, and (c)
-raw        NIXL as (a) and (b) use it            ranks       a turn, and the processes of (a), (b), (d)
-results    from samples to ratios, tables, verdicts
+scenario  options, sets of pairs, turns, and (c)      raw      NIXL as (a) and (b) use it
+ranks     a turn, and the processes of (a), (b), (d)  results  from samples to ratios, tables, verdicts
 """

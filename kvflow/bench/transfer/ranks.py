@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
 import queue
 import threading
@@ -19,18 +20,25 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from kvflow.bench.cache import CacheShape, PatternCache, compared
-from kvflow.bench.clocks import loop_ticker, process_cpu_s
 from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
 from kvflow.bench.transfer.raw import ExampleAgent, RawAgent, TunedAgent
 
-if TYPE_CHECKING:
-    from kvflow import LoadReport
+TICK_S = 0.001
+_PROCESS_CLOCK = 2
 
-Job: TypeAlias = Callable[[], Awaitable["LoadReport | None"]]
-"""Does a load; only kvflow reports on it."""
+
+class Contender(enum.StrEnum):
+    EXAMPLE = "raw_example"
+    TUNED = "raw_tuned"
+    KVFLOW = "kvflow"
+    HOP = "bare_hop"
+
+
+Job: TypeAlias = Callable[[], Awaitable[object]]
+"""Does a load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +49,6 @@ class TurnResult:
     cpu_s: float
     checked_bytes: int
     lags_s: Sequence[float] = ()
-    reports: Sequence[LoadReport] = ()
 
 
 class Way(Protocol):
@@ -72,28 +79,15 @@ class Reader:
         await wake()
         seconds: list[float] = []
         lags_s: list[float] = []
-        reports: list[LoadReport | None] = []
         async with self._ticker(lags_s):
             cpu_before_s = self._cpu_s()
             for job in timed:
                 start = time.perf_counter()
-                reports.append(await job())
+                await job()
                 seconds.append(time.perf_counter() - start)
             cpu_s = self._cpu_s() - cpu_before_s
-        return TurnResult(
-            seconds=seconds,
-            cpu_s=cpu_s,
-            checked_bytes=self._cache.check(local_ids, remote_ids),
-            lags_s=lags_s,
-            reports=[report for report in reports if report is not None],
-        )
-
-    async def tick(self, seconds: float) -> Sequence[float]:
-        """What the ticker shows on a loop that has nothing else to do."""
-        lags_s: list[float] = []
-        async with self._ticker(lags_s):
-            await asyncio.sleep(seconds)
-        return lags_s
+        checked_bytes = self._cache.check(local_ids, remote_ids)
+        return TurnResult(seconds=seconds, cpu_s=cpu_s, checked_bytes=checked_bytes, lags_s=lags_s)
 
     def _cpu_s(self) -> float:
         return sum(map(process_cpu_s, self._pids))
@@ -200,3 +194,42 @@ async def open_hop_reader(shape: CacheShape) -> AsyncIterator[Reader]:
     cache = PatternCache(shape)
     with contextlib.closing(Hop(_make_agent("reader", cache, tuned=True))) as way:
         yield Reader(cache, way)
+
+
+# --- clocks
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of a process since its start, in nanoseconds' resolution and without disturbing it (Linux).
+
+    Linux makes the id of another process's CPU clock out of its pid (see clock_getcpuclockid); /proc counts in 10 ms.
+    """
+    return time.clock_gettime((~pid << 3) | _PROCESS_CLOCK)
+
+
+@contextlib.asynccontextmanager
+async def loop_ticker(lags_s: list[float]) -> AsyncIterator[None]:
+    """While the block runs, sleep 1 ms again and again on this loop and append by how much each sleep was too long.
+
+    The sleep that the end of the block interrupts counts if it was late already.
+    """
+    task = asyncio.create_task(_tick(lags_s), name="bench-ticker")
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def _tick(lags_s: list[float]) -> None:
+    while True:
+        start = time.perf_counter()
+        interrupted = True
+        try:
+            await asyncio.sleep(TICK_S)
+            interrupted = False
+        finally:
+            late_s = time.perf_counter() - start - TICK_S
+            if late_s > 0 or not interrupted:
+                lags_s.append(max(late_s, 0.0))

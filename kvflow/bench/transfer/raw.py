@@ -49,7 +49,7 @@ class ExampleAgent:
         self._cache = cache
         self._name = name
         self._agent: Any = nixl.nixl_agent(name)
-        size = cache.layer_size_bytes
+        size = cache.shape.layer_size_bytes
         self._agent.register_memory([(base, size, _DEVICE, "") for base in cache.bases], "DRAM")
         self._remote_agent = ""
         self._remote_bases: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ class TunedAgent:
         self._api: Any = nixl._bindings
         self._agent: Any = self._api.nixlAgent(name, _tuned_config(self._api, producer=producer))
         self._backend = self._agent.createBackend("UCX", {})
-        regions = [(base, cache.layer_size_bytes, _DEVICE, "") for base in cache.bases]
+        regions = [(base, cache.shape.layer_size_bytes, _DEVICE, "") for base in cache.bases]
         self._agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, regions), [self._backend])
         self._local_blocks = 0
         self._remote_blocks = 0

@@ -1,20 +1,17 @@
-"""From samples to medians, ratios, tables, and what kvflow promises about speed. Pure."""
+"""From samples to medians, ratios, and what kvflow promises about speed. Pure."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import MIB, Transport
-from kvflow.bench.scenario import Outcome, Samples, Table
-from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, in_ms, percentile
-from kvflow.bench.transfer.contenders import Contender
-from kvflow.bench.transfer.ranks import TurnResult
+from kvflow.bench.scenario import Outcome, Samples
+from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, percentile
+from kvflow.bench.transfer.ranks import Contender, TurnResult
 
 BULK_BYTES = 16 * MIB
 LAG_BYTES = 1024 * MIB
@@ -24,20 +21,14 @@ ONE_BLOCK_OVER_B_US_MAX = 150.0
 LAG_P99_MS_MAX = 2.0
 LAG_MAX_MS_MAX = 10.0
 IDLE_CPU_PERCENT_MAX = 1.0
+ONE_BLOCK = "one block"
 _GB = 1e9
-_TITLES = {
-    Contender.EXAMPLE: "(a) example",
-    Contender.TUNED: "(b) tuned",
-    Contender.KVFLOW: "(c) kvflow",
-    Contender.HOP: "(d) bare hop",
-}
 _LEGEND = (
-    "(a) raw NIXL as its examples use it, (b) raw NIXL at its best, "
-    "(d) b awaited from a loop through one thread and nothing else; n loads each, by several pairs of processes. "
-    "p50: median of the pairs' medians; pairs: their least and greatest, what differs by less may be chance. "
-    "Ratios are of p50, above 1 is faster. "
-    "With n < 100 the p99 is the slowest load. s/GB: CPU of reader and producer. "
-    "All blocks were compared once, then samples."
+    "raw_example (a): raw NIXL as its examples use it; raw_tuned (b): raw NIXL at its best; bare_hop (d): b awaited "
+    "from a loop through one thread and nothing else; each in several pairs of processes. The median is that of the "
+    "pairs' medians; what differs by less than they do may be chance. Ratios are of medians, above 1 is faster. With "
+    "less than 100 samples the p99 is the slowest load. CPU is that of reader and producer. All blocks were compared "
+    "once, then samples. Lag: how late a 1 ms ticker was on kvflow's event loop while it loaded. Idle: one open lease."
 )
 
 PairTurns = Sequence[Sequence[TurnResult]]
@@ -52,211 +43,106 @@ class LoadSize(NamedTuple):
     loads_per_turn: int
 
 
-class Idle(NamedTuple):
-    cpu_percent: float
-    lags_s: Sequence[float]
-
-
-class HugePages(NamedTuple):
-    """How much of a process's cache lies in huge pages."""
-
-    share: float
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContenderResult:
+class Speed:
     """One contender at one size. Ratios are of speed: above 1 is faster than (a) or (b).
 
     A contender is opened several times, as several pairs of processes, and equal pairs differ. `median_s` is the median
     of `pair_medians_s`, in the order of opening; everything else is of all samples.
     """
 
+    transport: Transport
+    size: str
+    size_bytes: int = field(repr=False)
+    contender: Contender
     samples: int
     median_s: float
     pair_medians_s: tuple[float, ...]
     p99_s: float
     gb_per_s: float
-    cpu_s_per_gb: float
     ratio_to_a: float
     ratio_to_b: float
-    checked_blocks: int
-    seconds: tuple[float, ...]
+    cpu_s_per_gb: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SizeResult:
-    """All contenders at one size. `descriptors` were asked for; kvflow made `kvflow_descriptors` of them.
-
-    `lag_s` is how late a 1 ms ticker was on kvflow's event loop while it loaded.
-    """
-
-    label: str
-    size_bytes: int
-    blocks: int
-    descriptors: int
-    kvflow_descriptors: int
-    contenders: Mapping[Contender, ContenderResult]
-    lag_s: Spread
-    phases_median_s: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportResult:
-    """`idle_lag_s` is what the ticker shows on a loop that has nothing else to do: the floor of `lag_s`.
-
-    `huge_page_share` is of the process whose cache has the least huge pages. Much below 1, equal pairs differ more.
-    """
+class Lag:
+    """How late a 1 ms ticker was on kvflow's event loop while it loaded."""
 
     transport: Transport
-    sizes: tuple[SizeResult, ...]
-    idle_cpu_percent: float
-    idle_lag_s: Spread
-    huge_page_share: float
+    size: str
+    size_bytes: int = field(repr=False)
+    lag_s: Spread
 
 
-def judge(samples: Samples, shape: CacheShape, sizes: Sequence[LoadSize], pairs: int, pattern: str) -> Outcome:
-    turns = samples.of(TurnResult)
-    transports = [
-        TransportResult(
-            transport=transport,
-            sizes=tuple(
-                summarize_size(
-                    shape,
-                    size,
-                    {name: [turns[transport, size, name, pair] for pair in range(pairs)] for name in Contender},
-                )
-                for size in sizes
-            ),
-            idle_cpu_percent=idle.cpu_percent,
-            idle_lag_s=Spread.of(idle.lags_s),
-            huge_page_share=min(found.share for found in samples.of(HugePages)[transport]),
-        )
-        for transport, (idle,) in samples.of(Idle).items()
-    ]
-    title = f"{pattern} blocks, {shape.region_block_size_bytes >> 10} KiB a descriptor"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """CPU of a producer with one open lease, in percent of a core."""
+
+    transport: Transport
+    cpu_percent: float
+
+
+def judge(samples: Samples, sizes: Mapping[LoadSize, int], pairs: int) -> Outcome:
+    """`sizes` says how many bytes a load of each size has."""
+    turns, speeds, lags = samples.of(TurnResult), list[Speed](), list[Lag]()
+    idles = list(chain(*samples.of(Idle).values()))
+    for idle in idles:
+        for size, size_bytes in sizes.items():
+            key = (idle.transport, size)
+            found = {name: [turns[*key, name, pair] for pair in range(pairs)] for name in Contender}
+            speeds += compare(idle.transport, size.label, size_bytes, found)
+            lag_s = Spread.of([lag for turn in chain(*found[Contender.KVFLOW]) for lag in turn.lags_s])
+            lags.append(Lag(transport=idle.transport, size=size.label, size_bytes=size_bytes, lag_s=lag_s))
     return Outcome(
-        results={"transports": transports},
-        tables=[table for result in transports for table in (_speed_table(result, title), _loop_table(result))],
-        targets=list(chain.from_iterable(map(targets_of, transports))),
+        results={"speed": speeds, "loop_lag": lags, "idle": idles},
+        legend=_LEGEND,
+        targets=[target for idle in idles for target in targets_of(idle, speeds, lags)],
     )
 
 
-def summarize_size(shape: CacheShape, size: LoadSize, turns: Mapping[Contender, PairTurns]) -> SizeResult:
+def compare(transport: Transport, size: str, size_bytes: int, turns: Mapping[Contender, PairTurns]) -> Iterator[Speed]:
     """Put the turns of all pairs at one size together."""
-    size_bytes = size.blocks * shape.block_size_bytes
-    ours = list(chain(*turns[Contender.KVFLOW]))
-    reports = [report for turn in ours for report in turn.reports]
-    medians_s = {name: statistics.median(_pair_medians(pairs)) for name, pairs in turns.items()}
-    return SizeResult(
-        label=size.label,
-        size_bytes=size_bytes,
-        blocks=size.blocks,
-        descriptors=size.blocks * shape.block_descriptors,
-        kvflow_descriptors=reports[-1].descriptors,
-        contenders={
-            name: _summarize_contender(pairs, size_bytes, shape.block_size_bytes, medians_s)
-            for name, pairs in turns.items()
-        },
-        lag_s=Spread.of([lag for turn in ours for lag in turn.lags_s]),
-        phases_median_s={
-            name: statistics.median(report.seconds[name] for report in reports) for name in reports[0].seconds
-        },
-    )
+    pair_medians_s = {name: tuple(statistics.median(_seconds(pair)) for pair in turns[name]) for name in turns}
+    medians_s = {name: statistics.median(found) for name, found in pair_medians_s.items()}
+    for name, pairs in turns.items():
+        every, median_s = list(chain(*pairs)), medians_s[name]
+        seconds = _seconds(every)
+        yield Speed(
+            transport=transport,
+            size=size,
+            size_bytes=size_bytes,
+            contender=name,
+            samples=len(seconds),
+            median_s=median_s,
+            pair_medians_s=pair_medians_s[name],
+            p99_s=percentile(seconds, 99),
+            gb_per_s=size_bytes / median_s / _GB,
+            ratio_to_a=medians_s[Contender.EXAMPLE] / median_s,
+            ratio_to_b=medians_s[Contender.TUNED] / median_s,
+            cpu_s_per_gb=sum(turn.cpu_s for turn in every) / (size_bytes * len(seconds) / _GB),
+        )
 
 
-def _summarize_contender(
-    pairs: PairTurns, size_bytes: int, block_bytes: int, medians_s: Mapping[Contender, float]
-) -> ContenderResult:
-    turns = list(chain(*pairs))
-    seconds = _seconds(turns)
-    pair_medians_s = _pair_medians(pairs)
-    median_s = statistics.median(pair_medians_s)
-    return ContenderResult(
-        samples=len(seconds),
-        median_s=median_s,
-        pair_medians_s=pair_medians_s,
-        p99_s=percentile(seconds, 99),
-        gb_per_s=size_bytes / median_s / _GB,
-        cpu_s_per_gb=sum(turn.cpu_s for turn in turns) / (size_bytes * len(seconds) / _GB),
-        ratio_to_a=medians_s[Contender.EXAMPLE] / median_s,
-        ratio_to_b=medians_s[Contender.TUNED] / median_s,
-        checked_blocks=sum(turn.checked_bytes for turn in turns) // block_bytes,
-        seconds=seconds,
-    )
+def _seconds(turns: Sequence[TurnResult]) -> list[float]:
+    return list(chain.from_iterable(turn.seconds for turn in turns))
 
 
-def _pair_medians(pairs: PairTurns) -> tuple[float, ...]:
-    return tuple(statistics.median(_seconds(turns)) for turns in pairs)
-
-
-def _seconds(turns: Sequence[TurnResult]) -> tuple[float, ...]:
-    return tuple(chain.from_iterable(turn.seconds for turn in turns))
-
-
-def targets_of(result: TransportResult) -> Iterator[TargetRow]:
-    """Hold a result against what is promised."""
-    name = result.transport
-    ours = [(size, size.contenders[Contender.KVFLOW]) for size in result.sizes]
-    bulk = [(size.label, found) for size, found in ours if size.size_bytes >= BULK_BYTES]
-    yield at_least(f"{name}: bulk speed / (b)", RATIO_TO_B_MIN, [(found.ratio_to_b, label) for label, found in bulk])
-    to_a = [(found.ratio_to_a, label) for label, found in bulk]
+def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iterator[TargetRow]:
+    """Hold what was measured over a transport against what is promised."""
+    name = idle.transport
+    over = [row for row in speeds if row.transport is name]
+    ours = [row for row in over if row.contender is Contender.KVFLOW]
+    bulk = [row for row in ours if row.size_bytes >= BULK_BYTES]
+    to_a, to_b = ([(getattr(row, ratio), row.size) for row in bulk] for ratio in ("ratio_to_a", "ratio_to_b"))
+    yield at_least(f"{name}: bulk speed / (b)", RATIO_TO_B_MIN, to_b)
     yield at_least(f"{name}: bulk speed / (a)", RATIO_TO_A_MIN[name], to_a)
-    over_b_us = [
-        ((found.median_s - size.contenders[Contender.TUNED].median_s) * 1e6, size.label)
-        for size, found in ours
-        if size.blocks == 1
-    ]
+    tuned = {row.size: row.median_s for row in over if row.contender is Contender.TUNED}
+    over_b_us = [((row.median_s - tuned[row.size]) * 1e6, row.size) for row in ours if row.size == ONE_BLOCK]
     yield at_most(f"{name}: one block, us over (b)", ONE_BLOCK_OVER_B_US_MAX, over_b_us)
     if name is Transport.SHM:
-        loads = [size for size in result.sizes if size.size_bytes >= LAG_BYTES]
-        p99 = [(size.lag_s.p99 * 1e3, size.label) for size in loads]
-        worst = [(size.lag_s.max * 1e3, size.label) for size in loads]
+        large = [row for row in lags if row.transport is name and row.size_bytes >= LAG_BYTES]
+        p99, worst = ([(getattr(row.lag_s, of) * 1e3, row.size) for row in large] for of in ("p99", "max"))
         yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
         yield at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
-    idle = [(result.idle_cpu_percent, "one open lease")]
-    yield at_most(f"{name}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, idle)
-
-
-def _speed_table(result: TransportResult, title: str) -> Table:
-    rows: list[tuple[str, ...]] = []
-    for size in result.sizes:
-        rows += [(size.label,), *(_speed_cells(name, found) for name, found in size.contenders.items()), ()]
-    return Table(
-        title=f"{result.transport}: {title}",
-        headings=("one load by", "n", "p50 ms", "pairs", "p99 ms", "GB/s", "/(a)", "/(b)", "s/GB"),
-        rows=rows,
-        caption=_LEGEND,
-    )
-
-
-def _speed_cells(contender: Contender, found: ContenderResult) -> tuple[str, ...]:
-    return (
-        _TITLES[contender],
-        str(found.samples),
-        _ms(found.median_s),
-        "..".join(_ms(bound(found.pair_medians_s)) for bound in (min, max)),
-        _ms(found.p99_s),
-        f"{found.gb_per_s:.2f}",
-        f"{found.ratio_to_a:.2f}",
-        f"{found.ratio_to_b:.2f}",
-        f"{found.cpu_s_per_gb:.2f}",
-    )
-
-
-def _ms(seconds: float) -> str:
-    """0.0584, 0.584, 5.84, 58.4, 584, 5840: at least three significant digits, never an exponent."""
-    decimals = max(0, 2 - math.floor(math.log10(seconds * 1e3))) if seconds > 0 else 0
-    return f"{seconds * 1e3:.{decimals}f}"
-
-
-def _loop_table(result: TransportResult) -> Table:
-    lags = [*((size.label, size.lag_s) for size in result.sizes), ("(idle loop)", result.idle_lag_s)]
-    return Table(
-        title=f"{result.transport}: lag of kvflow's event loop, 1 ms ticker",
-        headings=("while loading", "ticks", "p50 ms", "p99 ms", "max ms"),
-        rows=[(label, *in_ms(lag_s)) for label, lag_s in lags],
-        caption=(
-            f"idle CPU, one open lease: {result.idle_cpu_percent:.2f} % of a core; "
-            f"huge pages: at least {result.huge_page_share:.0%} of every cache"
-        ),
-    )
+    yield at_most(f"{name}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, [(idle.cpu_percent, "one open lease")])

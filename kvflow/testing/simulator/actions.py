@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.testing.simulator.work import LoadPlan, Offer
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import Engine
     from kvflow.testing.simulator.simulation import Simulation
-    from kvflow.testing.simulator.work import Offer
 
 ActionT = TypeVar("ActionT")
 
@@ -21,88 +21,63 @@ def pick(table: Sequence[tuple[int, ActionT]], rng: random.Random) -> ActionT:
     return rng.choices([action for _, action in table], [weight for weight, _ in table])[0]
 
 
-# --- trouble: what befalls engines and links
+# --- trouble: what befalls an engine that runs
 
 
-def crash(simulation: Simulation) -> None:
+def crash(simulation: Simulation, engine: Engine) -> None:
     """A process is killed and starts again under the same name."""
-    engine = _running(simulation)
-    if engine is not None:
-        simulation.count("trouble: crash")
-        simulation.crash_and_restart(engine, simulation.rng.uniform(0.0, 0.2))
+    simulation.crash_and_restart(engine, simulation.rng.uniform(0.0, 0.2))
 
 
-def freeze(simulation: Simulation) -> None:
+def freeze(simulation: Simulation, engine: Engine) -> None:
     """A process stands still for a while (SIGSTOP, SIGCONT); its memory can be read meanwhile."""
-    engine = _running(simulation)
-    if engine is not None:
-        simulation.count("trouble: freeze")
-        simulation.note(repr(engine), "freezes")
-        engine.life.freeze()
-        simulation.network.later(_duration_s(simulation), engine.life.thaw)
+    simulation.note(repr(engine), "freezes")
+    engine.life.freeze()
+    simulation.network.later(_duration_s(simulation), engine.life.thaw)
 
 
-def partition(simulation: Simulation) -> None:
+def partition(simulation: Simulation, engine: Engine) -> None:
     """Two hosts cannot reach each other for a while; reads between them stand still."""
-    one, other = simulation.rng.sample(simulation.engines, 2)
-    simulation.count("trouble: partition")
-    simulation.note(repr(one), "is cut off from", repr(other))
-    simulation.network.cut(one.host, other.host)
+    other = _other(simulation, engine)
+    simulation.note(repr(engine), "is cut off from", repr(other))
+    simulation.network.cut(engine.host, other.host)
     simulation.network.later(_duration_s(simulation), simulation.network.heal)
 
 
-def stall_poller(simulation: Simulation) -> None:
+def stall_poller(simulation: Simulation, engine: Engine) -> None:
     """An engine does not get round to looking what has ended or arrived."""
-    engine = _running(simulation)
-    if engine is not None:
-        simulation.count("trouble: stall poller")
-        engine.host.poller_stalled_until_s = simulation.loop.time() + _duration_s(simulation)
+    engine.host.poller_stalled_until_s = simulation.loop.time() + _duration_s(simulation)
 
 
-def lose_agent(simulation: Simulation) -> None:
+def lose_agent(simulation: Simulation, engine: Engine) -> None:
     """The transport of a rank dies under it. The engine notices, closes and starts again."""
-    engine = _running(simulation)
-    if engine is not None and engine.host.agents:
-        simulation.count("trouble: lose agent")
-        simulation.note(repr(engine), "loses an agent")
-        engine.host.agent_lost = True
-        simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
-        simulation.later_crash(engine)
+    simulation.note(repr(engine), "loses an agent")
+    engine.host.agent_lost = True
+    simulation.rng.choice(engine.host.agents).die(OSError("simulated death of the agent"))
+    simulation.later_crash(engine)
 
 
-def reopen(simulation: Simulation) -> None:
+def reopen(simulation: Simulation, engine: Engine) -> None:
     """An engine shuts down in good order and comes back."""
-    engine = _running(simulation)
-    if engine is not None:
-        simulation.count("trouble: reopen")
-        simulation.spawn(engine.life, simulation.reopen(engine, None), f"reopen {engine}")
+    simulation.spawn(engine.life, simulation.reopen(engine, None), f"reopen {engine}")
 
 
-def drain(simulation: Simulation) -> None:
+def drain(simulation: Simulation, engine: Engine) -> None:
     """An engine drains before it shuts down and comes back."""
-    engine = _running(simulation)
-    if engine is not None:
-        simulation.count("trouble: drain")
-        simulation.spawn(engine.life, simulation.reopen(engine, _duration_s(simulation)), f"drain {engine}")
+    simulation.spawn(engine.life, simulation.reopen(engine, _duration_s(simulation)), f"drain {engine}")
 
 
-def forget(simulation: Simulation) -> None:
+def forget(simulation: Simulation, engine: Engine) -> None:
     """An engine forgets a peer, in the middle of whatever it does with it."""
-    engine, other = _running(simulation), _running(simulation)
-    if engine is not None and other is not None and other is not engine:
-        simulation.count("trouble: forget")
-        simulation.spawn(engine.life, engine.forget(other), f"forget {other}")
+    simulation.spawn(engine.life, engine.forget(_other(simulation, engine)), f"forget at {engine}")
 
 
-def prewarm(simulation: Simulation) -> None:
+def prewarm(simulation: Simulation, engine: Engine) -> None:
     """An engine connects to another before it needs to."""
-    engine, other = _running(simulation), _running(simulation)
-    if engine is not None and other is not None and other is not engine:
-        simulation.count("trouble: prewarm")
-        simulation.spawn(engine.life, engine.prewarm(other), f"prewarm {other}")
+    simulation.spawn(engine.life, engine.prewarm(_other(simulation, engine)), f"prewarm at {engine}")
 
 
-TROUBLE: Sequence[tuple[int, Callable[[Simulation], None]]] = (
+TROUBLE: Sequence[tuple[int, Callable[[Simulation, Engine], None]]] = (
     (3, crash),
     (3, freeze),
     (3, partition),
@@ -115,55 +90,47 @@ TROUBLE: Sequence[tuple[int, Callable[[Simulation], None]]] = (
 )
 
 
-# --- calling off: what a producer does about an offer of its own
-
-
-def revoke(simulation: Simulation, offer: Offer) -> None:
-    """The request was aborted."""
-    simulation.note(repr(offer.engine), "revokes", offer.request_id)
-    for lease in offer.leases:
-        lease.revoke()
-
-
-CALL_OFF: Sequence[tuple[int, Callable[[Simulation, Offer], None] | None]] = (
-    (9, None),
-    (1, revoke),
-)
-
-
 # --- deliveries: what a consumer does with a ticket that a router gives it
 
+Delivery = Callable[["Simulation", "Engine", Offer, Ticket], Coroutine[Any, Any, None]]
 
-def load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+
+def load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request is decoded."""
-    if consumer.running:
-        plan = simulation.plan_load(consumer, offer)
-        simulation.spawn(consumer.life, consumer.load(offer, ticket, plan), f"load {offer.number}")
+    return consumer.load(offer, ticket, _plan_load(simulation, consumer, offer))
 
 
-def wait_and_load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+def wait_and_load(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request is decoded, but the engine has no room for it yet."""
-    if consumer.running:
-        plan = simulation.plan_load(consumer, offer)
-        wait_s = simulation.rng.expovariate(1 / (0.5 * offer.ttl_s))
-        simulation.spawn(consumer.life, consumer.wait_and_load(offer, ticket, plan, wait_s), f"wait {offer.number}")
+    plan = _plan_load(simulation, consumer, offer)
+    return consumer.wait_and_load(offer, ticket, plan, simulation.rng.expovariate(1 / (0.5 * offer.ttl_s)))
 
 
-def release(simulation: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+def release(_: Simulation, consumer: Engine, offer: Offer, ticket: Ticket) -> Coroutine[Any, Any, None]:
     """The request was aborted before it was decoded."""
-    if consumer.running:
-        simulation.spawn(consumer.life, consumer.release(offer, ticket), f"release {offer.number}")
+    return consumer.release(offer, ticket)
 
 
-DELIVERIES: Sequence[tuple[int, Callable[[Simulation, Engine, Offer, Ticket], None]]] = (
+DELIVERIES: Sequence[tuple[int, Delivery]] = (
     (17, load),
     (2, wait_and_load),
     (1, release),
 )
 
 
-def _running(simulation: Simulation) -> Engine | None:
-    return simulation.pick([engine for engine in simulation.engines if engine.running])
+def _plan_load(simulation: Simulation, consumer: Engine, offer: Offer) -> LoadPlan:
+    rng, longest_s = simulation.rng, simulation.settings.base.load_deadline_s
+    blocks = -(-offer.tokens // consumer.shape.block_size)
+    return LoadPlan(
+        cached_blocks=rng.randint(0, blocks) if rng.random() < 0.3 else 0,
+        deadline_s=rng.uniform(0.0005, longest_s) if rng.random() < 0.2 else None,
+        cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,
+        use_s=rng.expovariate(1 / 0.05),
+    )
+
+
+def _other(simulation: Simulation, engine: Engine) -> Engine:
+    return simulation.rng.choice([other for other in simulation.engines if other is not engine])
 
 
 def _duration_s(simulation: Simulation) -> float:

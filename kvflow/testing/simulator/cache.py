@@ -6,16 +6,13 @@ So whatever lies in a block can be judged: the right bytes of the right prompt, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.tensors import KVCaches
-from kvflow.runtime.memory.host_buffers import CopyDirection
-from kvflow.testing.simulator.settings import MODEL_KV_HEADS
+from kvflow.testing.simulator.settings import MODEL_KV_HEADS, Shape
 
 HEAD_SIZE = 4
 TOKENS_MAX = 64
@@ -32,19 +29,19 @@ Ints = npt.NDArray[np.int32]
 class RankCache:
     """One layer, K and V stacked first, 32-bit values; kvflow sees them as floats."""
 
-    def __init__(self, *, order: str, num_blocks: int, block_size: int, tp_rank: int, tp_size: int) -> None:
-        heads = MODEL_KV_HEADS // tp_size
-        self.block_size = block_size
+    def __init__(self, shape: Shape, tp_rank: int) -> None:
+        heads = MODEL_KV_HEADS // shape.tp_size
+        self.block_size = shape.block_size
         self._heads = slice(tp_rank * heads, (tp_rank + 1) * heads)
-        self._swap = order == "HND"
-        inner = (heads, block_size) if self._swap else (block_size, heads)
-        self._values: Ints = np.zeros((_PARTS, num_blocks, *inner, HEAD_SIZE), dtype=np.int32)
+        self._swap = shape.order == "HND"
+        inner = (heads, shape.block_size) if self._swap else (shape.block_size, heads)
+        self._values: Ints = np.zeros((_PARTS, shape.num_blocks, *inner, HEAD_SIZE), dtype=np.int32)
         tensor = torch.from_numpy(self._values.view(np.float32))
         self.tensors = {"layers.0": tensor}
-        self.layout = CacheLayout.infer(self.tensors, order=order, block_size=block_size)
+        self.layout = CacheLayout.infer(self.tensors, order=shape.order, block_size=shape.block_size)
         self._address = int(self._values.ctypes.data)
         self._part_bytes = self._values.nbytes // _PARTS
-        self._block_bytes = self._part_bytes // num_blocks
+        self._block_bytes = self._part_bytes // shape.num_blocks
 
     def write(self, number: int, block_ids: Sequence[int]) -> None:
         """The start of prompt `number`, as an engine that has computed it."""
@@ -79,16 +76,6 @@ class RankCache:
             return range(0)
         offset %= self._part_bytes
         return range(offset // self._block_bytes, (offset + size_bytes - 1) // self._block_bytes + 1)
-
-    def copy_blocks(self, host_caches: KVCaches, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
-        """An engine's own `runtime.memory.host_buffers.BlockCopier`."""
-        ours = self.tensors["layers.0"]
-        theirs = cast(torch.Tensor, host_caches["layers.0"])
-        for device_block, host_block in pairs:
-            if direction is CopyDirection.TO_HOST:
-                theirs[:, host_block] = ours[:, device_block]
-            else:
-                ours[:, device_block] = theirs[:, host_block]
 
     def _tokens(self, block_ids: Sequence[int]) -> Ints:
         """A copy of blocks in prompt order, as (part, token, head, value)."""

@@ -1,89 +1,79 @@
-"""What is compared after every step, when all is quiet, and after closing."""
+"""What is compared after every step, when all is quiet, and after closing: kvflow's books with those of the engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, ParamSpec
 
-from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.supervisor import RuntimeStatistics
-from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
+from kvflow.testing.books import assert_conserved, assert_quiet
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import Engine
-    from kvflow.testing.simulator.simulation import Simulation
-    from kvflow.testing.simulator.work import Load, Offer, Rank
+    from kvflow.testing.simulator.work import Rank
+
+P = ParamSpec("P")
 
 
-class Checks:
-    """Compares kvflow's books with those that the engines keep themselves."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def step(self) -> None:
-        """After every callback. A ledger is looked at when it has changed."""
-        for engine in self._simulation.engines:
-            for rank in engine.ranks:
-                now = rank.uses.tobytes()
-                if now != rank.uses_seen:
-                    rank.uses_seen = now
-                    self._compare(engine, rank)
-
-    def conserved(self, engine: Engine) -> None:
-        """At any moment: what users' own tests can check."""
+def check_changed(engines: Iterable[Engine]) -> None:
+    """After every callback. A ledger is looked at when it has changed."""
+    for engine in engines:
         for rank in engine.ranks:
-            leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
-            try:
-                assert_conserved(rank.runtime, leases)
-            except AssertionError as error:
-                self._simulation.fail("I5", f"{engine}: {error}")
+            now = rank.uses.tobytes()
+            if now != rank.uses_seen:
+                rank.uses_seen = now
+                _compare_owners(engine, rank)
 
-    def quiet(self) -> None:
-        """Nothing is under way: all books are empty, and every offer and load has ended once."""
-        for engine in self._simulation.engines:
-            if any(engine.owners) or engine.offers or engine.loads:
-                self._simulation.fail("I5", f"{engine}: the engine itself is not quiet: {engine.owners}")
-            for rank in engine.ranks:
-                self._compare(engine, rank)
-                self._demand(engine, assert_quiet, rank.runtime)
-                self._compare_outcomes(engine, rank)
 
-    def closed(self, engine: Engine, runtime: Runtime) -> None:
-        self._demand(engine, assert_closed, runtime)
+def check_conserved(engine: Engine) -> None:
+    """At any moment: what users' own tests can check."""
+    for rank in engine.ranks:
+        leases = [offer.leases[rank.index] for offer in engine.offers if rank.holds_lease(offer)]
+        demand(engine, assert_conserved, rank.runtime, leases)
 
-    def _compare(self, engine: Engine, rank: Rank) -> None:
-        """The ledger of a rank and the owners that its engine knows."""
-        for block, use in enumerate(rank.uses.tolist()):
-            owner = engine.owners[block]
-            if use == 0:
-                if owner in engine.offers and rank.holds_lease(owner):
-                    self._fail(engine, "I3", block, "free, but its lease is open", owner)
-            elif use > 0 and owner not in engine.offers:
-                self._fail(engine, "I5", block, f"leased {use} times", owner)
-            elif use < 0 and owner not in engine.loads:
-                self._fail(engine, "I5", block, "being loaded or quarantined", owner)
 
-    def _compare_outcomes(self, engine: Engine, rank: Rank) -> None:
-        """Invariant I4, as far as counters tell."""
-        statistics = rank.runtime.statistics()
-        serving, loading = statistics.serving, statistics.loading
-        assert serving is not None
-        assert loading is not None
-        ended = serving.read + serving.expired + serving.revoked
-        if (ended, loading.succeeded) != (rank.served, rank.loaded):
-            self._simulation.fail(
-                "I4",
-                f"{engine}: {rank.served} leases were made and {ended} have ended; "
-                f"{rank.loaded} loads returned a report and {loading.succeeded} were counted",
-            )
+def check_quiet(engine: Engine) -> None:
+    """Nothing is under way: all books are empty, and every offer and load has ended once."""
+    if any(engine.owners) or engine.offers or engine.loads:
+        engine.fail("I5", f"the engine itself is not quiet: {engine.owners}")
+    for rank in engine.ranks:
+        _compare_owners(engine, rank)
+        demand(engine, assert_quiet, rank.runtime.statistics())
+        _compare_outcomes(engine, rank)
 
-    def _demand(self, engine: Engine, check: Callable[[RuntimeStatistics], None], runtime: Runtime) -> None:
-        try:
-            check(runtime.statistics())
-        except AssertionError as error:
-            self._simulation.fail("I5", f"{engine}: {error}")
 
-    def _fail(self, engine: Engine, invariant: str, block: int, use: str, owner: Offer | Load | None) -> None:
-        whose = "nobody's" if owner is None else str(owner)
-        self._simulation.fail(invariant, f"{engine}: block {block} is {use}; to the engine it is {whose}")
+def demand(engine: Engine, check: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """A check of the books must hold."""
+    try:
+        check(*args, **kwargs)
+    except AssertionError as error:
+        engine.fail("I5", str(error))
+
+
+def _compare_owners(engine: Engine, rank: Rank) -> None:
+    """The ledger of a rank and the owners that its engine knows."""
+    for block, use in enumerate(rank.uses.tolist()):
+        owner = engine.owners[block]
+        if use == 0 and owner in engine.offers and rank.holds_lease(owner):
+            invariant, what = "I3", "free, but its lease is open"
+        elif use > 0 and owner not in engine.offers:
+            invariant, what = "I5", f"leased {use} times"
+        elif use < 0 and owner not in engine.loads:
+            invariant, what = "I5", "being loaded or quarantined"
+        else:
+            continue
+        engine.fail(invariant, f"block {block} is {what}; the engine has it for {owner or 'nobody'}")
+
+
+def _compare_outcomes(engine: Engine, rank: Rank) -> None:
+    """Invariant I4, as far as counters tell."""
+    statistics = rank.runtime.statistics()
+    serving, loading = statistics.serving, statistics.loading
+    assert serving is not None
+    assert loading is not None
+    ended = serving.read + serving.expired + serving.revoked
+    if (ended, loading.succeeded) != (rank.served, rank.loaded):
+        engine.fail(
+            "I4",
+            f"{rank.served} leases were made and {ended} have ended; "
+            f"{rank.loaded} loads returned a report and {loading.succeeded} were counted",
+        )

@@ -1,6 +1,6 @@
 """The simulated network between engines: how long everything takes, what gets lost, and when bytes really land.
 
-A posted read is a `_Flight`. Its bytes are copied out of the producer's memory at random moments between the post and
+A posted read is a `Flight`. Its bytes are copied out of the producer's memory at random moments between the post and
 the end, in portions when it is torn, so whoever reuses memory too early is seen by somebody. A flight cannot be taken
 back: it goes on when the load that posted it has ended. It stops for good with one event, or when a process dies.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from kvflow.testing.side_channel import Exchange
 from kvflow.testing.simulator.settings import CALM, Weather
@@ -22,8 +24,6 @@ from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, 
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
 """On whose behalf code runs, set by an engine around each load: reads remember it."""
-
-Route = Callable[["Flight", list[Row]], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,13 @@ class Flight:
 class Network:
     """Time and faults of everything that engines send each other."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, note: Callable[..., None], on_landing: Route) -> None:
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        rng: random.Random,
+        note: Callable[..., None] = lambda *_: None,
+        on_landing: Callable[[Flight, list[Row]], None] = lambda *_: None,
+    ) -> None:
         self.loop = loop
         self.rng = rng
         self.weather: Weather = CALM
@@ -81,7 +87,8 @@ class Network:
     def attach(self, host: Host, name: str) -> InprocTransport:
         """A transport for an agent of a host."""
         self._addresses[host.address] = host
-        transport = InprocTransport(name, self.agents, carrier=_Carrier(self, host))
+        ways = partial(self._post, host), partial(self._notify, host), partial(self._wake, host), self._landed
+        transport = InprocTransport(name, self.agents, carrier=_Carrier(*ways))
         host.agents.append(transport)
         self._hosts[transport] = host
         return transport
@@ -130,7 +137,7 @@ class Network:
 
     # --- reads
 
-    def post(self, host: Host, reader: InprocTransport, read: InprocRead) -> None:
+    def _post(self, host: Host, reader: InprocTransport, read: InprocRead) -> None:
         refusal = reader.refusal(read)
         if refusal is not None:
             self.later(self.delay_s(), reader.end, read, refusal)
@@ -155,7 +162,7 @@ class Network:
         self._flights[flight] = None
         self._next(flight)
 
-    async def landed(self, reader: InprocTransport) -> None:
+    async def _landed(self, reader: InprocTransport) -> None:
         """Wait until no byte can land for a reader any more."""
         while any(flight.reader is reader for flight in self._flights):
             self._ended = self.loop.create_future()
@@ -212,7 +219,7 @@ class Network:
 
     # --- notifications
 
-    def notify(self, host: Host, target: InprocTransport, payload: bytes) -> None:
+    def _notify(self, host: Host, target: InprocTransport, payload: bytes) -> None:
         weather = self.weather
         other = self._hosts[target]
         for _ in range(2 if self.chance(weather.repeated_share) else 1):
@@ -229,7 +236,7 @@ class Network:
 
     # --- polling
 
-    def wake(self, host: Host, callback: Callable[[], None]) -> None:
+    def _wake(self, host: Host, callback: Callable[[], None]) -> None:
         """An engine gets to know what has ended or arrived, when its poller looks."""
         when_s = self.loop.time()
         if self.weather.poll_s:
@@ -237,21 +244,11 @@ class Network:
         self.loop.call_at(max(when_s, host.poller_stalled_until_s), callback, context=host.life.context())
 
 
+@dataclass(frozen=True, slots=True)
 class _Carrier:
     """See `transport.inproc.Carrier`: the network as one host's agents see it."""
 
-    def __init__(self, network: Network, host: Host) -> None:
-        self._network = network
-        self._host = host
-
-    def carry(self, reader: InprocTransport, read: InprocRead) -> None:
-        self._network.post(self._host, reader, read)
-
-    def send(self, target: InprocTransport, payload: bytes) -> None:
-        self._network.notify(self._host, target, payload)
-
-    def wake(self, callback: Callable[[], None]) -> None:
-        self._network.wake(self._host, callback)
-
-    async def landed(self, reader: InprocTransport) -> None:
-        await self._network.landed(reader)
+    carry: Callable[[InprocTransport, InprocRead], None]
+    send: Callable[[InprocTransport, bytes], None]
+    wake: Callable[[Callable[[], None]], None]
+    landed: Callable[[InprocTransport], Coroutine[Any, Any, None]]

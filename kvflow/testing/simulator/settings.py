@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvflow.config import Config
@@ -24,8 +24,6 @@ class Shape:
     block_size: int
     num_blocks: int
     staged: bool
-    own_copies: bool
-    """Whether a staged engine brings its own function for copies."""
     scratch: str
     clock_offset_s: float
     clock_rate: float
@@ -76,17 +74,18 @@ class Settings:
     trouble: int
     """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
 
-    def config(self, shape: Shape, host: str, tp_rank: int) -> dict[str, object]:
-        """What differs from `base` for one rank."""
-        return {
-            "engine_id": shape.name,
-            "listen": f"tcp://{host}:5600",
-            "tp_rank": tp_rank,
-            "tp_size": shape.tp_size,
-            "num_kv_heads": MODEL_KV_HEADS,
-            "staging": "always" if shape.staged else "auto",
-            "scratch": shape.scratch,
-        }
+    def config(self, shape: Shape, host: str, tp_rank: int) -> Config:
+        """Of one rank."""
+        return replace(
+            self.base,
+            engine_id=shape.name,
+            listen=f"tcp://{host}:5600",
+            tp_rank=tp_rank,
+            tp_size=shape.tp_size,
+            num_kv_heads=MODEL_KV_HEADS,
+            staging="always" if shape.staged else "auto",
+            scratch=shape.scratch,
+        )
 
 
 def draw_settings(seed: int) -> tuple[Settings, random.Random]:
@@ -112,7 +111,6 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
     """The first engine always serves and the last always loads; those between do either or both."""
     both = rng.random() < 0.3
     serves = index == 0 or both or (index < count - 1 and rng.random() < 0.5)
-    staged = rng.random() < 0.1
     return Shape(
         name=f"engine-{index}",
         serves=serves,
@@ -121,8 +119,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
         order=like.order if like else rng.choice(("NHD", "HND")),
         block_size=like.block_size if like else rng.choice((4, 4, 4, 8)),
         num_blocks=rng.choice((8, 12, 16)),
-        staged=staged,
-        own_copies=staged and rng.random() < 0.5,
+        staged=rng.random() < 0.1,
         scratch=rng.choice(("auto", "auto", "auto", "never", "always")),
         clock_offset_s=rng.uniform(0.0, 1e6),
         clock_rate=1.0 + rng.choice((1.0, 1.0, 1.0, 50.0)) * rng.uniform(-1e-4, 1e-4),

@@ -7,19 +7,21 @@ again, and closing has to leave nothing behind.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 import random
 import threading
 import zlib
 from collections import Counter, deque
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.producer.lease import LeaseOutcome
-from kvflow.testing.simulator.actions import CALL_OFF, DELIVERIES, TROUBLE, pick
-from kvflow.testing.simulator.checks import Checks
+from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, pick
+from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import Engine
 from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
@@ -27,9 +29,12 @@ from kvflow.testing.simulator.work import LoadPlan, Offer, RankLoad
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row
 
+logger = logging.getLogger(__name__)
+
 _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
+_REVOKED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +70,14 @@ class Simulation:
         self.settings = settings
         self.rng = rng
         self.network = Network(loop, rng, self.note, self._landing)
-        self.checks = Checks(self)
         self.engines = [Engine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.violation: Violation | None = None
         self.counts: Counter[str] = Counter()
         self.copy_bound_s = 10.0 if any(shape.staged for shape in settings.shapes) else 0.0
         self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_EVENTS_KEPT)
         self._digest = 0
-        self._poison = 0
-        self._tasks: dict[asyncio.Task[Any], Life | None] = {}
-        self._bounds: dict[object, tuple[Life, str, float]] = {}
+        self._poison = itertools.count(1)
+        self._tasks: dict[asyncio.Task[Any], Life] = {}
         self._over = False
         self._threads = threading.active_count()
 
@@ -83,7 +86,7 @@ class Simulation:
     def note(self, *what: object) -> None:
         """Keep an event for the report and the digest."""
         self._events.append((self.loop.time(), what))
-        self._digest = zlib.crc32(repr((self.loop.time(), what)).encode(), self._digest)
+        self._digest = zlib.crc32(repr(self._events[-1]).encode(), self._digest)
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
@@ -97,42 +100,26 @@ class Simulation:
                 self.loop.stop()
 
     def next_poison(self) -> int:
-        self._poison += 1
-        return self._poison
+        return next(self._poison)
 
-    def spawn(self, life: Life | None, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+    def spawn(self, life: Life, body: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
         """A task that has to end before the simulation does, unless its process dies."""
-        task = self.loop.create_task(body, name=name) if life is None else life.task(body, name=name)
+        task = life.task(body, name=name)
         self._tasks[task] = life
         task.add_done_callback(self._ended)
         return task
 
-    @contextlib.contextmanager
-    def bounded(self, engine: Engine, what: str, bound_s: float) -> Iterator[None]:
-        """What is awaited inside has to be over after `bound_s`, not counting the time that its process was frozen."""
-        life = engine.life
-        begun_s, frozen_s = self.loop.time(), life.frozen_s
-        stalled_s = self.settings.weather.poll_s
-        yield
-        took_s = self.loop.time() - begun_s - (life.frozen_s - frozen_s)
-        if took_s > bound_s + stalled_s + 1e-6:
-            self.fail("I7", f"{engine}: {what} took {took_s:.6f} s, its bound is {bound_s:.6f} s")
+    def forget_tasks(self, life: Life) -> None:
+        """Tasks of a process that has died end never."""
+        self._tasks = {task: whose for task, whose in self._tasks.items() if whose is not life}
 
     async def pass_time(self, delay_s: float) -> None:
         """Let virtual time pass."""
-        done = self.loop.create_future()
-        timer = self.loop.call_later(delay_s, _settle, done)
-        try:
-            await done
-        finally:
-            timer.cancel()
+        await asyncio.wait([self.loop.create_future()], timeout=delay_s)
 
-    def later_crash(self, engine: Engine) -> None:
-        """An engine that cannot go on safely ends its process and starts again."""
-        life = engine.life
-        self.network.later(self.rng.uniform(0.0, 0.05), self._crash_and_restart, engine, life)
-
-    def pick(self, engines: list[Engine]) -> Engine | None:
+    def pick_running(self, may: Callable[[Engine], bool] = lambda _: True) -> Engine | None:
+        """Any engine that runs and may do something; None if there is none."""
+        engines = [engine for engine in self.engines if engine.running and may(engine)]
         return self.rng.choice(engines) if engines else None
 
     # --- the course
@@ -141,69 +128,75 @@ class Simulation:
         """From the first start to the last close."""
         self.loop.set_exception_handler(self._unhandled)
         await asyncio.gather(*(engine.life.task(engine.start()) for engine in self.engines))
-        self.loop.after_step = self.checks.step
+        self.loop.after_step = partial(check_changed, self.engines)
         self.network.weather = self.settings.weather
         for number in range(1, self.settings.requests + 1):
-            self.network.later(self.rng.uniform(0.0, self.settings.span_s), self._request, number)
+            self._some_time(self._request, number)
         for _ in range(self.settings.trouble):
-            trouble = pick(TROUBLE, self.rng)
-            self.network.later(self.rng.uniform(0.0, self.settings.span_s), trouble, self)
+            self._some_time(self._befall, pick(TROUBLE, self.rng))
         await self.pass_time(self.settings.span_s)
-        await self._clear_up()
+        self._clear_up()
         await self._settle()
         await self._all_pairs_work()
         await self._settle()
-        self.checks.quiet()
+        for engine in self.engines:
+            check_quiet(engine)
         await self._close()
         self.loop.after_step = None
 
+    def _some_time(self, happen: Callable[..., None], what: object) -> None:
+        self.network.later(self.rng.uniform(0.0, self.settings.span_s), happen, what)
+
+    def _befall(self, trouble: Callable[[Simulation, Engine], None]) -> None:
+        if engine := self.pick_running():
+            self.count(f"trouble: {trouble.__name__.replace('_', ' ')}")
+            trouble(self, engine)
+
     def _request(self, number: int) -> None:
-        producer = self.pick([engine for engine in self.engines if engine.shape.serves and engine.running])
-        if producer is None:
-            return
-        self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
+        if producer := self.pick_running(lambda engine: engine.shape.serves):
+            self.spawn(producer.life, self._produce(producer, number), f"offer {number}")
 
     async def _produce(self, producer: Engine, number: int) -> None:
         """In the producer: offer a prompt, send the ticket to whoever decodes it, and wait for the end."""
-        rng, base = self.rng, self.settings.base
+        rng = self.rng
         tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
-        ttl_s = base.lease_ttl_s * rng.uniform(0.2, 1.5)
+        ttl_s = self.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
         pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
         offer = await producer.offer(number, tokens, ttl_s, pause_s)
         if offer is None:
             return
         if len(offer.leases) == producer.shape.tp_size:
             self._hand_out(offer)
-            call_off = pick(CALL_OFF, rng)
-            if call_off is not None:
-                self.loop.call_later(rng.uniform(0.0, ttl_s), call_off, self, offer)
+            if rng.random() < _REVOKED_SHARE:
+                self.loop.call_later(rng.uniform(0.0, ttl_s), self._revoke, offer)
         await producer.finish_offer(offer)
+
+    def _revoke(self, offer: Offer) -> None:
+        """The producer aborts the request."""
+        self.note(repr(offer.engine), "revokes", offer.request_id)
+        for lease in offer.leases:
+            lease.revoke()
 
     def _hand_out(self, offer: Offer) -> None:
         """As a router does it: to one consumer, now and then to none, or to a second one that should not have it."""
         rng = self.rng
         for _ in range(rng.choice((0, 1, 1, 1, 1, 1, 1, 2))):
-            consumer = self.pick([one for one in self.engines if one.shape.loads and one is not offer.engine])
-            if consumer is None:
+            consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
+            if not consumers:
                 return
+            consumer = rng.choice(consumers)
             ticket = offer.ticket()
             if rng.random() < 0.3:
                 ticket = offer.leases[rng.randrange(len(offer.leases))].ticket
             late_s = rng.uniform(0.0, offer.ttl_s * 1.2) if rng.random() < 0.15 else self.network.delay_s()
-            deliver = pick(DELIVERIES, rng)
-            self.network.later(late_s, deliver, self, consumer, offer, ticket)
+            self.network.later(late_s, self._deliver, pick(DELIVERIES, rng), consumer, offer, ticket)
 
-    def plan_load(self, consumer: Engine, offer: Offer) -> LoadPlan:
-        rng, base = self.rng, self.settings.base
-        blocks = -(-offer.tokens // consumer.shape.block_size)
-        return LoadPlan(
-            cached_blocks=rng.randint(0, blocks) if rng.random() < 0.3 else 0,
-            deadline_s=rng.uniform(0.0005, base.load_deadline_s) if rng.random() < 0.2 else None,
-            cancel_after_s=rng.expovariate(1 / 0.005) if rng.random() < 0.2 else None,
-            use_s=rng.expovariate(1 / 0.05),
-        )
+    def _deliver(self, deliver: Delivery, consumer: Engine, offer: Offer, ticket: Ticket) -> None:
+        if consumer.running:
+            body = deliver(self, consumer, offer, ticket)
+            self.spawn(consumer.life, body, f"{deliver.__name__} {offer.number}")
 
-    async def _clear_up(self) -> None:
+    def _clear_up(self) -> None:
         """The weather clears, links work, nobody is frozen, and who has died is started again."""
         self.note("clearing up")
         self.network.weather = CALM
@@ -223,30 +216,28 @@ class Simulation:
 
     async def _all_pairs_work(self) -> None:
         """After all that, every consumer gets something from every producer."""
-        number = self.settings.requests
-        for producer in self.engines:
-            for consumer in self.engines:
-                if not producer.shape.serves or not consumer.shape.loads or producer is consumer:
-                    continue
-                for _ in range(_TRIES):
-                    number += 1
-                    if await self._works(producer, consumer, number):
-                        break
-                    await self.pass_time(0.5)
-                else:
-                    self.fail("I7", f"{consumer} cannot load from {producer} any more")
+        numbers = itertools.count(self.settings.requests + 1)
+        for producer, consumer in itertools.permutations(self.engines, 2):
+            if not producer.shape.serves or not consumer.shape.loads:
+                continue
+            for number in itertools.islice(numbers, _TRIES):
+                if await self._works(producer, consumer, number):
+                    break
+                await self.pass_time(0.5)
+            else:
+                self.fail("I7", f"{consumer} cannot load from {producer} any more")
 
     async def _works(self, producer: Engine, consumer: Engine, number: int) -> bool:
         if not producer.running or not consumer.running:
             return False
-        plan = LoadPlan(cached_blocks=0, deadline_s=5.0, cancel_after_s=None, use_s=0.0)
 
         async def produce() -> Offer | None:
             offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0)
             if offer is None:
                 return None
             if len(offer.leases) == producer.shape.tp_size:
-                self.spawn(consumer.life, consumer.load(offer, offer.ticket(), plan), f"load {number}")
+                load = consumer.load(offer, offer.ticket(), LoadPlan(deadline_s=5.0))
+                self.spawn(consumer.life, load, f"load {number}")
             await producer.finish_offer(offer)
             unread = [lease for lease in offer.leases if await lease is not LeaseOutcome.READ]
             if unread and offer.loaded:
@@ -264,7 +255,7 @@ class Simulation:
         for engine in self.engines:
             if not await engine.life.task(engine.close()):
                 self.fail("I7", f"{engine} could not be closed, though nothing was under way")
-            engine.retire()
+            engine.end()
         if threading.active_count() != self._threads:
             self.fail("I6", f"threads: {threading.active_count()}, {self._threads} before")
 
@@ -280,60 +271,55 @@ class Simulation:
                 mine.last_landing_s = self.loop.time()
                 owner = engine.owners[block]
                 if owner is not load:
-                    whose = "nobody's" if owner is None else str(owner)
-                    self.fail("I1", f"bytes of {load} land in block {block} of {engine}, which is {whose} now")
+                    engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
 
     def crash_and_restart(self, engine: Engine, down_s: float) -> None:
         engine.crash()
-        self.network.later(down_s, self.restart, engine)
+        self.network.later(down_s, self._restart, engine)
+
+    def later_crash(self, engine: Engine) -> None:
+        """An engine that cannot go on safely ends its process and starts again."""
+        life = engine.life
+
+        def crash() -> None:
+            if engine.life is life and life.state is not LifeState.DEAD:
+                self.crash_and_restart(engine, 0.01)
+
+        self.network.later(self.rng.uniform(0.0, 0.05), crash)
 
     async def reopen(self, engine: Engine, drain_s: float | None) -> None:
         """In an engine: shut down, and let the next process begin. Memory that may still be written dies with it."""
         if drain_s is not None:
             await engine.drain(drain_s)
-        closed = await engine.close()
-        life = engine.life
+        closed, life = await engine.close(), engine.life
 
         def end() -> None:
             if engine.life is life and life.state is not LifeState.DEAD:
-                engine.retire() if closed else engine.crash()
-                self.restart(engine)
+                engine.end() if closed else engine.crash()
+                self._restart(engine)
 
         self.network.later(0.0, end)
 
-    def restart(self, engine: Engine) -> None:
+    def _restart(self, engine: Engine) -> None:
         engine.renew()
         self.spawn(engine.life, engine.start(), f"start {engine}")
-
-    def _crash_and_restart(self, engine: Engine, life: Life) -> None:
-        if engine.life is life and life.state is not LifeState.DEAD:
-            self.crash_and_restart(engine, 0.01)
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._report(f"task {task.get_name()}", error)
-
-    def forget_tasks(self, life: Life) -> None:
-        """Tasks of a process that has died end never."""
-        for task in [task for task, whose in self._tasks.items() if whose is life]:
-            del self._tasks[task]
+            self.report(f"task {task.get_name()}", error)
 
     def _unhandled(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        error = context.get("exception")
-        self._report(str(context.get("message")), error if isinstance(error, BaseException) else None)
+        self.report(str(context.get("message")), context.get("exception"))
 
-    def _report(self, where: str, error: BaseException | None) -> None:
+    def report(self, where: str, error: BaseException | None) -> None:
+        """Something has failed that nobody expects to."""
         self.fail("I4", f"{where}: unhandled {type(error).__name__}: {error}")
-        if error is not None:
-            logging.getLogger(__name__).debug("unhandled", exc_info=error)
-
-    def tear_down(self) -> None:
-        """After the result."""
-        self._over = True
-        self.loop.end_all()
+        logger.debug("unhandled", exc_info=error)
 
     def result(self) -> Result:
+        """To be asked for once: what ends afterwards is no part of the run."""
+        self._over = True
         return Result(
             settings=self.settings,
             violation=self.violation,
@@ -345,37 +331,26 @@ class Simulation:
         )
 
 
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 def simulate(seed: int) -> Result:
     """Run one seed."""
     settings, rng = draw_settings(seed)
     loop = new_virtual_loop()
     simulation = Simulation(loop, settings, rng)
-    level = logging.getLogger("kvflow").level
-    logging.getLogger("kvflow").setLevel(logging.CRITICAL + 1)
+    ours = logging.getLogger("kvflow")
+    level = ours.level
+    ours.setLevel(logging.CRITICAL + 1)
     try:
-        main = loop.create_task(simulation.run(), name="simulation")
-
-        def stop(_: object) -> None:
-            loop.stop()
-
-        main.add_done_callback(stop)
         try:
-            loop.run_forever()
-            if main.done() and not main.cancelled() and (error := main.exception()) is not None:
-                simulation._report("the simulation", error)
+            loop.run_until_complete(loop.create_task(simulation.run(), name="simulation"))
         except Deadlock as error:
             simulation.fail("I7", str(error))
-        main.remove_done_callback(stop)
+        except Exception as error:  # noqa: BLE001 - of the simulation itself, or because it was stopped by a violation
+            simulation.report("the simulation", error)
         result = simulation.result()
-        simulation.tear_down()
+        loop.end_all()
         return result
     finally:
-        logging.getLogger("kvflow").setLevel(level)
+        ours.setLevel(level)
         loop.close()
 
 
@@ -383,9 +358,7 @@ def describe(result: Result) -> str:
     """Everything that is needed to understand and to replay a seed."""
     settings, violation = result.settings, result.violation
     lines = [f"seed {settings.seed}: {'no promise' if violation is None else violation.invariant} is broken"]
-    lines += [f"  {shape}" for shape in settings.shapes]
-    lines += [f"  {settings.weather}", f"  {settings.base}"]
-    lines += [f"  {event}" for event in result.events]
+    lines += [f"  {what}" for what in (*settings.shapes, settings.weather, settings.base, *result.events)]
     if violation is not None:
         lines.append(f"{violation.time_s:.6f} s, step {violation.step}: {violation.what}")
     lines.append(f"replay: kvflow simulate --seeds 1 --start {settings.seed}")

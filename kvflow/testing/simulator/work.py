@@ -44,10 +44,10 @@ class Offer:
 class LoadPlan:
     """How a consumer goes about a load: what it has cached, its patience, and for how long it uses the blocks."""
 
-    cached_blocks: int
-    deadline_s: float | None
-    cancel_after_s: float | None
-    use_s: float
+    cached_blocks: int = 0
+    deadline_s: float | None = None
+    cancel_after_s: float | None = None
+    use_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,6 @@ class Load:
 
     offer: Offer
     engine: Engine
-    plan: LoadPlan
     block_ids: list[int]
     cancelled: bool = False
 

@@ -14,25 +14,28 @@ from kvflow.testing.side_channel import Frames, InprocSideChannel, settle
 from kvflow.testing.simulator.network import Host, Network
 
 
-class Questions:
+def send_through(network: Network, host: Host) -> Callable[[str, Frames, asyncio.Future[Frames]], None]:
     """How one host's questions, and the answers to them, travel through the network."""
 
-    def __init__(self, network: Network, host: Host) -> None:
-        self._network = network
-        self._host = host
+    def reaches(address: str) -> bool:
+        """Whether a message gets through between this host and who is at an address now."""
+        if network.chance(network.weather.unanswered_share):
+            return False
+        other = network.host_at(address)
+        return other is None or network.linked(host, other)
 
-    def send(self, address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
-        network, context = self._network, self._host.life.context()
+    def send(address: str, frames: Frames, answered: asyncio.Future[Frames]) -> None:
+        context = host.life.context()
 
         def come_back(reply: Frames | None) -> None:
             network.loop.call_soon(settle, answered, reply, context=context)
 
         def reply(frames: Frames) -> None:
-            if self._reaches(address):
+            if reaches(address):
                 network.later(network.delay_s(), come_back, garbled(network, frames))
 
         def arrive() -> None:
-            if not self._reaches(address):
+            if not reaches(address):
                 return
             listener = network.exchange.listeners.get(address)
             if listener is None:
@@ -42,12 +45,7 @@ class Questions:
 
         network.later(network.delay_s(), arrive)
 
-    def _reaches(self, address: str) -> bool:
-        """Whether a message gets through between this host and who is at an address now."""
-        if self._network.chance(self._network.weather.unanswered_share):
-            return False
-        other = self._network.host_at(address)
-        return other is None or self._network.linked(self._host, other)
+    return send
 
 
 def garbled(network: Network, frames: Frames) -> Frames:
@@ -70,12 +68,11 @@ def garbled(network: Network, frames: Frames) -> Frames:
 def make_world(network: Callable[[], Network], host: Callable[[Config], Host], clock: Callable[[], Clock]) -> World:
     """What a runtime gets on the host of its engine."""
 
-    def side_channel(config: Config) -> InprocSideChannel:
-        return InprocSideChannel(network().exchange, config, send=Questions(network(), host(config)).send)
-
     return World(
         transport=lambda config, name: network().attach(host(config), name),
-        side_channel=side_channel,
+        side_channel=lambda config: InprocSideChannel(
+            network().exchange, config, send=send_through(network(), host(config))
+        ),
         clock=clock,
         token_hex=lambda count: network().rng.randbytes(count).hex(),
         copier=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().weather.read_s)),
