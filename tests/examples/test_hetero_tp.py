@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
-import subprocess
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from disaggregated import example, router
@@ -21,13 +18,9 @@ from disaggregated.router import WorkerError, set_worker_environment
 from disaggregated.worker import WorkerSettings
 from paged_engine.all_reduce import SILENCE_TIMEOUT_S
 from paged_engine.sharding import Shard
+from tiny_model import EXAMPLES, PROMPT, Model, RunPython
 
-Greedy = Callable[[Sequence[int], int], list[int]]
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
 Settings = Callable[..., WorkerSettings]
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "hetero_tp.py"
-PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
 
 # The tiny model has two KV heads, the engines share out four.
 SHARDS = {tp_size: Shard(tp_size=tp_size, kv_head_count=4) for tp_size in (1, 2, 4)}
@@ -38,8 +31,8 @@ SHARDS = {tp_size: Shard(tp_size=tp_size, kv_head_count=4) for tp_size in (1, 2,
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("smollm2_packages")
 def test_runs_as_it_stands(run_python: RunPython) -> None:
-    """Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file."""
-    shown = run_python(str(EXAMPLE), "--tokens", "24")
+    """Thorough: see `test_ranks_answer_as_one_does_until_one_is_killed` of this file."""
+    shown = run_python(str(EXAMPLES / "hetero_tp.py"), "--tokens", "24")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     assert shown.stderr == ""
     assert "✓ same text: 24 tokens equal to one process's own" in shown.stdout
@@ -99,81 +92,65 @@ async def ready_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesse
         yield engine
 
 
+@pytest.mark.thorough
 @pytest.mark.nixl
 @pytest.mark.timeout(300)
-class TestRanks:
-    @pytest.mark.parametrize(
-        ("transport", "prefill_tp", "decode_tp"),
-        [
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in (("shm", 2, 1), ("shm", 2, 4), ("tcp", 4, 2), ("tcp", 1, 2))
-        ],
-    )
-    def test_any_ranks_go_on_from_any_ranks(
-        self, settings: Settings, tiny: tuple[Path, Greedy], transport: str, prefill_tp: int, decode_tp: int
-    ) -> None:
-        set_worker_environment(transport)
+@pytest.mark.parametrize(("transport", "prefill_tp", "decode_tp"), [("shm", 2, 1), ("shm", 2, 4), ("tcp", 4, 2)])
+async def test_any_ranks_go_on_from_any_ranks(
+    settings: Settings, tiny: Model, transport: str, prefill_tp: int, decode_tp: int
+) -> None:
+    """Thorough: see `test_ranks_answer_as_one_does_until_one_is_killed` of this file."""
+    set_worker_environment(transport)
+    async with (
+        ready_engine(settings("prefill-0", shard=SHARDS[prefill_tp])) as prefill,
+        ready_engine(settings("decode-0", shard=SHARDS[decode_tp])) as decode,
+    ):
+        # Twice: the second time both engines use other blocks, and all ranks the same.
+        for request_id in ("chat-1", "chat-2"):
+            shown: list[int] = []
+            handed_over = await hand_over(
+                prefill, decode, request_id=request_id, prompt=PROMPT, max_tokens=20, show=shown.append
+            )
+            assert handed_over.token_ids == shown == tiny.greedy(PROMPT, 20)
+            sources = [len(loaded.sources) for loaded in handed_over.loaded]
+            assert sources == [max(1, prefill_tp // decode_tp)] * decode_tp
+            assert handed_over.outcomes == ["read"] * prefill_tp
 
-        async def scenario() -> None:
-            async with (
-                ready_engine(settings("prefill-0", shard=SHARDS[prefill_tp])) as prefill,
-                ready_engine(settings("decode-0", shard=SHARDS[decode_tp])) as decode,
-            ):
-                # Twice: the second time both engines use other blocks, and all ranks the same.
-                for request_id in ("chat-1", "chat-2"):
-                    shown: list[int] = []
-                    handed_over = await hand_over(
-                        prefill, decode, request_id=request_id, prompt=PROMPT, max_tokens=20, show=shown.append
-                    )
-                    assert handed_over.token_ids == shown == tiny[1](PROMPT, 20)
-                    assert [len(loaded.sources) for loaded in handed_over.loaded] == [
-                        max(1, prefill_tp // decode_tp)
-                    ] * decode_tp
-                    assert handed_over.outcomes == ["read"] * prefill_tp
 
-        asyncio.run(scenario())
+@pytest.mark.nixl
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
+async def test_ranks_answer_as_one_does_until_one_is_killed(settings: Settings, tiny: Model, victim: int) -> None:
+    async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
+        assert await answer_alone(decode, PROMPT, 20) == tiny.greedy(PROMPT, 20)
+        await decode.send(Generate(prompt=PROMPT, max_tokens=50))
+        await decode.expect(Token)
+        pid = decode.ranks[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"decode-0/{victim} died unexpectedly|RankLostError"):
+            [token async for token in decode.tokens()]
 
-    def test_ranks_answer_as_one_does(self, settings: Settings, tiny: tuple[Path, Greedy]) -> None:
-        async def scenario() -> None:
-            async with ready_engine(settings("engine-0", shard=SHARDS[2])) as engine:
-                assert await answer_alone(engine, PROMPT, 20) == tiny[1](PROMPT, 20)
 
-        asyncio.run(scenario())
+@pytest.mark.thorough
+@pytest.mark.nixl
+@pytest.mark.timeout(300)
+async def test_a_rank_that_waits_for_another_leaves_when_it_does(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself: nobody has to end it, and it does not wait until the other one counts as silent.
 
-    @pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
-    def test_a_killed_rank_is_an_error_and_no_hang(self, settings: Settings, victim: int) -> None:
-        async def scenario() -> None:
-            async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
-                await decode.send(Generate(prompt=PROMPT, max_tokens=50))
-                await decode.expect(Token)
-                pid = decode.ranks[victim].pid
-                assert pid is not None
-                os.kill(pid, signal.SIGKILL)
-                with pytest.raises(WorkerError, match=rf"decode-0/{victim} died unexpectedly|RankLostError"):
-                    [token async for token in decode.tokens()]
+    Thorough: see `test_ranks_answer_as_one_does_until_one_is_killed` of this file.
+    """
+    monkeypatch.setattr(router, "EXIT_TIMEOUT_S", SILENCE_TIMEOUT_S * 0.8)
+    async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
+        waiting, _ = decode.ranks
+        await waiting.send(Generate(prompt=PROMPT, max_tokens=50))
+    assert all("exitcode=0" in repr(rank) for rank in decode.ranks), decode.ranks
 
-        asyncio.run(scenario())
 
-    @pytest.mark.thorough
-    def test_a_rank_that_waits_for_another_leaves_when_it_does(
-        self, settings: Settings, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """By itself: nobody has to end it, and it does not wait until the other one counts as silent.
-
-        Thorough: see `test_a_killed_rank_is_an_error_and_no_hang` of this file.
-        """
-        monkeypatch.setattr(router, "EXIT_TIMEOUT_S", SILENCE_TIMEOUT_S * 0.8)
-
-        async def scenario() -> None:
-            async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
-                waiting, _ = decode.ranks
-                await waiting.send(Generate(prompt=PROMPT, max_tokens=50))
-            assert all("exitcode=0" in repr(rank) for rank in decode.ranks), decode.ranks
-
-        asyncio.run(scenario())
-
-    def test_ranks_that_disagree_are_an_error(self, settings: Settings) -> None:
-        engine = EngineProcesses("decode-0", [])
-        assert engine.agreed([7, 7]) == 7
-        with pytest.raises(WorkerError, match=r"decode-0: its ranks disagree: \[7, 8\]"):
-            engine.agreed([7, 8])
+def test_ranks_that_disagree_are_an_error() -> None:
+    engine = EngineProcesses("decode-0", [])
+    assert engine.agreed([7, 7]) == 7
+    with pytest.raises(WorkerError, match=r"decode-0: its ranks disagree: \[7, 8\]"):
+        engine.agreed([7, 8])

@@ -16,13 +16,15 @@ from paged_engine.cache import BlockId, CacheShape, PagedKVCache
 from paged_engine.sharding import Shard, divisible_kv_heads, padded, take_shard
 from tests_support import WAIT_S
 
+Whole = tuple[ModelConfig, dict[str, torch.Tensor]]
+
 KV_HEADS, GROUP_SIZE, HEAD_DIM, HIDDEN, MLP, VOCABULARY = 3, 2, 8, 20, 24, 50
 PROMPT = [5, 17, 3, 41, 9, 33, 2]
 BLOCK_IDS = [BlockId(index) for index in (4, 1, 3)]
 
 
 @pytest.fixture(scope="module")
-def whole() -> tuple[ModelConfig, dict[str, torch.Tensor]]:
+def whole() -> Whole:
     """A random model with three KV heads, as SmolLM2 has them, and weights large enough to matter."""
     config = ModelConfig(
         layer_count=2,
@@ -72,10 +74,8 @@ def connected(tp_size: int, stack: ExitStack) -> list[AllReduce]:
 
 
 class TestShards:
-    @pytest.mark.parametrize(("tp_size", "kv_heads"), [(1, 4), (2, 4), (4, 4), (3, None), (2, 6), (6, 6)])
-    def test_together_compute_what_the_whole_computes(
-        self, whole: tuple[ModelConfig, dict[str, torch.Tensor]], tp_size: int, kv_heads: int | None
-    ) -> None:
+    @pytest.mark.parametrize(("tp_size", "kv_heads"), [(1, 4), (4, 4), (3, None), (2, 6)])
+    def test_together_compute_what_the_whole_computes(self, whole: Whole, tp_size: int, kv_heads: int | None) -> None:
         logits, cache = computed(LlamaModel(*whole))
         with ExitStack() as stack:
             models = [
@@ -94,7 +94,7 @@ class TestShards:
         assert not joined[:, :, :, KV_HEADS:].any()
         assert joined.shape[3] == (kv_heads or KV_HEADS)
 
-    def test_rows_are_not_copied(self, whole: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+    def test_rows_are_not_copied(self, whole: Whole) -> None:
         """Processes that map the same file share these pages."""
         _, weights = take_shard(*whole, Shard(tp_rank=1, tp_size=3))
         for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
@@ -109,17 +109,13 @@ class TestShards:
         ],
         ids=["heads", "mlp", "fewer"],
     )
-    def test_what_cannot_be_parted_is_refused(
-        self, whole: tuple[ModelConfig, dict[str, torch.Tensor]], shard: Shard, message: str
-    ) -> None:
+    def test_what_cannot_be_parted_is_refused(self, whole: Whole, shard: Shard, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             take_shard(*whole, shard)
-
-    def test_a_rank_that_does_not_exist_is_refused(self) -> None:
         with pytest.raises(ValueError, match=r"tp_rank: 2 is not in 0\.\.1"):
             Shard(tp_rank=2, tp_size=2)
 
-    def test_padding_leaves_the_original_alone(self, whole: tuple[ModelConfig, dict[str, torch.Tensor]]) -> None:
+    def test_padding_leaves_the_original_alone(self, whole: Whole) -> None:
         shapes = {name: weight.shape for name, weight in whole[1].items()}
         config, _ = padded(*whole, 8)
         assert (config.kv_head_count, whole[0].kv_head_count) == (8, KV_HEADS)
@@ -135,10 +131,9 @@ class TestShards:
 
 
 class TestAllReduce:
-    # The larger tensor fits no socket buffer.
-    @pytest.mark.parametrize("size", [1, 1_000_000])
     @pytest.mark.parametrize("tp_size", [1, 2, 4])
-    def test_every_rank_gets_the_sum(self, tp_size: int, size: int) -> None:
+    def test_every_rank_gets_the_sum(self, tp_size: int) -> None:
+        size = 1_000_000  # fits no socket buffer
         with ExitStack() as stack:
             ranks = connected(tp_size, stack)
             parts = [torch.full((size,), 10.0**rank) for rank in range(tp_size)]
@@ -147,7 +142,7 @@ class TestAllReduce:
             )
         assert all(torch.equal(total, sum(parts[1:], parts[0])) for total in sums)
 
-    @pytest.mark.parametrize("lost", [0, 1, 2])
+    @pytest.mark.parametrize("lost", [0, 1])
     def test_all_notice_that_one_has_gone(self, lost: int) -> None:
         with ExitStack() as stack:
             ranks = connected(3, stack)
