@@ -25,7 +25,7 @@ import torch
 from budgets import examples
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests_support import each, small_cache
+from tests_support import TICKET, TRACEPARENT, each, small_cache
 from wrong_values import REFUSED, Hostile, HostileList, Text, alike
 
 import kvflow
@@ -53,7 +53,6 @@ from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 BLOCK_SIZE = 4
 CONFIG = Config(engine_id="any", drain_timeout_s=1.0, limits=Limits(seal_hold_s=1e-6))
-TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 @dataclass(slots=True)
@@ -143,37 +142,6 @@ def annotations(kind: type) -> dict[str, str]:
 
 def values_of(thing: object) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in annotations(type(thing))}
-
-
-TICKET = Ticket(
-    engine_id="prefill-0",
-    request_id="req-1",
-    block_ids=(3,),
-    num_tokens=4,
-    ttl_s=30.0,
-    tp_size=1,
-    pp_size=1,
-    dp_rank=0,
-    block_size=4,
-    kv_heads=2,
-    model_kv_heads=0,
-    fixed_ports=False,
-    ranks=(
-        RankLease(
-            pp_rank=0,
-            tp_rank=0,
-            lease_id="0123456789abcdef" * 2,
-            seal_index=1,
-            incarnation="8f14e45fceea167a",
-            expires_s=5.0,
-            host="10.0.0.7",
-            port=5601,
-            block_ids=(5,),
-        ),
-    ),
-    traceparent=TRACEPARENT,
-    prompt_digest="0123456789abcdef" * 2,
-)
 
 
 def use_serve_request(sides: Sides, **values: Any) -> Any:
