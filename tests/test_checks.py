@@ -17,12 +17,6 @@ from kvflow import checks
 from kvflow.errors import ConfigError, LayoutError, RequestError
 from tests.tests_support import each
 
-
-def kind(value: object) -> str:
-    """The name of a test; pytest's own would ask a hostile value."""
-    return type(value).__name__[:20]
-
-
 # --- what is shown of a value
 
 
