@@ -26,6 +26,8 @@ from kvflow import errors
 
 ANSWER = [11, 12, 13]
 
+Script = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 
 class TestRotation:
     def test_one_that_is_down_is_probed_with_growing_pauses_until_it_is_back(self) -> None:
@@ -115,11 +117,10 @@ class TestFailures:
 
 @dataclass
 class Scripted:
-    """A worker of both kinds. What it does for the next requests is scripted; without a script it answers."""
+    """A worker of either kind. What it does for the next requests is scripted; without a script it answers."""
 
     name: str
-    prefills: list[Callable[[], Awaitable[web.StreamResponse]]] = field(default_factory=list)
-    decodes: list[Callable[[web.Request], Awaitable[web.StreamResponse]]] = field(default_factory=list)
+    script: list[Script] = field(default_factory=list)
     prefilled: list[str] = field(default_factory=list)
     decoded: list[DecodeRequest] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
@@ -135,8 +136,8 @@ class Scripted:
     async def _prefill(self, request: web.Request) -> web.StreamResponse:
         body = PrefillRequest.model_validate_json(await request.read())
         self.prefilled.append(body.request_id)
-        if self.prefills:
-            return await self.prefills.pop(0)()
+        if self.script:
+            return await self.script.pop(0)(request)
         last = body.max_tokens == 1
         reply = PrefillReply(
             step=Step.of(ANSWER[0], eos_token_id=2, last=last),
@@ -147,8 +148,8 @@ class Scripted:
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         self.decoded.append(DecodeRequest.model_validate_json(await request.read()))
-        if self.decodes:
-            return await self.decodes.pop(0)(request)
+        if self.script:
+            return await self.script.pop(0)(request)
         steps = [Step(token=token) for token in ANSWER[1:-1]] + [Step(token=ANSWER[-1], finish_reason="length")]
         return web.Response(text="".join(step.model_dump_json() + "\n" for step in steps))
 
@@ -160,8 +161,8 @@ class Scripted:
         return web.Response(text="{}")
 
 
-def failing(kind: FailureKind) -> Callable[..., Awaitable[web.StreamResponse]]:
-    async def fail(*_: object) -> web.StreamResponse:
+def failing(kind: FailureKind) -> Script:
+    async def fail(_: web.Request) -> web.StreamResponse:
         failure = Failure(kind=kind, message="scripted")
         return web.Response(text=failure.model_dump_json(), status=STATUS[kind].http)
 
@@ -177,7 +178,11 @@ async def dies_after_one_step(request: web.Request) -> web.StreamResponse:
     return response
 
 
-async def falls_silent(*_: object) -> web.StreamResponse:
+async def crashes(_: web.Request) -> web.StreamResponse:
+    return web.Response(status=500, text="Internal Server Error")
+
+
+async def falls_silent(_: web.Request) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError("nobody sets it")
 
@@ -248,30 +253,42 @@ class TestRouter:
             assert await tokens_of(s) == ANSWER
         assert len(s.prefill[1].prefilled) == 2
 
-    async def test_blocks_that_cannot_be_loaded_are_prefilled_again_elsewhere_and_released(self) -> None:
+    @pytest.mark.parametrize(
+        ("role", "script", "tickets", "released", "down"),
+        [
+            ("decode", failing(FailureKind.PREFILL_AGAIN), ["prefill-0", "prefill-1"], ["r-1"], []),
+            ("decode", dies_after_one_step, ["prefill-0", "prefill-1"], [], ["decode-0"]),
+            ("prefill", crashes, ["prefill-1"], ["r-1"], []),
+        ],
+        ids=["cannot be loaded", "dies in the middle", "says nothing"],
+    )
+    async def test_what_fails_before_the_client_has_seen_anything_is_done_anew_elsewhere(
+        self, role: str, script: Script, tickets: list[str], released: list[str], down: list[str]
+    ) -> None:
         async with scene() as s:
-            s.decode[0].decodes = [failing(FailureKind.PREFILL_AGAIN)]
+            first = s.decode[0] if role == "decode" else s.prefill[0]
+            first.script = [script]
             assert await tokens_of(s) == ANSWER
-            assert [request.ticket["from"] for request in s.decoded] == ["prefill-0", "prefill-1"]
-            assert [worker.up for worker in s.router.prefill.workers] == [True, True]
-        assert s.prefill[0].released == ["r-1"]
-        assert s.prefill[1].released == []
+            assert [request.ticket["from"] for request in s.decoded] == tickets
+            workers = [*s.router.prefill.workers, *s.router.decode.workers]
+            assert [worker.name for worker in workers if not worker.up] == down
+        assert (s.prefill[0].released, s.prefill[1].released) == (released, [])
 
     async def test_a_decode_worker_that_is_busy_is_avoided_even_if_it_is_its_turn_again(self) -> None:
         async with scene() as s:
 
-            async def busy(_: web.Request) -> web.StreamResponse:
+            async def busy(request: web.Request) -> web.StreamResponse:
                 s.router.decode.pick()  # another request takes the other worker's turn meanwhile
-                return await failing(FailureKind.BUSY)()
+                return await failing(FailureKind.BUSY)(request)
 
-            s.decode[0].decodes = [busy, busy]
+            s.decode[0].script = [busy, busy]
             assert await tokens_of(s) == ANSWER
         assert [len(worker.decoded) for worker in s.decode] == [1, 1]
 
     async def test_gives_up_after_three_attempts_with_the_last_reason(self) -> None:
         async with scene() as s:
             for worker in s.decode:
-                worker.decodes = [failing(FailureKind.PREFILL_AGAIN)] * 5
+                worker.script = [failing(FailureKind.PREFILL_AGAIN)] * 5
             with pytest.raises(AttemptError, match="decode-0: scripted") as caught:
                 await tokens_of(s)
             assert caught.value.failure.kind is FailureKind.PREFILL_AGAIN
@@ -279,19 +296,10 @@ class TestRouter:
 
     async def test_a_request_that_can_never_be_answered_is_not_tried_again(self) -> None:
         async with scene() as s:
-            s.prefill[0].prefills = [failing(FailureKind.INVALID)]
+            s.prefill[0].script = [failing(FailureKind.INVALID)]
             with pytest.raises(AttemptError, match="prefill-0: scripted"):
                 await tokens_of(s)
         assert s.prefill[1].prefilled == []
-
-    async def test_an_answer_that_says_nothing_counts_as_a_failed_worker(self) -> None:
-        async def crash() -> web.StreamResponse:
-            return web.Response(status=500, text="Internal Server Error")
-
-        async with scene() as s:
-            s.prefill[0].prefills = [crash]
-            assert await tokens_of(s) == ANSWER
-        assert len(s.prefill[1].prefilled) == 1
 
     async def test_says_when_no_worker_is_up(self) -> None:
         async with scene() as s:
@@ -301,15 +309,9 @@ class TestRouter:
                 await tokens_of(s)
             assert caught.value.failure.kind is FailureKind.NO_WORKER
 
-    async def test_a_worker_that_dies_in_the_middle_of_a_whole_answer_costs_another_attempt(self) -> None:
-        async with scene() as s:
-            s.decode[0].decodes = [dies_after_one_step]
-            assert await tokens_of(s) == ANSWER
-            assert not s.router.decode.workers[0].up
-
     async def test_a_stream_that_has_begun_is_not_started_over(self) -> None:
         async with scene() as s:
-            s.decode[0].decodes = [dies_after_one_step]
+            s.decode[0].script = [dies_after_one_step]
             stream = await s.router.stream(s.prompt())
             seen = []
             with pytest.raises(AttemptError, match="decode-0 was lost") as caught:
@@ -321,15 +323,15 @@ class TestRouter:
 
     async def test_a_stream_that_has_not_begun_is(self) -> None:
         async with scene() as s:
-            s.decode[0].decodes = [failing(FailureKind.WORKER_FAILED)]
+            s.decode[0].script = [failing(FailureKind.WORKER_FAILED)]
             stream = await s.router.stream(s.prompt())
             assert [step.token async for step in stream.steps()] == ANSWER
 
     @pytest.mark.parametrize("silent", ["prefill", "decode"])
     async def test_the_deadline_ends_every_wait(self, silent: str) -> None:
         async with scene() as s:
-            s.prefill[0].prefills = [falls_silent] if silent == "prefill" else []
-            s.decode[0].decodes = [falls_silent] if silent == "decode" else []
+            s.prefill[0].script = [falls_silent] if silent == "prefill" else []
+            s.decode[0].script = [falls_silent] if silent == "decode" else []
             with pytest.raises(AttemptError, match="deadline has passed") as caught:
                 await tokens_of(s, deadline_s=0.3)
             assert caught.value.failure.kind is FailureKind.DEADLINE
@@ -340,11 +342,11 @@ class TestRouter:
         async with scene() as s:
             asked = asyncio.Event()
 
-            async def wait(_: web.Request) -> web.StreamResponse:
+            async def wait(request: web.Request) -> web.StreamResponse:
                 asked.set()
-                return await falls_silent()
+                return await falls_silent(request)
 
-            s.decode[0].decodes = [wait]
+            s.decode[0].script = [wait]
             request = asyncio.create_task(tokens_of(s), name="request")
             await asked.wait()
             request.cancel()
