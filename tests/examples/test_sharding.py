@@ -14,49 +14,26 @@ from paged_engine import LlamaModel, ModelConfig, all_reduce
 from paged_engine.all_reduce import AllReduce, RankLostError, connected_ranks
 from paged_engine.cache import BlockId, CacheShape, PagedKVCache
 from paged_engine.sharding import Shard, divisible_kv_heads, padded, take_shard
+from paged_engine.weights import read_checkpoint
 from tests_support import WAIT_S
+from tiny_model import PROMPT, Model
 
 Whole = tuple[ModelConfig, dict[str, torch.Tensor]]
 
-KV_HEADS, GROUP_SIZE, HEAD_DIM, HIDDEN, MLP, VOCABULARY = 3, 2, 8, 20, 24, 50
-PROMPT = [5, 17, 3, 41, 9, 33, 2]
+KV_HEADS = 2
 BLOCK_IDS = [BlockId(index) for index in (4, 1, 3)]
 
 
-@pytest.fixture(scope="module")
-def whole() -> Whole:
-    """A random model with three KV heads, as SmolLM2 has them, and weights large enough to matter."""
-    config = ModelConfig(
-        layer_count=2,
-        kv_head_count=KV_HEADS,
-        head_dim=HEAD_DIM,
-        norm_eps=1e-5,
-        rope_theta=10000.0,
-        position_count_max=64,
-        eos_token_id=0,
-    )
-    torch.manual_seed(0)
-    weights = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN), "model.norm.weight": torch.rand(HIDDEN)}
-    queries, keys = KV_HEADS * GROUP_SIZE * HEAD_DIM, KV_HEADS * HEAD_DIM
-    shapes = {
-        "self_attn.q_proj": (queries, HIDDEN),
-        "self_attn.k_proj": (keys, HIDDEN),
-        "self_attn.v_proj": (keys, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, queries),
-        "mlp.gate_proj": (MLP, HIDDEN),
-        "mlp.up_proj": (MLP, HIDDEN),
-        "mlp.down_proj": (HIDDEN, MLP),
-        "input_layernorm": (HIDDEN,),
-        "post_attention_layernorm": (HIDDEN,),
-    }
-    for layer in range(config.layer_count):
-        weights |= {f"model.layers.{layer}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
-    return config, weights
+@pytest.fixture
+def whole(tiny: Model) -> Whole:
+    return read_checkpoint(tiny.checkpoint)
 
 
 def computed(model: LlamaModel) -> tuple[torch.Tensor, torch.Tensor]:
     """The logits after a prefill and one decode step, and the cache of all layers that they leave."""
-    shape = CacheShape(block_count=5, kv_head_count=model.config.kv_head_count, block_size=4, head_dim=HEAD_DIM)
+    shape = CacheShape(
+        block_count=5, kv_head_count=model.config.kv_head_count, block_size=4, head_dim=model.config.head_dim
+    )
     cache = PagedKVCache(model.layer_names, shape, dtype=model.dtype)
     pages = cache.pages(BLOCK_IDS)
     logits = [model.forward(PROMPT, 0, pages), model.forward([7], len(PROMPT), pages)]
@@ -74,7 +51,7 @@ def connected(tp_size: int, stack: ExitStack) -> list[AllReduce]:
 
 
 class TestShards:
-    @pytest.mark.parametrize(("tp_size", "kv_heads"), [(1, 4), (4, 4), (3, None), (2, 6)])
+    @pytest.mark.parametrize(("tp_size", "kv_heads"), [(1, 3), (4, 4), (2, None), (3, 3), (2, 6)])
     def test_together_compute_what_the_whole_computes(self, whole: Whole, tp_size: int, kv_heads: int | None) -> None:
         logits, cache = computed(LlamaModel(*whole))
         with ExitStack() as stack:
@@ -96,16 +73,16 @@ class TestShards:
 
     def test_rows_are_not_copied(self, whole: Whole) -> None:
         """Processes that map the same file share these pages."""
-        _, weights = take_shard(*whole, Shard(tp_rank=1, tp_size=3))
+        _, weights = take_shard(*whole, Shard(tp_rank=1, tp_size=2))
         for name in ("model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"):
             assert weights[name].untyped_storage().data_ptr() == whole[1][name].untyped_storage().data_ptr()
 
     @pytest.mark.parametrize(
         ("shard", "message"),
         [
-            (Shard(tp_size=2), "KV heads: 3 cannot be parted among 2 ranks"),
-            (Shard(tp_size=5, kv_head_count=5), r"gate_proj\.weight: 24 cannot be parted among 5 ranks"),
-            (Shard(kv_head_count=2), "the model has 3, 2 is less"),
+            (Shard(tp_size=3), "KV heads: 2 cannot be parted among 3 ranks"),
+            (Shard(tp_size=5, kv_head_count=5), r"_proj\.weight: 48 cannot be parted among 5 ranks"),
+            (Shard(kv_head_count=1), "the model has 2, 1 is less"),
         ],
         ids=["heads", "mlp", "fewer"],
     )
