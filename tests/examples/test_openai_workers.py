@@ -108,7 +108,7 @@ async def workers(tiny: Model) -> AsyncIterator[Workers]:
         workers = Workers(prefill, decode, *engines, *runtimes, prefill_metrics, decode_metrics, cluster)
         yield workers
         await workers.idle()
-    # Nothing is watched any more, and what was counted is still shown.
+    # What was counted is still shown when the runtimes have closed.
     assert sample(decode_metrics, "kvflow_loads_total", outcome="loaded") == sample(
         decode_metrics, "openai_server_load_seconds_count", phase="wire"
     )
