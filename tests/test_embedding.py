@@ -40,6 +40,7 @@ def run_page(play: Play, text: str = PAGE) -> None:
             await engine.serving.wait()
             try:
                 await play(engine)
+                await all_given_back(engine)
             finally:
                 engine.let_go()
                 engine.ending.set()
@@ -89,17 +90,17 @@ async def a_prompt_is_loaded(engine: Embedded) -> None:
     await engine.decode(wanted(offer(engine)))
     assert engine.answer is not None
     assert torch.equal(engine.answer, engine.other.kv_caches["layers.0"][:, BLOCKS])
-    await all_given_back(engine)
 
 
 def load_fails(kind: type[Exception], trouble: Trouble) -> Play:
     async def play(engine: Embedded) -> None:
         lease = offer(engine)
         request = wanted(lease)
-        trouble(engine, request, lease)
+        under_way = trouble(engine, request, lease)
+        if asyncio.iscoroutine(under_way):
+            await under_way
         with pytest.raises(kind):
             await engine.decode(request)
-        await all_given_back(engine)
 
     return play
 
@@ -108,40 +109,24 @@ def broken(part: str) -> Trouble:
     return lambda engine, _, __: engine.broken.add(part)
 
 
-def nobody(_: Embedded, request: SimpleNamespace, __: Lease) -> None:
-    request.kv_transfer_params["remote_port"] = 1
-
-
-def mixed_up(_: Embedded, request: SimpleNamespace, __: Lease) -> None:
-    request.prompt = PROMPT[::-1]
-
-
-def torn(engine: Embedded, _: SimpleNamespace, __: Lease) -> None:
-    engine.transport.faults.fail_next.append(TransportError("torn"))
-
-
-def held(engine: Embedded, _: SimpleNamespace, __: Lease) -> None:
-    engine.transport.faults.hold = True
+async def cancel(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
 
 
 async def cancelled_while_bytes_may_land(engine: Embedded) -> None:
     decoding = await held_load(engine)
-    decoding.cancel()
-    await asyncio.wait([decoding])
-    assert decoding.cancelled()
+    await cancel(decoding)
     with pytest.raises(errors.BlocksBusy):
         await engine.runtime.load_blocks(LoadRequest("another", offer(engine, "another").ticket, BLOCKS))
-    await all_given_back(engine)
 
 
 async def cancelled_before_the_load_has_begun(engine: Embedded) -> None:
     decoding = asyncio.create_task(engine.decode(wanted(offer(engine))))
     await asyncio.sleep(0)
     assert engine.taken
-    decoding.cancel()
-    await asyncio.wait([decoding])
-    assert decoding.cancelled()
-    await all_given_back(engine)
+    await cancel(decoding)
 
 
 async def closed_under_a_load(engine: Embedded) -> None:
@@ -150,18 +135,6 @@ async def closed_under_a_load(engine: Embedded) -> None:
     with pytest.raises(errors.RuntimeClosed) as caught:
         await decoding
     assert caught.value.quarantine is not None
-    await all_given_back(engine)
-
-
-def load_comes_too_late(kind: type[Exception], go: Going) -> Play:
-    async def play(engine: Embedded) -> None:
-        request = wanted(offer(engine))
-        await go(engine.runtime)
-        with pytest.raises(kind):
-            await engine.decode(request)
-        await all_given_back(engine)
-
-    return play
 
 
 async def asks_for_another_prefill(engine: Embedded) -> None:
@@ -169,7 +142,6 @@ async def asks_for_another_prefill(engine: Embedded) -> None:
     with pytest.raises(engine.names["PrefillAgain"]) as caught:
         await engine.names["answer"](wanted(lease))
     assert isinstance(caught.value.__cause__, errors.LeaseExpired)
-    await all_given_back(engine)
 
 
 # --- prefill
@@ -188,7 +160,6 @@ async def an_offer_is_read(engine: Embedded) -> None:
 async def an_offer_runs_out(engine: Embedded) -> None:
     await engine.prefill(wanted())
     assert engine.taken
-    await all_given_back(engine)
 
 
 def prefill_fails(kind: type[Exception], part: str = "", request_id: str = "request") -> Play:
@@ -196,7 +167,6 @@ def prefill_fails(kind: type[Exception], part: str = "", request_id: str = "requ
         engine.broken.add(part)
         with pytest.raises(kind):
             await engine.prefill(wanted(request_id=request_id))
-        await all_given_back(engine)
 
     return play
 
@@ -205,10 +175,7 @@ async def cancelled_while_computing(engine: Embedded) -> None:
     engine.computing.clear()
     prefilling = asyncio.create_task(engine.prefill(wanted()))
     await asyncio.wait([prefilling], timeout=1.0)
-    prefilling.cancel()
-    await asyncio.wait([prefilling])
-    assert prefilling.cancelled()
-    await all_given_back(engine)
+    await cancel(prefilling)
 
 
 def gone_before_the_offer(kind: type[Exception], go: Going) -> Play:
@@ -219,7 +186,6 @@ def gone_before_the_offer(kind: type[Exception], go: Going) -> Play:
         engine.computing.set()
         with pytest.raises(kind):
             await prefilling
-        await all_given_back(engine)
 
     return play
 
@@ -227,24 +193,29 @@ def gone_before_the_offer(kind: type[Exception], go: Going) -> Play:
 async def closed_under_a_lease(engine: Embedded) -> None:
     await engine.prefill(wanted())
     engine.ending.set()
-    await all_given_back(engine)
 
 
 PLAYS: dict[str, Play] = {
     "loaded": a_prompt_is_loaded,
     "lease over": load_fails(errors.LeaseExpired, lambda _, __, lease: lease.revoke()),
-    "no peer": load_fails(errors.PeerUnreachable, nobody),
-    "mixed up": load_fails(errors.PromptMismatch, mixed_up),
-    "torn": load_fails(errors.TransferFailed, torn),
-    "deadline": load_fails(errors.DeadlineExceeded, held),
+    "no peer": load_fails(
+        errors.PeerUnreachable, lambda _, request, __: request.kv_transfer_params.update(remote_port=1)
+    ),
+    "mixed up": load_fails(errors.PromptMismatch, lambda _, request, __: vars(request).update(prompt=PROMPT[::-1])),
+    "torn": load_fails(
+        errors.TransferFailed, lambda engine, _, __: engine.transport.faults.fail_next.append(TransportError("torn"))
+    ),
+    "deadline": load_fails(
+        errors.DeadlineExceeded, lambda engine, _, __: vars(engine.transport.faults).update(hold=True)
+    ),
     "no blocks": load_fails(MemoryError, broken("take")),
     "no prefix": load_fails(MemoryError, broken("cached_blocks")),
     "generate fails": load_fails(MemoryError, broken("generate")),
     "cancelled under a read": cancelled_while_bytes_may_land,
     "cancelled at once": cancelled_before_the_load_has_begun,
     "closed under a read": closed_under_a_load,
-    "load while draining": load_comes_too_late(errors.RuntimeDraining, kvflow.Runtime.drain),
-    "load when closed": load_comes_too_late(errors.RuntimeClosed, kvflow.Runtime.aclose),
+    "load while draining": load_fails(errors.RuntimeDraining, lambda engine, _, __: engine.runtime.drain()),
+    "load when closed": load_fails(errors.RuntimeClosed, lambda engine, _, __: engine.runtime.aclose()),
     "again": asks_for_another_prefill,
     "read": an_offer_is_read,
     "runs out": an_offer_runs_out,
@@ -270,6 +241,7 @@ def test_blocks_stay_taken_when_nobody_can_know_when_they_are_safe() -> None:
         with pytest.raises(errors.RuntimeBroken):
             await decoding
         await asyncio.wait(engine.background, timeout=100.0)
+        engine.let_go()
 
     with pytest.raises(AssertionError, match="never given back"):
         run_page(play)

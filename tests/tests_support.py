@@ -125,6 +125,39 @@ async def pass_deadlines(runtime: Runtime) -> None:
         load.timeout.reschedule(now_s)
 
 
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TICKET = Ticket(
+    engine_id="prefill-0",
+    request_id="req-1",
+    block_ids=(3,),
+    num_tokens=4,
+    ttl_s=30.0,
+    tp_size=1,
+    pp_size=1,
+    dp_rank=0,
+    block_size=4,
+    kv_heads=2,
+    model_kv_heads=0,
+    fixed_ports=False,
+    ranks=(
+        RankLease(
+            pp_rank=0,
+            tp_rank=0,
+            lease_id="0123456789abcdef" * 2,
+            seal_index=1,
+            incarnation="8f14e45fceea167a",
+            expires_s=5.0,
+            host="10.0.0.7",
+            port=5601,
+            block_ids=(5,),
+        ),
+    ),
+    traceparent=TRACEPARENT,
+    prompt_digest="0123456789abcdef" * 2,
+)
+"""A right ticket with everything that one may have."""
+
+
 def altered(ticket: Ticket, **changes: Any) -> Ticket:
     """A ticket with other values, those of its first rank included."""
     of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}

@@ -6,7 +6,8 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,40 +15,30 @@ from typing import Any
 import pytest
 import torch
 import uvloop
+from tiny_model import EXAMPLES, Model, RunPython
 
 import kvflow
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-Greedy = Callable[[Sequence[int], int], list[int]]
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
+BOTH_LOOPS = ("test_openai_workers.py", "test_paged_engine.py")
 
 
-@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Iterator[Run]:
-    """Runs a coroutine to its end, on each of the two loops."""
-    with asyncio.Runner(loop_factory=request.param) as runner:
-        yield runner.run
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """What runs in the loops of this process runs in both of them."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+    return loops | ({"uvloop": uvloop.new_event_loop} if item.path.name in BOTH_LOOPS else {})
 
 
-def greedy_of(model: Any) -> Greedy:
-    """transformers' own greedy answer, the prompt left out: what the engine is held against."""
-
-    def greedy(prompt: Sequence[int], max_tokens: int) -> list[int]:
-        token_ids = torch.tensor([list(prompt)])
-        with torch.inference_mode():
-            answer = model.generate(
-                token_ids,
-                attention_mask=torch.ones_like(token_ids),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-            )
-        generated: list[int] = answer[0, len(prompt) :].tolist()
-        return generated
-
-    return greedy
+def greedy_answer(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    token_ids = torch.tensor([list(prompt)])
+    mask = torch.ones_like(token_ids)
+    with torch.inference_mode():
+        answer = model.generate(token_ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False)
+    generated: list[int] = answer[0, len(prompt) :].tolist()
+    return generated
 
 
 def write_llama(model: Any, directory: Path) -> None:
@@ -70,8 +61,8 @@ def write_llama(model: Any, directory: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
-    """A random Llama with two query heads per KV head: its checkpoint, and transformers' answers."""
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A random Llama with two query heads per KV head."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -92,11 +83,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
     model = transformers.LlamaForCausalLM(config).eval()
     directory = tmp_path_factory.mktemp("tiny")
     write_llama(model, directory)
-    return directory, greedy_of(model)
+    return Model(directory, partial(greedy_answer, model))
 
 
 @pytest.fixture(scope="session")
-def tiny_chat(tiny: tuple[Path, Greedy]) -> Path:
+def tiny_chat(tiny: Model) -> Path:
     """The tiny model's checkpoint with a tokenizer beside it: a token for each character, up to "~"."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -107,8 +98,8 @@ def tiny_chat(tiny: tuple[Path, Greedy]) -> Path:
     tokenizer.decoder = decoders.Fuse()
     chat = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     chat.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}:"
-    chat.save_pretrained(tiny[0])
-    return tiny[0]
+    chat.save_pretrained(tiny.checkpoint)
+    return tiny.checkpoint
 
 
 @pytest.fixture(scope="session")
@@ -120,15 +111,15 @@ def smollm2_packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Greedy]:
-    """SmolLM2 as the demo writes it, and transformers' answers; loading it takes some seconds."""
+def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """SmolLM2 as the demo writes it; loading it takes some seconds."""
     from paged_engine.weights import GGUF_NAME, package_directory, write_checkpoint
     from transformers import LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("smollm2")
     write_checkpoint(directory)
     model = LlamaForCausalLM.from_pretrained(package_directory(), gguf_file=GGUF_NAME, dtype=torch.float32)
-    return directory, greedy_of(model)
+    return Model(directory, partial(greedy_answer, model))
 
 
 @pytest.fixture
@@ -150,7 +141,7 @@ def run_python() -> RunPython:
 
 
 @pytest.fixture
-def settings(tiny: tuple[Path, Greedy], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def settings(tiny: Model, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Settings of workers that run the tiny model; the environment that they need is set."""
     from disaggregated import router
     from disaggregated.worker import WorkerSettings
@@ -160,7 +151,7 @@ def settings(tiny: tuple[Path, Greedy], monkeypatch: pytest.MonkeyPatch) -> Call
         monkeypatch.delenv(name, raising=False)
     router.set_worker_environment("shm")
 
-    def settings(engine_id: str, *, checkpoint: Path = tiny[0], **others: Any) -> WorkerSettings:
+    def settings(engine_id: str, *, checkpoint: Path = tiny.checkpoint, **others: Any) -> WorkerSettings:
         return WorkerSettings(engine_id=engine_id, checkpoint=checkpoint, block_size=4, block_count=16, **others)
 
     return settings

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from openai_server.answer_text import AnswerText, cut_of, held_chars
+from openai_server.answer_text import AnswerText
 from openai_server.messages import Step
 
 TEXTS = st.text("abc", max_size=30)
@@ -44,6 +43,11 @@ def shown(pieces: Sequence[str], stops: Sequence[str]) -> tuple[AnswerText, list
 
 
 @given(pieces=st.lists(TEXTS, min_size=1, max_size=8), stops=STOPS)
+@example(["Hel", "lo", "END", "more"], ["END"])
+@example(["a E", "N", "D b"], ["END"])
+@example(["a E", "N", "T b"], ["END"])
+@example(["one END two"], ["END", "e"])
+@example(["see the", " end"], ["end", "the end"])
 def test_an_answer_is_what_a_reader_by_letters_makes_of_it(pieces: list[str], stops: list[str]) -> None:
     answer, parts = shown(pieces, stops)
     text, reason = read_by_letters("".join(pieces), stops)
@@ -51,34 +55,10 @@ def test_an_answer_is_what_a_reader_by_letters_makes_of_it(pieces: list[str], st
 
 
 @given(pieces=st.lists(TEXTS, min_size=1, max_size=8), stops=STOPS)
+@example(["a E", "N", "T b"], ["END"])
 def test_nothing_is_held_back_that_cannot_become_a_stop_string(pieces: list[str], stops: list[str]) -> None:
     _, parts = shown(pieces, stops)
     for count in range(1, len(parts)):
         text = "".join(pieces[:count])
         held = len(text) - len("".join(parts[:count]))
         assert held == 0 or any(stop.startswith(text[-held:]) for stop in stops)
-
-
-@pytest.mark.parametrize(
-    ("pieces", "stops", "parts", "reason"),
-    [
-        (["Hel", "lo", "END", "more"], ["END"], ["Hel", "lo", ""], "stop"),
-        (["a E", "N", "D b"], ["END"], ["a ", "", ""], "stop"),
-        (["a E", "N", "T b"], ["END"], ["a ", "", "ENT b"], "length"),
-        (["a E", "N"], ["END"], ["a ", "EN"], "length"),
-        (["one END two"], ["END", "e"], ["on"], "stop"),
-        (["abc"], ["abcd", "c"], ["ab"], "stop"),
-        (["x"], [], ["x"], "length"),
-    ],
-)
-def test_pieces(pieces: list[str], stops: list[str], parts: list[str], reason: str) -> None:
-    answer, seen = shown(pieces, stops)
-    assert (seen, answer.finish_reason) == (parts, reason)
-
-
-def test_of_two_that_end_together_the_longer_one_is_cut() -> None:
-    assert cut_of("see the end", ["end", "the end"]) == 4
-    assert cut_of("see the end", ["end"], start=9) is None
-    assert held_chars("see the e", ["end", "the end"]) == 5
-    assert held_chars("see the e", ["end", "the end"], start=6) == 1
-    assert held_chars("see", []) == 0

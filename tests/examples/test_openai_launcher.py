@@ -5,46 +5,59 @@ from __future__ import annotations
 import errno
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from openai_server import launcher
 from openai_server.launcher import HEALTH_TIMEOUT, Keeper, ServiceSettings, start_service
 from openai_server.starts import CANNOT_START, CannotListenError, StartError, Starts, listen_at
+from tiny_model import EXAMPLES, Model, RunPython
 
-Greedy = Callable[[Sequence[int], int], list[int]]
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
-
-SERVER = Path(__file__).parents[2] / "examples" / "openai_server"
+SERVER = EXAMPLES / "openai_server"
 HERE = "127.0.0.1"
 
-# What the launcher starts instead of workers: notes its start, and answers once if it is to work before it ends.
+# What the launcher starts instead of workers. It notes its starts, and answers that it is well.
 CHILD = """
 import http.server, json, os, pathlib, sys
 
-notes = pathlib.Path(__file__).with_name("starts")
-notes.write_text(notes.read_text() + "x" if notes.exists() else "x")
-status, working_starts, port = map(int, sys.argv[1:4])
-
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        body = json.dumps({"pid": os.getpid(), "status": "ok"}).encode()
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(json.dumps({"pid": os.getpid(), "status": "ok"}).encode())
 
     def log_message(self, *_):
         pass
 
-if len(notes.read_text()) <= working_starts:
-    http.server.HTTPServer(("127.0.0.1", port), Handler).handle_request()
+def server(port):
+    return http.server.HTTPServer(("127.0.0.1", port), Handler)
+
+here = pathlib.Path(__file__).parent
+(here / f"{os.getpid()}.pid").touch()
+"""
+
+# It answers once if it is to work before it ends.
+DYING = """
+status, working_starts, port = map(int, sys.argv[1:4])
+if len(list(here.glob("*.pid"))) <= working_starts:
+    server(port).handle_request()
 sys.exit(status)
+"""
+
+# It answers until it is told to end. The one whose role is in the file `hopeless` cannot start, and says so when the
+# three others run.
+SERVING = f"""
+if (here / "hopeless").exists() and (here / "hopeless").read_text() == sys.argv[1]:
+    (here / f"{{os.getpid()}}.pid").unlink()
+    while len(list(here.glob("*.pid"))) < 3:
+        pass
+    sys.exit({CANNOT_START})
+server(int(sys.argv[sys.argv.index("--port") + 1])).serve_forever()
 """
 
 
@@ -89,16 +102,12 @@ class TestStarts:
         assert [starts.ended(1, was_ready=False) for _ in range(4)] == [1.0, 2.0, 4.0, None]
 
     def test_what_worked_is_started_again_however_often_it_dies(self) -> None:
+        """Work ends a row of failures."""
         starts = Starts()
+        assert [starts.ended(1, was_ready=False) for _ in range(3)] == [1.0, 2.0, 4.0]
         for _ in range(20):
             starts.worked()
             assert starts.ended(-9, was_ready=True) == 1.0
-
-    def test_work_ends_a_row_of_failures(self) -> None:
-        starts = Starts()
-        assert [starts.ended(1, was_ready=False) for _ in range(3)] == [1.0, 2.0, 4.0]
-        starts.worked()
-        assert starts.ended(1, was_ready=True) == 1.0
         assert [starts.ended(1, was_ready=False) for _ in range(4)] == [1.0, 2.0, 4.0, None]
 
     def test_what_cannot_start_is_not_tried_again_unless_it_has_worked(self) -> None:
@@ -109,95 +118,34 @@ class TestStarts:
         assert [starts.ended(CANNOT_START, was_ready=False) for _ in range(4)] == [1.0, 2.0, 4.0, None]
 
 
-# One that is well: it notes its process id, and answers until it is told to end. The one whose role is in the file
-# `hopeless` cannot start, and says so when the three others run.
-SERVING = f"""
-import http.server, json, os, pathlib, sys
+def left_of(child: Path) -> list[str]:
+    """Those that are still there; a dead one that nobody has waited for is."""
+    return [path.stem for path in child.parent.glob("*.pid") if Path("/proc", path.stem).exists()]
 
-here = pathlib.Path(__file__).parent
-if (here / "hopeless").exists() and (here / "hopeless").read_text() == sys.argv[1]:
-    while len(list(here.glob("*.pid"))) < 3:
-        pass
-    sys.exit({CANNOT_START})
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({{"status": "ok", "pid": os.getpid()}}).encode())
-
-    def log_message(self, *_):
-        pass
-
-port = int(sys.argv[sys.argv.index("--port") + 1])
-(here / f"{{port}}.pid").write_text(str(os.getpid()))
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
-"""
-
-STRANGER = """
-import http.server, json
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"status": "ok", "pid": 1}).encode())
-
-    def log_message(self, *_):
-        pass
-
-server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-print(server.server_port, flush=True)
-server.serve_forever()
-"""
+def starts_of(child: Path) -> int:
+    return len(list(child.parent.glob("*.pid")))
 
 
 @pytest.fixture
-def stranger() -> Iterator[int]:
-    """The port of a process that is none of ours and answers as if it were well."""
-    process = subprocess.Popen([sys.executable, "-c", STRANGER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def dying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script that the launcher starts."""
     script = tmp_path / "child.py"
-    script.write_text(CHILD)
+    script.write_text(CHILD + DYING)
     monkeypatch.setattr(launcher, "COMMAND", script)
     return script
 
 
 @pytest.fixture
-def hopeless(child: Path) -> Path:
-    """One that cannot start, whatever it is told."""
-    child.write_text(f"raise SystemExit({CANNOT_START})")
-    return child
+def hopeless(dying: Path) -> Path:
+    dying.write_text(f"raise SystemExit({CANNOT_START})")
+    return dying
 
 
 @pytest.fixture
-def serving(child: Path) -> Path:
-    """One that is well, whatever it is told."""
-    child.write_text(SERVING)
-    return child
-
-
-def pids_of(child: Path) -> list[int]:
-    return [int(path.read_text()) for path in child.parent.glob("*.pid")]
-
-
-def left_of(child: Path) -> list[int]:
-    """Those that are still there; a dead one that nobody has waited for is."""
-    return [pid for pid in pids_of(child) if Path(f"/proc/{pid}").exists()]
-
-
-def starts_of(child: Path) -> int:
-    return len(child.with_name("starts").read_text())
+def serving(dying: Path) -> Path:
+    dying.write_text(CHILD + SERVING)
+    return dying
 
 
 async def keep(status: int, working_starts: int = 0) -> None:
@@ -216,29 +164,32 @@ async def keep(status: int, working_starts: int = 0) -> None:
 
 class TestKeeper:
     async def test_one_that_dies_at_every_start_is_given_up(
-        self, child: Path, capsys: pytest.CaptureFixture[str]
+        self, dying: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(StartError, match=r"decode-0 died 4 times before it was ready \(exit code 1\)"):
             await keep(1)
-        assert starts_of(child) == 4
+        assert starts_of(dying) == 4
         assert capsys.readouterr().err.count("decode-0 died (exit code 1); starting it again in 0 s") == 3
 
-    async def test_one_that_says_that_it_cannot_start_is_given_up_at_once(self, child: Path) -> None:
+    async def test_one_that_says_that_it_cannot_start_is_given_up_at_once(self, dying: Path) -> None:
         with pytest.raises(StartError, match="decode-0 cannot start; what it says itself is above"):
             await keep(CANNOT_START)
-        assert starts_of(child) == 1
+        assert starts_of(dying) == 1
 
-    async def test_one_that_works_and_dies_is_started_again_and_again(self, child: Path) -> None:
+    async def test_one_that_works_and_dies_is_started_again_and_again(self, dying: Path) -> None:
         with pytest.raises(StartError, match="died 4 times"):
-            await keep(1, working_starts=6)
-        assert starts_of(child) == 6 + 4
+            await keep(1, working_starts=5)
+        assert starts_of(dying) == 5 + 4
 
-    async def test_another_process_that_answers_at_its_port_is_not_taken_for_it(
-        self, child: Path, stranger: int
-    ) -> None:
-        arguments = [str(CANNOT_START), "0", str(stranger)]
-        keeper = Keeper(name="router", url=f"http://{HERE}:{stranger}", arguments=arguments)
-        async with aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as client:
+    async def test_another_process_that_answers_at_its_port_is_not_taken_for_it(self, dying: Path) -> None:
+        async def health(_: web.Request) -> web.Response:
+            return web.json_response({"status": "ok", "pid": 1})
+
+        stranger = web.Application()
+        stranger.router.add_get("/health", health)
+        async with TestServer(stranger) as server, aiohttp.ClientSession(timeout=HEALTH_TIMEOUT) as client:
+            arguments = [str(CANNOT_START), "0", str(server.port)]
+            keeper = Keeper(name="router", url=f"http://{HERE}:{server.port}", arguments=arguments)
             assert (await launcher._health(client, keeper.url))["status"] == "ok"
             with pytest.raises(StartError, match="router cannot start"):
                 await keeper.keep(client)
@@ -250,7 +201,7 @@ def settings_of(checkpoint: Path, *, host: str = HERE, port: int = 0) -> Service
 
 
 class TestService:
-    async def test_a_part_that_cannot_start_ends_it_with_one_error(self, hopeless: Path) -> None:
+    async def test_parts_that_cannot_start_end_it_with_one_error(self, hopeless: Path) -> None:
         with pytest.raises(StartError, match=r"(prefill|decode|router)(-\d)? cannot start"):
             async with start_service(settings_of(hopeless.parent)):
                 raise AssertionError("it never becomes ready")
@@ -258,7 +209,7 @@ class TestService:
     async def test_when_it_is_left_all_processes_have_ended(self, serving: Path) -> None:
         with pytest.raises(ExceptionGroup) as caught:
             async with start_service(settings_of(serving.parent)):
-                assert len(pids_of(serving)) == 4
+                assert starts_of(serving) == 4
                 raise LookupError("of whoever uses it")
         assert caught.group_contains(LookupError)
         assert left_of(serving) == []
@@ -268,14 +219,14 @@ class TestService:
         with pytest.raises(StartError, match="router cannot start"):
             async with start_service(settings_of(serving.parent)):
                 raise AssertionError("it never becomes ready")
-        assert len(pids_of(serving)) == 3
+        assert starts_of(serving) == 3
         assert left_of(serving) == []
 
-    async def test_a_taken_port_is_known_before_anything_is_started(self, child: Path, taken: int) -> None:
+    async def test_a_taken_port_is_known_before_anything_is_started(self, dying: Path, taken: int) -> None:
         with pytest.raises(CannotListenError, match=str(taken)):
-            async with start_service(settings_of(child.parent, port=taken)):
+            async with start_service(settings_of(dying.parent, port=taken)):
                 raise AssertionError("it never becomes ready")
-        assert not child.with_name("starts").exists()
+        assert starts_of(dying) == 0
 
     def test_workers_are_for_the_router_alone_where_it_is_for_everybody(self) -> None:
         service = launcher._laid_out(settings_of(Path(), host="0.0.0.0"))
@@ -284,25 +235,20 @@ class TestService:
 
 
 class TestCommands:
-    def test_a_second_service_on_the_same_port_says_so_and_ends(
-        self, tiny: tuple[Path, Greedy], run_python: RunPython, taken: int
+    @pytest.mark.parametrize(
+        "words",
+        [("serve",), ("prefill", "--name", "p"), ("router", "--prefill", "p=http://x", "--decode", "d=http://y")],
+        ids=lambda words: words[0],
+    )
+    def test_a_taken_port_is_said_in_a_line(
+        self, tiny: Model, run_python: RunPython, taken: int, words: tuple[str, ...]
     ) -> None:
-        done = run_python(str(SERVER), "serve", "--port", str(taken), "--checkpoint", str(tiny[0]))
-        assert done.returncode == CANNOT_START
-        assert done.stderr == (
+        done = run_python(str(SERVER), *words, "--port", str(taken), "--checkpoint", str(tiny.checkpoint))
+        assert (done.returncode, done.stderr) == (
+            CANNOT_START,
             f"error: cannot listen at 127.0.0.1:{taken}: Address already in use; "
-            "end what listens there, or choose another port with --port\n"
+            "end what listens there, or choose another port with --port\n",
         )
-
-    @pytest.mark.parametrize("role", ["prefill", "router"])
-    def test_so_does_each_process_by_itself(
-        self, tiny: tuple[Path, Greedy], run_python: RunPython, taken: int, role: str
-    ) -> None:
-        others = ["--prefill", "p=http://x", "--decode", "d=http://y"] if role == "router" else ["--name", "p"]
-        done = run_python(str(SERVER), role, "--port", str(taken), "--checkpoint", str(tiny[0]), *others)
-        assert done.returncode == CANNOT_START
-        assert done.stderr.startswith(f"error: cannot listen at 127.0.0.1:{taken}: Address already in use; end what")
-        assert done.stderr.count("\n") == 1
 
     @pytest.mark.parametrize(
         ("words", "message"),

@@ -13,7 +13,9 @@ from pydantic import ValidationError
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "a"}
+NEEDED: dict[type[GenerationRequest], dict[str, Any]] = {ChatRequest: CHAT, CompletionRequest: COMPLETION}
 OF_THE_CLIENT_ITSELF = {"extra_headers", "extra_query", "extra_body", "timeout"}
+TEXT = {"type": "text", "text": "a"}
 
 
 def chat(**parameters: Any) -> ChatRequest:
@@ -24,71 +26,101 @@ def completion(**parameters: Any) -> CompletionRequest:
     return CompletionRequest(**(COMPLETION | parameters))
 
 
-def refused(kind: type[GenerationRequest], parameters: dict[str, Any]) -> tuple[str, str]:
-    """The parameter that a refusal names, and why."""
-    with pytest.raises(ValidationError) as caught:
-        kind(**parameters)
-    (error,) = caught.value.errors()
-    return ".".join(map(str, error["loc"])), error["msg"]
+def said(content: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": content}]
 
 
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-def test_every_parameter_of_the_openai_client_has_its_place(kind: type[GenerationRequest]) -> None:
+@pytest.mark.parametrize("kind", NEEDED)
+def test_every_parameter_of_the_openai_client_has_its_place_and_null_asks_for_nothing(
+    kind: type[GenerationRequest],
+) -> None:
     with openai.OpenAI(api_key="none", base_url="http://127.0.0.1:1") as client:
         create = client.chat.completions.create if kind is ChatRequest else client.completions.create
         known = set(inspect.signature(create).parameters) - OF_THE_CLIENT_ITSELF
     assert known - set(kind.model_fields) == set()
-
-
-@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
-def test_null_asks_for_nothing(kind: type[GenerationRequest]) -> None:
-    needed = CHAT if kind is ChatRequest else COMPLETION
+    needed = NEEDED[kind]
     nothing = dict.fromkeys(set(kind.model_fields) - set(needed))
     assert kind(**(needed | nothing)).token_limit == kind(**needed).token_limit
 
 
-@pytest.mark.parametrize(
-    ("parameter", "harmless", "harmful"),
-    [
-        ("n", 1, 2),
-        ("n", None, 0),
-        ("presence_penalty", 0, 0.1),
-        ("frequency_penalty", 0.0, -1),
-        ("logit_bias", {}, {"5": 1}),
-        ("tools", [], [{"type": "function"}]),
-        ("functions", [], [{"name": "f"}]),
-        ("tool_choice", "auto", "required"),
-        ("function_call", "none", {"name": "f"}),
-        ("response_format", {"type": "text"}, {"type": "json_schema", "json_schema": {}}),
-        ("modalities", ["text"], ["text", "audio"]),
-        ("logprobs", False, True),
-        ("top_logprobs", 0, 3),
-        ("store", False, True),
-        ("reasoning_effort", "none", "high"),
-        ("verbosity", "medium", "low"),
-        ("audio", None, {"voice": "x", "format": "wav"}),
-        ("web_search_options", None, {}),
-    ],
-)
-def test_what_asks_for_nothing_is_taken_and_what_cannot_be_had_is_refused_by_name(
-    parameter: str, harmless: object, harmful: object
+NOT_SUPPORTED: list[tuple[type[GenerationRequest], str, object, object]] = [
+    (ChatRequest, "n", 1, 2),
+    (ChatRequest, "n", None, 0),
+    (ChatRequest, "presence_penalty", 0, 0.1),
+    (ChatRequest, "frequency_penalty", 0.0, -1),
+    (ChatRequest, "logit_bias", {}, {"5": 1}),
+    (ChatRequest, "tools", [], [{"type": "function"}]),
+    (ChatRequest, "functions", [], [{"name": "f"}]),
+    (ChatRequest, "tool_choice", "auto", "required"),
+    (ChatRequest, "function_call", "none", {"name": "f"}),
+    (ChatRequest, "response_format", {"type": "text"}, {"type": "json_schema", "json_schema": {}}),
+    (ChatRequest, "modalities", ["text"], ["text", "audio"]),
+    (ChatRequest, "logprobs", False, True),
+    (ChatRequest, "top_logprobs", 0, 3),
+    (ChatRequest, "store", False, True),
+    (ChatRequest, "reasoning_effort", "none", "high"),
+    (ChatRequest, "verbosity", "medium", "low"),
+    (ChatRequest, "audio", None, {"voice": "x", "format": "wav"}),
+    (ChatRequest, "web_search_options", None, {}),
+    (CompletionRequest, "best_of", 1, 3),
+    (CompletionRequest, "echo", False, True),
+    (CompletionRequest, "logprobs", None, 0),
+    (CompletionRequest, "suffix", "", "end"),
+]
+REFUSED: list[tuple[type[GenerationRequest], str, object, str]] = [
+    *(
+        (kind, parameter, harmful, "this server does not support it; it takes null")
+        for kind, parameter, _, harmful in NOT_SUPPORTED
+    ),
+    (ChatRequest, "stop", list("abcde"), "at most 4 strings, got 5"),
+    (ChatRequest, "stop", "", "strings of 1 to 1000 characters"),
+    (ChatRequest, "stop", ["a", ""], "strings of 1 to 1000 characters"),
+    (ChatRequest, "stop", "x" * 1001, "strings of 1 to 1000 characters"),
+    (ChatRequest, "stop", 5, "a string or a list of strings"),
+    (ChatRequest, "stop", ["a", 5], "a string or a list of strings"),
+    (ChatRequest, "temperature", -0.1, "greater than or equal to 0"),
+    (ChatRequest, "temperature", 2.1, "less than or equal to 2"),
+    (ChatRequest, "temperature", float("nan"), "finite"),
+    (ChatRequest, "temperature", "hot", "number"),
+    (ChatRequest, "top_p", 1.1, "less than or equal to 1"),
+    (ChatRequest, "top_p", float("inf"), "finite"),
+    (ChatRequest, "seed", 2**63, "less than or equal to"),
+    (ChatRequest, "seed", 0.5, "integer"),
+    (ChatRequest, "max_tokens", 0, "greater than or equal to 1"),
+    (ChatRequest, "deadline_s", -1, "greater than 0"),
+    (ChatRequest, "top_k", 5, "not permitted"),
+    (CompletionRequest, "prompt", ["a", "b"], "one prompt a request, got 2"),
+    (CompletionRequest, "prompt", [[1], [2], [3]], "one prompt a request, got 3"),
+    (CompletionRequest, "prompt", [1, "a"], "a text, or a list of tokens"),
+    (CompletionRequest, "prompt", 5, "a text, or a list of tokens"),
+    (CompletionRequest, "prompt", None, "a text, or a list of tokens"),
+    (
+        ChatRequest,
+        "messages.0.content",
+        [{"type": "image_url", "image_url": {"url": "x"}}],
+        "got a part of type 'image",
+    ),
+    (ChatRequest, "messages.0.content", [{"type": "text"}], "parts of type 'text', each with a 'text'"),
+    (ChatRequest, "messages.0.content", [5], "parts of type 'text'"),
+    (ChatRequest, "messages.0.content", None, "a text, or a list of parts"),
+]
+
+
+@pytest.mark.parametrize(("kind", "parameter", "wrong", "why"), REFUSED, ids=lambda value: str(value)[:20])
+def test_what_cannot_be_had_is_refused_by_name(
+    kind: type[GenerationRequest], parameter: str, wrong: object, why: str
 ) -> None:
-    chat(**{parameter: harmless})
-    name, why = refused(ChatRequest, CHAT | {parameter: harmful})
-    assert name == parameter
-    assert "this server does not support it; it takes null" in why
+    changed = {"messages": said(wrong)} if parameter.startswith("messages") else {parameter: wrong}
+    with pytest.raises(ValidationError) as caught:
+        kind(**(NEEDED[kind] | changed))
+    (error,) = caught.value.errors()
+    assert ".".join(map(str, error["loc"])) == parameter
+    assert why in error["msg"]
 
 
-@pytest.mark.parametrize(
-    ("parameter", "harmless", "harmful"),
-    [("best_of", 1, 3), ("echo", False, True), ("logprobs", None, 0), ("suffix", "", "end")],
-)
-def test_so_it_is_with_completions(parameter: str, harmless: object, harmful: object) -> None:
-    completion(**{parameter: harmless})
-    assert refused(CompletionRequest, COMPLETION | {parameter: harmful})[0] == parameter
-
-
-def test_what_has_nothing_to_do_with_the_answer_is_taken() -> None:
+def test_what_asks_for_nothing_or_has_nothing_to_do_with_the_answer_is_taken() -> None:
+    for kind, parameter, harmless, _ in NOT_SUPPORTED:
+        kind(**(NEEDED[kind] | {parameter: harmless}))
     chat(
         user="u",
         metadata={"a": "b"},
@@ -109,89 +141,25 @@ def test_stop_is_a_string_or_some(stop: object, stops: tuple[str, ...]) -> None:
     assert chat(stop=stop).stop == completion(stop=stop).stop == stops
 
 
-@pytest.mark.parametrize(
-    ("stop", "why"),
-    [
-        (list("abcde"), "at most 4 strings, got 5"),
-        ("", "strings of 1 to 1000 characters"),
-        (["a", ""], "strings of 1 to 1000 characters"),
-        ("x" * 1001, "strings of 1 to 1000 characters"),
-        (5, "a string or a list of strings"),
-        (["a", 5], "a string or a list of strings"),
-    ],
-    ids=str,
-)
-def test_other_stops_are_refused(stop: object, why: str) -> None:
-    name, said = refused(ChatRequest, CHAT | {"stop": stop})
-    assert name == "stop"
-    assert why in said
+@pytest.mark.parametrize("parameters", [{}, {"temperature": 0}, {"temperature": None, "top_p": 0.1, "seed": 4}])
+def test_without_a_temperature_it_is_greedy(parameters: dict[str, Any]) -> None:
+    assert chat(**parameters).drawn_sampling() == GREEDY
 
 
-class TestSampling:
-    @pytest.mark.parametrize("parameters", [{}, {"temperature": 0}, {"temperature": None, "top_p": 0.1, "seed": 4}])
-    def test_without_a_temperature_it_is_greedy(self, parameters: dict[str, Any]) -> None:
-        assert chat(**parameters).drawn_sampling() == GREEDY
-
-    def test_with_one_it_is_what_is_asked_for(self) -> None:
-        asked = chat(temperature=0.7, top_p=0.0, seed=-3).drawn_sampling()
-        assert asked == Sampling(temperature=0.7, top_p=0.0, seed=-3)
-        assert chat(temperature=2).drawn_sampling().top_p == 1.0
-
-    def test_a_seed_that_nobody_gives_is_another_one_each_time(self) -> None:
-        request = chat(temperature=1)
-        assert request.drawn_sampling().seed != request.drawn_sampling().seed
-
-    @pytest.mark.parametrize(
-        ("parameter", "value"),
-        [
-            ("temperature", -0.1),
-            ("temperature", 2.1),
-            ("temperature", float("nan")),
-            ("temperature", "hot"),
-            ("top_p", 1.1),
-            ("top_p", float("inf")),
-            ("seed", 2**63),
-            ("seed", 0.5),
-        ],
-    )
-    def test_what_is_out_of_range_is_refused_by_name(self, parameter: str, value: object) -> None:
-        assert refused(ChatRequest, CHAT | {parameter: value})[0] == parameter
+def test_with_one_it_is_what_is_asked_for_and_a_seed_that_nobody_gives_is_another_one_each_time() -> None:
+    asked = chat(temperature=0.7, top_p=0.0, seed=-3).drawn_sampling()
+    assert asked == Sampling(temperature=0.7, top_p=0.0, seed=-3)
+    request = chat(temperature=2)
+    assert request.drawn_sampling().top_p == 1.0
+    assert request.drawn_sampling().seed != request.drawn_sampling().seed
 
 
-class TestPrompts:
-    @pytest.mark.parametrize(
-        ("prompt", "one"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], [])]
-    )
-    def test_one_prompt_in_any_form(self, prompt: object, one: object) -> None:
-        assert completion(prompt=prompt).prompt == one
+@pytest.mark.parametrize(("prompt", "one"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2]), ([], [])])
+def test_one_prompt_in_any_form(prompt: object, one: object) -> None:
+    assert completion(prompt=prompt).prompt == one
 
-    @pytest.mark.parametrize(
-        ("prompt", "why"),
-        [
-            (["a", "b"], "one prompt a request, got 2"),
-            ([[1], [2], [3]], "one prompt a request, got 3"),
-            ([1, "a"], "a text, or a list of tokens"),
-            (5, "a text, or a list of tokens"),
-            (None, "a text, or a list of tokens"),
-        ],
-        ids=str,
-    )
-    def test_others_are_refused(self, prompt: object, why: str) -> None:
-        name, said = refused(CompletionRequest, COMPLETION | {"prompt": prompt})
-        assert name == "prompt"
-        assert why in said
 
-    @pytest.mark.parametrize(
-        ("content", "why"),
-        [
-            ([{"type": "image_url", "image_url": {"url": "x"}}], "reads text only, got a part of type 'image_url'"),
-            ([{"type": "text"}], "parts of type 'text', each with a 'text'"),
-            ([5], "parts of type 'text'"),
-            (None, "a text, or a list of parts"),
-        ],
-        ids=str,
-    )
-    def test_a_message_is_text(self, content: object, why: str) -> None:
-        name, said = refused(ChatRequest, CHAT | {"messages": [{"role": "user", "content": content}]})
-        assert name == "messages.0.content"
-        assert why in said
+@pytest.mark.parametrize("content", ["aa", [TEXT, TEXT]], ids=["text", "parts"])
+def test_a_message_is_a_text_or_parts_of_one(content: object) -> None:
+    (message,) = chat(messages=said(content)).messages
+    assert message.for_template() == {"role": "user", "content": "aa"}

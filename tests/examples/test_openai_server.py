@@ -13,12 +13,12 @@ import threading
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import openai
 import pytest
@@ -31,13 +31,11 @@ from paged_engine import Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
+from tiny_model import EXAMPLES, Model, RunPython
 
 import kvflow
 
-Greedy = Callable[[Sequence[int], int], list[int]]
-RunPython = Callable[..., subprocess.CompletedProcess[str]]
-
-SERVER = Path(__file__).parents[2] / "examples" / "openai_server"
+SERVER = EXAMPLES / "openai_server"
 MODEL = "SmolLM2-135M-Instruct"
 FRANCE = Question(text="The capital of France is", chat=False)
 STORY = Question(text="Once upon a time", chat=False)
@@ -69,25 +67,26 @@ class Running:
             raise AssertionError(f"never printed {pattern!r}, but:\n{''.join(seen)}") from None
         return match
 
+    def get(self, name: str | None, path: str) -> str:
+        """What a worker answers, or the router for None."""
+        with urllib.request.urlopen(f"{self.workers[name] if name else self.url}/{path}", timeout=60) as answer:
+            text: str = answer.read().decode()
+        return text
+
     def health(self, name: str | None = None) -> dict[str, Any]:
-        with urllib.request.urlopen(f"{self.workers[name] if name else self.url}/health", timeout=60) as answer:
-            health: dict[str, Any] = json.load(answer)
-            return health
+        health: dict[str, Any] = json.loads(self.get(name, "health"))
+        return health
 
-    def metric(self, name: str, sample: str) -> float:
-        """One sample at /metrics of a worker, or of the router for ""."""
-        with urllib.request.urlopen(f"{self.workers.get(name, self.url)}/metrics", timeout=60) as answer:
-            match = re.search(rf"^{re.escape(sample)} (\S+)$", answer.read().decode(), re.MULTILINE)
-        return float(match[1]) if match else 0.0
-
-    def samples(self, name: str) -> list[Sample]:
-        """Everything at /metrics of a worker, as Prometheus reads it."""
-        with urllib.request.urlopen(f"{self.workers[name]}/metrics", timeout=60) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
+    def samples(self, name: str | None = None) -> list[Sample]:
+        """Everything at /metrics, as Prometheus reads it."""
+        families = text_string_to_metric_families(self.get(name, "metrics"))
         return [sample for family in families for sample in family.samples]
 
-    def kill(self, name: str) -> None:
-        os.kill(self.health(name)["pid"], signal.SIGKILL)
+    def metric(self, name: str | None, sample: str, **labels: str) -> float:
+        """The samples of that name that have these labels, put together."""
+        return sum(
+            one.value for one in self.samples(name) if one.name == sample and labels.items() <= one.labels.items()
+        )
 
     def blocks_used(self) -> int:
         return sum(self.health(name)["blocks_used"] for name in self.workers)
@@ -99,8 +98,8 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(smollm2: tuple[Path, Greedy]) -> Iterator[Running]:
-    with service(smollm2[0], workers_each=2) as running:
+def running(smollm2: Model) -> Iterator[Running]:
+    with service(smollm2.checkpoint, workers_each=2) as running:
         yield running
 
 
@@ -130,14 +129,7 @@ def service(checkpoint: Path, *, workers_each: int) -> Iterator[Running]:
         process.wait(timeout=60)
         reader.join(timeout=60)
         process.stdout.close()
-    assert [pid for pid in pids if alive(pid)] == []
-
-
-def alive(pid: int) -> bool:
-    with suppress(ProcessLookupError):
-        os.kill(pid, 0)
-        return True
-    return False
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +163,47 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2: tuple[Path, Greedy], one_thread: None) -> Alone:
-    return Alone(ChatTokenizer(smollm2[0]), uvloop.run(tokens_alone(smollm2[0], ASKED, 60)))
+def alone(smollm2: Model, one_thread: None) -> Alone:
+    return Alone(ChatTokenizer(smollm2.checkpoint), uvloop.run(tokens_alone(smollm2.checkpoint, ASKED, 60)))
+
+
+class Piece(NamedTuple):
+    text: str
+    finish_reason: str | None
+
+
+def arguments_of(client: openai.OpenAI, question: Question) -> tuple[Any, dict[str, Any]]:
+    """What to call to ask that, and how."""
+    if question.chat:
+        return client.chat.completions.create, {"model": MODEL, "messages": ask(question)}
+    return client.completions.create, {"model": MODEL, "prompt": question.text}
 
 
 def ask(question: Question) -> list[dict[str, str]]:
     return [{"role": "user", "content": question.text}]
+
+
+def pieces_of(client: openai.OpenAI, question: Question, **parameters: Any) -> list[Piece]:
+    """A streamed answer, whatever way it is asked for."""
+    create, asked = arguments_of(client, question)
+    choices = [chunk.choices[0] for chunk in create(**asked, stream=True, **parameters)]
+    return [Piece((one.delta.content or "") if question.chat else one.text, one.finish_reason) for one in choices]
+
+
+def whole_of(client: openai.OpenAI, question: Question, **parameters: Any) -> Piece:
+    """The same in one piece."""
+    create, asked = arguments_of(client, question)
+    (choice,) = create(**asked, **parameters).choices
+    return Piece(choice.message.content if question.chat else choice.text, choice.finish_reason)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    *earlier, last = pieces
+    assert {piece.finish_reason for piece in earlier} <= {None}
+    return Piece("".join(piece.text for piece in pieces), last.finish_reason)
+
+
+BOTH = pytest.mark.parametrize("question", [COUNTING, SMILEY], ids=["completion", "chat"])
 
 
 def test_a_service_of_a_tiny_model_answers_as_one_process_does(tiny_chat: Path, one_thread: None) -> None:
@@ -191,175 +218,104 @@ def test_a_service_of_a_tiny_model_answers_as_one_process_does(tiny_chat: Path, 
         with pytest.raises(openai.NotFoundError, match="does not exist"):
             client.completions.create(model="gpt-7", prompt="a")
         running.until_idle()
-        assert running.metric("decode-0", 'openai_server_load_seconds_count{phase="wire"}') >= 4
+        assert running.metric("decode-0", "openai_server_load_seconds_count", phase="wire") >= 4
         assert running.health()["status"] == "ok"
 
 
 @pytest.mark.thorough
-class TestAnswers:
-    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+class TestService:
+    """With the real model, and two workers of each kind.
 
-    def test_models(self, client: openai.OpenAI) -> None:
+    Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file.
+    """
+
+    @BOTH
+    def test_an_answer_is_what_one_process_says(self, client: openai.OpenAI, alone: Alone, question: Question) -> None:
+        right = Piece(alone(question, 16), "length")
+        assert whole_of(client, question, max_tokens=16) == right
+        pieces = pieces_of(client, question, max_tokens=16)
+        assert joined(pieces) == right
+        assert len([piece for piece in pieces if piece.text]) > 5
+
+    def test_answers_look_as_openais(self, client: openai.OpenAI, alone: Alone, smollm2: Model) -> None:
         assert [model.id for model in client.models.list()] == [MODEL]
         assert client.models.retrieve(MODEL).id == MODEL
-
-    def test_a_completion_is_what_one_process_says(self, client: openai.OpenAI, alone: Alone) -> None:
-        answer = client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=12)
-        assert answer.choices[0].text == alone(FRANCE, 12)
-        assert answer.choices[0].finish_reason == "length"
-        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 12, 17)
-
-    def test_a_chat_is_what_one_process_says_and_ends_by_itself(self, client: openai.OpenAI, alone: Alone) -> None:
+        usage = client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=12).usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 12, 17)
         answer = client.chat.completions.create(model=MODEL, messages=ask(SUM), max_tokens=60)
-        assert answer.choices[0].message.content == alone(SUM, 60)
-        assert answer.choices[0].message.role == "assistant"
-        assert answer.choices[0].finish_reason == "stop"
-        assert answer.usage.completion_tokens < 60
-
-    def test_streams_grow_to_the_same_text(self, client: openai.OpenAI, alone: Alone) -> None:
-        chunks = list(
-            client.chat.completions.create(
-                model=MODEL,
-                messages=ask(SMILEY),
-                max_tokens=16,
-                stream=True,
-                stream_options={"include_usage": True},
-            )
+        (choice,) = answer.choices
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+            "assistant",
+            alone(SUM, 60),
+            "stop",  # by itself
         )
-        *pieces, usage = chunks
-        assert pieces[0].choices[0].delta.role == "assistant"
-        deltas = [piece.choices[0].delta.content or "" for piece in pieces]
-        assert "".join(deltas) == alone(SMILEY, 16)
-        assert len([delta for delta in deltas if delta]) > 5
-        assert [piece.choices[0].finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
-        assert usage.usage.completion_tokens == 16
-
-    def test_a_completion_streams_too_and_takes_tokens(
-        self, client: openai.OpenAI, alone: Alone, smollm2: tuple[Path, Greedy]
-    ) -> None:
-        prompt = ChatTokenizer(smollm2[0]).encode_text(STORY.text)
-        pieces = client.completions.create(model=MODEL, prompt=prompt, max_tokens=8, stream=True)
-        assert "".join(piece.choices[0].text for piece in pieces) == alone(STORY, 8)
+        assert answer.usage.completion_tokens < 60
+        chunks = client.chat.completions.create(
+            model=MODEL, messages=ask(SUM), max_tokens=60, stream=True, stream_options={"include_usage": True}
+        )
+        first, *_, last = chunks
+        assert (first.choices[0].delta.role, last.usage) == ("assistant", answer.usage)
+        prompt = ChatTokenizer(smollm2.checkpoint).encode_text(STORY.text)
+        assert client.completions.create(model=MODEL, prompt=prompt, max_tokens=8).choices[0].text == alone(STORY, 8)
 
     def test_health_and_metrics_tell_what_happened(self, running: Running, client: openai.OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="One two three", max_tokens=3)
+        running.until_idle()
         assert running.health()["status"] == "ok"
         assert {worker["name"]: worker["role"] for worker in running.health()["workers"]} == {
             name: name.split("-")[0] for name in running.workers
         }
-        assert running.metric("", 'openai_server_requests_total{outcome="ok"}') >= 1
-        assert running.metric("", 'openai_server_workers_up{role="decode"}') == 2
-        decoders = [name for name in running.workers if name.startswith("decode")]
-        loads, overheads, loaded = (
-            sum(running.metric(name, sample) for name in decoders)
-            for sample in (
-                'openai_server_load_seconds_count{phase="wire"}',
-                "openai_server_hand_over_overhead_seconds_count",
-                "openai_server_loaded_bytes_total",
-            )
-        )
-        assert loads == overheads >= 1
-        assert loaded > 0
         assert running.health("prefill-0").keys() >= {"pid", "runtime", "blocks_used", "blocks_free"}
+        assert running.metric(None, "openai_server_requests_total", outcome="ok") >= 1
+        assert running.metric(None, "openai_server_workers_up", role="decode") == 2
+        for name in running.workers:  # kvflow's own are beside theirs
+            samples = running.samples(name)
+            kvflows = {"kvflow_blocks", "kvflow_open_loads", "kvflow_open_leases", "kvflow_reads_total"}
+            assert kvflows <= {sample.name for sample in samples}
+            assert {sample.labels["engine"] for sample in samples if "engine" in sample.labels} == {name}
 
-    def test_workers_show_kvflows_metrics_beside_their_own(self, running: Running, client: openai.OpenAI) -> None:
-        client.completions.create(model=MODEL, prompt="One two three four", max_tokens=3)
-        running.until_idle()
-        seen = {name: running.samples(name) for name in running.workers}
-        for samples in seen.values():
-            assert {"kvflow_blocks", "kvflow_open_loads", "kvflow_open_leases", "kvflow_reads_total"} <= {
-                sample.name for sample in samples
-            }
-        engines = {
-            (name, s.labels["engine"]) for name, samples in seen.items() for s in samples if "engine" in s.labels
-        }
-        assert engines == {(name, name) for name in running.workers}
-        totals = {
-            (s.name, s.labels.get("outcome")): s.value
-            for samples in seen.values()
-            for s in samples
-            if s.name in ("kvflow_loads_total", "kvflow_leases_total") and s.value
-        }
-        assert totals["kvflow_loads_total", "loaded"] >= 1
-        assert totals["kvflow_leases_total", "read"] >= 1
+        def total(sample: str, **labels: str) -> float:
+            return sum(running.metric(name, sample, **labels) for name in running.workers)
 
-
-class Piece(NamedTuple):
-    text: str
-    finish_reason: str | None
-
-
-def pieces_of(client: openai.OpenAI, question: Question, **parameters: Any) -> list[Piece]:
-    """A streamed answer, whatever way it is asked for."""
-    if question.chat:
-        chunks = client.chat.completions.create(model=MODEL, messages=ask(question), stream=True, **parameters)
-        return [Piece(one.choices[0].delta.content or "", one.choices[0].finish_reason) for one in chunks]
-    chunks = client.completions.create(model=MODEL, prompt=question.text, stream=True, **parameters)
-    return [Piece(one.choices[0].text, one.choices[0].finish_reason) for one in chunks]
-
-
-def whole_of(client: openai.OpenAI, question: Question, **parameters: Any) -> Piece:
-    """The same in one piece."""
-    if question.chat:
-        (choice,) = client.chat.completions.create(model=MODEL, messages=ask(question), **parameters).choices
-        return Piece(choice.message.content, choice.finish_reason)
-    (choice,) = client.completions.create(model=MODEL, prompt=question.text, **parameters).choices
-    return Piece(choice.text, choice.finish_reason)
-
-
-def joined(pieces: Sequence[Piece]) -> Piece:
-    *earlier, last = pieces
-    assert {piece.finish_reason for piece in earlier} <= {None}
-    return Piece("".join(piece.text for piece in pieces), last.finish_reason)
-
-
-BOTH = pytest.mark.parametrize("question", [COUNTING, SMILEY], ids=["completion", "chat"])
-
-
-@pytest.mark.thorough
-class TestSampling:
-    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+        loads = total("openai_server_load_seconds_count", phase="wire")
+        assert loads == total("openai_server_hand_over_overhead_seconds_count") >= 1
+        assert total("openai_server_loaded_bytes_total") > 0
+        assert total("kvflow_loads_total", outcome="loaded") >= 1
+        assert total("kvflow_leases_total", outcome="read") >= 1
 
     @pytest.mark.parametrize("question", [STORY, SMILEY], ids=["completion", "chat"])
     def test_a_seed_gives_what_one_process_draws(
-        self, client: openai.OpenAI, alone: Alone, smollm2: tuple[Path, Greedy], question: Question
+        self, client: openai.OpenAI, alone: Alone, smollm2: Model, question: Question
     ) -> None:
         """Also the first token, which the prefill worker draws, and whichever workers the answer comes from."""
-        sampling = Sampling(temperature=0.9, top_p=0.95, seed=7)
-        tokens = uvloop.run(tokens_alone(smollm2[0], [question], 12, sampling))[question]
+        parameters: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
+        tokens = uvloop.run(tokens_alone(smollm2.checkpoint, [question], 12, Sampling(**parameters)))[question]
         right = TextStream(alone.tokenizer, tokens).text
         assert right != alone(question, 12)
-        parameters = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_tokens": 12}
-        assert {whole_of(client, question, **parameters).text for _ in range(3)} == {right}
-        assert joined(pieces_of(client, question, **parameters)).text == right
+        assert {whole_of(client, question, **parameters, max_tokens=12).text for _ in range(3)} == {right}
+        assert joined(pieces_of(client, question, **parameters, max_tokens=12)).text == right
 
     def test_other_seeds_and_none_give_other_answers(self, client: openai.OpenAI) -> None:
-        parameters = {"temperature": 1.5, "max_tokens": 12}
-        seeded = {whole_of(client, STORY, seed=seed, **parameters).text for seed in range(4)}
-        assert len(seeded | {whole_of(client, STORY, **parameters).text for _ in range(4)}) == 8
-
-    def test_a_temperature_of_zero_is_greedy(self, client: openai.OpenAI, alone: Alone) -> None:
-        answer = whole_of(client, FRANCE, temperature=0, top_p=0.5, seed=3, max_tokens=8)
-        assert answer.text == alone(FRANCE, 8)
-
-
-@pytest.mark.thorough
-class TestStop:
-    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+        seeds = [0, 1, 2, None, None, None]
+        answers = {whole_of(client, STORY, seed=seed, temperature=1.5, max_tokens=12).text for seed in seeds}
+        assert len(answers) == len(seeds)
 
     @BOTH
-    @pytest.mark.parametrize("length", [1, 2, 5])
     def test_an_answer_ends_before_the_first_stop_string(
-        self, running: Running, client: openai.OpenAI, alone: Alone, question: Question, length: int
+        self, running: Running, client: openai.OpenAI, alone: Alone, question: Question
     ) -> None:
         full = alone(question, 40)
-        stop = full[len(full) // 2 :][:length]
-        right = Piece(full[: full.index(stop)], "stop")
-        stops = [stop, "no such text"]
-        assert whole_of(client, question, stop=stops, max_tokens=40) == right
-        assert whole_of(client, question, stop=stop, max_tokens=40) == right
-        assert joined(pieces_of(client, question, stop=stops, max_tokens=40)) == right
+        for length in (1, 5):
+            stop = full[len(full) // 2 :][:length]
+            right = Piece(full[: full.index(stop)], "stop")
+            assert whole_of(client, question, stop=stop, max_tokens=40) == right
+            assert joined(pieces_of(client, question, stop=[stop, "no such text"], max_tokens=40)) == right
         running.until_idle()
+        # What only begins like one is shown in the end.
+        full = alone(question, 10)
+        stops = [full[-3:] + "!?", full[2:6] + "!?"]
+        assert joined(pieces_of(client, question, stop=stops, max_tokens=10)) == Piece(full, "length")
+        assert whole_of(client, question, stop=stops, max_tokens=10) == Piece(full, "length")
 
     def test_tokens_are_counted_up_to_the_stop_string(self, client: openai.OpenAI, alone: Alone) -> None:
         stop = alone(COUNTING, 40)[12:14]
@@ -369,95 +325,15 @@ class TestStop:
         streamed = client.completions.create(**parameters, stream=True, stream_options={"include_usage": True})
         assert list(streamed)[-1].usage == usage
 
-    @BOTH
-    def test_what_only_begins_like_one_is_shown_in_the_end(
-        self, client: openai.OpenAI, alone: Alone, question: Question
+    def test_what_ordinary_clients_send_without_wanting_anything_by_it(
+        self, client: openai.OpenAI, alone: Alone
     ) -> None:
-        full = alone(question, 10)
-        stops = [full[-3:] + "!?", full[2:6] + "!?"]
-        assert joined(pieces_of(client, question, stop=stops, max_tokens=10)) == Piece(full, "length")
-        assert whole_of(client, question, stop=stops, max_tokens=10) == Piece(full, "length")
-
-
-@pytest.mark.thorough
-class TestOrdinaryClients:
-    """What they send without wanting anything by it.
-
-    Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file.
-    """
-
-    NOTHING: ClassVar[dict[str, Any]] = {
-        "n": 1,
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "user": "me",
-        "stop": None,
-        "seed": None,
-        "temperature": 0.0,
-        "top_p": 1,
-    }
-
-    def test_a_chat(self, client: openai.OpenAI, alone: Alone) -> None:
-        answer = client.chat.completions.create(
-            model=MODEL,
-            messages=ask(SUM),
-            max_completion_tokens=60,
-            response_format={"type": "text"},
-            tools=[],
-            tool_choice="none",
-            parallel_tool_calls=True,
-            metadata={"a": "b"},
-            store=False,
-            logprobs=False,
-            modalities=["text"],
-            service_tier="auto",
-            stream_options={"include_usage": True},
-            **self.NOTHING,
-        )
-        assert answer.choices[0].message.content == alone(SUM, 60)
-
-    def test_a_completion(self, client: openai.OpenAI, alone: Alone) -> None:
-        answer = client.completions.create(
-            model=MODEL, prompt=[FRANCE.text], max_tokens=4, best_of=1, echo=False, suffix="", **self.NOTHING
-        )
-        assert answer.choices[0].text == alone(FRANCE, 4)
-
-    def test_a_chat_of_parts(self, client: openai.OpenAI, alone: Alone) -> None:
-        parts = [{"type": "text", "text": text} for text in (SUM.text[:7], SUM.text[7:])]
-        messages = [{"role": "user", "content": parts}]
-        answer = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=60, stream=None)
-        assert answer.choices[0].message.content == alone(SUM, 60)
-
-    @pytest.mark.parametrize(
-        ("parameter", "value", "message"),
-        [
-            ("tools", [{"type": "function", "function": {"name": "f"}}], r"it takes null or \[\]"),
-            ("response_format", {"type": "json_object"}, 'it takes null or {"type": "text"}'),
-            ("logprobs", True, "it takes null or false"),
-            ("logit_bias", {"50": 100}, "it takes null or {}"),
-            ("presence_penalty", 0.5, "it takes null or 0"),
-        ],
-    )
-    def test_what_would_change_the_answer_is_refused_by_name(
-        self, client: openai.OpenAI, parameter: str, value: Any, message: str
-    ) -> None:
-        with pytest.raises(
-            openai.BadRequestError, match=f"{parameter}: this server does not support it; {message}"
-        ) as e:
-            client.chat.completions.create(model=MODEL, messages=ask(SUM), **{parameter: value})
-        assert (e.value.type, e.value.param) == ("invalid_request_error", parameter)
-
-    def test_a_picture_is_refused_by_name(self, client: openai.OpenAI) -> None:
-        picture = {"type": "image_url", "image_url": {"url": "data:,"}}
-        with pytest.raises(openai.BadRequestError, match="reads text only, got a part of type 'image_url'") as caught:
-            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": [picture]}])
-        assert caught.value.param == "messages.0.content"
-
-
-@pytest.mark.thorough
-class TestErrors:
-    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+        nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0, "logit_bias": {}, "user": "me", "stop": None}
+        nothing |= {"seed": None, "temperature": 0.0, "top_p": 1}
+        of_chat = {"response_format": {"type": "text"}, "tools": [], "store": False, "logprobs": False}
+        assert whole_of(client, SUM, **nothing, **of_chat, max_completion_tokens=60).text == alone(SUM, 60)
+        of_completions = {"best_of": 1, "echo": False, "suffix": ""}
+        assert whole_of(client, FRANCE, **nothing, **of_completions, max_tokens=4).text == alone(FRANCE, 4)
 
     @pytest.mark.parametrize(
         ("wrong", "kind", "param", "message"),
@@ -465,15 +341,9 @@ class TestErrors:
             ({"model": "gpt-7"}, openai.NotFoundError, "model", "'gpt-7' does not exist"),
             ({"prompt": ""}, openai.BadRequestError, "prompt", "at least one token"),
             ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt", "1000000000 is no token"),
-            ({"max_tokens": 0}, openai.BadRequestError, "max_tokens", "greater than or equal to 1"),
             ({"max_tokens": 10**5}, openai.BadRequestError, None, "100001, at most 4096"),
-            ({"temperature": 2.5}, openai.BadRequestError, "temperature", "less than or equal to 2"),
-            ({"top_p": -0.1}, openai.BadRequestError, "top_p", "greater than or equal to 0"),
-            ({"stop": ["a", "b", "c", "d", "e"]}, openai.BadRequestError, "stop", "at most 4 strings, got 5"),
-            ({"n": 2}, openai.BadRequestError, "n", "does not support it; it takes null or 1"),
-            ({"prompt": ["a", "b"]}, openai.BadRequestError, "prompt", "one prompt a request, got 2"),
-            ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k", "does not support"),
-            ({"extra_body": {"deadline_s": -1}}, openai.BadRequestError, "deadline_s", "greater than 0"),
+            ({"n": 2}, openai.BadRequestError, "n", "^.*n: this server does not support it; it takes null or 1"),
+            ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k", "top_k: this server does not support it"),
         ],
         ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
     )
@@ -489,7 +359,10 @@ class TestErrors:
             client.completions.create(**{"model": MODEL, "prompt": "a", "max_tokens": 1} | dict(wrong))
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
 
-    def test_a_body_that_is_no_json_is_refused_too(self, running: Running) -> None:
+    def test_so_is_what_is_no_request_at_all(self, running: Running, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.embeddings.create(model=MODEL, input="a")
+        assert unknown.value.type == "invalid_request_error"
         request = urllib.request.Request(f"{running.url}/v1/completions", data=b"{", method="POST")
         request.add_header("Content-Type", "application/json")
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -498,23 +371,14 @@ class TestErrors:
         assert (caught.value.code, error["type"], error["param"]) == (400, "invalid_request_error", None)
         assert "JSON" in error["message"]
 
-    @pytest.mark.parametrize(("worker", "path"), [("prefill-0", "prefill"), ("decode-0", "decode")])
-    @pytest.mark.parametrize(
-        ("body", "message"), [("{", "Invalid JSON"), ("{}", "request_id"), ('{"extra": 1}', "extra")]
-    )
-    def test_a_worker_refuses_what_is_no_message(
-        self, running: Running, worker: str, path: str, body: str, message: str
-    ) -> None:
-        with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(f"{running.workers[worker]}/{path}", data=body.encode(), timeout=60)
-        assert caught.value.code == 422
-        assert message in caught.value.read().decode()
-        assert running.health(worker)["runtime"] == "open"
-
-    def test_an_unknown_path_is_an_error_in_the_same_shape(self, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.NotFoundError) as caught:
-            client.embeddings.create(model=MODEL, input="a")
-        assert caught.value.type == "invalid_request_error"
+    @pytest.mark.parametrize("role", ["prefill", "decode"])
+    def test_a_worker_refuses_what_is_no_message(self, running: Running, role: str) -> None:
+        for body, message in (("{", "Invalid JSON"), ("{}", "request_id"), ('{"extra": 1}', "extra")):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                urllib.request.urlopen(f"{running.workers[f'{role}-0']}/{role}", data=body.encode(), timeout=60)
+            assert caught.value.code == 422
+            assert message in caught.value.read().decode()
+        assert running.health(f"{role}-0")["runtime"] == "open"
 
     def test_a_deadline_ends_a_whole_answer(self, running: Running, client: openai.OpenAI) -> None:
         with pytest.raises(openai.APIStatusError, match="deadline has passed") as caught:
@@ -546,25 +410,18 @@ class TestErrors:
             next(iter(stream))
             assert running.blocks_used() > 0
         running.until_idle()
-        assert running.metric("", 'openai_server_requests_total{outcome="client_gone"}') >= 1
-
-
-@pytest.mark.thorough
-class TestDeaths:
-    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
+        assert running.metric(None, "openai_server_requests_total", outcome="client_gone") >= 1
 
     def test_a_killed_prefill_worker_costs_no_answer(
         self, running: Running, client: openai.OpenAI, alone: Alone
     ) -> None:
-        running.kill("prefill-0")
-        answers = [client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=4) for _ in range(3)]
-        assert {answer.choices[0].text for answer in answers} == {alone(FRANCE, 4)}
+        os.kill(running.health("prefill-0")["pid"], signal.SIGKILL)
+        assert {whole_of(client, FRANCE, max_tokens=4).text for _ in range(3)} == {alone(FRANCE, 4)}
         running.expect(r"prefill-0 died \(killed by SIGKILL\)")
         running.expect("router: prefill-0 is up")
         # The same name, but a new incarnation: decode workers shake hands with it again.
-        answers = [client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=4) for _ in range(4)]
-        assert {answer.choices[0].text for answer in answers} == {alone(FRANCE, 4)}
-        assert running.metric("prefill-0", 'openai_server_leases_total{outcome="read"}') >= 1
+        assert {whole_of(client, FRANCE, max_tokens=4).text for _ in range(4)} == {alone(FRANCE, 4)}
+        assert running.metric("prefill-0", "openai_server_leases_total", outcome="read") >= 1
 
     def test_a_killed_decode_worker_costs_its_streams_and_nothing_else(
         self, running: Running, client: openai.OpenAI, alone: Alone
@@ -581,11 +438,6 @@ class TestDeaths:
                 return text, error.code
             return text, None
 
-        def whole() -> str:
-            answer = client.completions.create(model=MODEL, prompt=COUNTING.text, max_tokens=40)
-            text: str = answer.choices[0].text
-            return text
-
         right = alone(COUNTING, 40)
         begun, pid = threading.Semaphore(0), running.health("decode-0")["pid"]
         with ThreadPoolExecutor() as threads:
@@ -594,10 +446,10 @@ class TestDeaths:
             for _ in streams:
                 assert begun.acquire(timeout=60)
             os.kill(pid, signal.SIGSTOP)  # before it is through with its stream
-            wholes = [threads.submit(whole) for _ in range(2)]
+            wholes = [threads.submit(whole_of, client, COUNTING, max_tokens=40) for _ in range(2)]
             os.kill(pid, signal.SIGKILL)
             outcomes = sorted((future.result() for future in streams), key=lambda outcome: outcome[1] or "")
-            assert [future.result() for future in wholes] == [right] * 2
+            assert [future.result().text for future in wholes] == [right] * 2
         (complete, no_error), (cut, error) = outcomes
         assert (complete, no_error) == (right, None)
         assert error == "worker_lost"
@@ -606,15 +458,8 @@ class TestDeaths:
         running.expect("router: decode-0 is up")
         running.until_idle()
 
-
-@pytest.mark.thorough
-class TestLoad:
-    """Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file."""
-
-    def test_no_wrong_answer_while_a_worker_is_killed(
-        self, running: Running, smollm2: tuple[Path, Greedy], one_thread: None
-    ) -> None:
-        right = uvloop.run(answers_alone(smollm2[0], ALL_QUESTIONS[:8], 8))
+    def test_no_wrong_answer_while_a_worker_is_killed(self, running: Running, smollm2: Model, one_thread: None) -> None:
+        right = uvloop.run(answers_alone(smollm2.checkpoint, ALL_QUESTIONS[:8], 8))
         service = Service(
             url=running.url,
             prefill={name: url for name, url in running.workers.items() if name.startswith("prefill")},

@@ -4,51 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, MutableMapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai_server.decode import DecodeWorker
 from openai_server.failures import RequestTooLongError
-from openai_server.messages import (
-    DecodeRequest,
-    Failure,
-    FailureKind,
-    Instant,
-    PrefillReply,
-    PrefillRequest,
-    Step,
-)
+from openai_server.messages import DecodeRequest, Failure, FailureKind, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
 from openai_server.prefill import PrefillWorker, prefill_app
 from openai_server.worker import WorkerSettings, background_tasks, worker_app
-from paged_engine import Engine, Sampling
+from paged_engine import GREEDY, Engine, Sampling
 from paged_engine.weights import load_model
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from tests_support import until
+from tiny_model import PROMPT, Model
 
 import kvflow
-from kvflow.runtime.world import World
-from kvflow.testing import InprocNetwork, InprocTransport
+from kvflow.testing import InprocCluster
 
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-Greedy = Callable[[Sequence[int], int], list[int]]
-
-PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
-
-REQUEST = PrefillRequest(request_id="r", prompt=PROMPT, max_tokens=6, deadline_s=30)
-
-
-def no_blocks() -> int:
-    return 0
+SAMPLED = Sampling(temperature=0.5, top_p=0.25, seed=-(2**63))
 
 
 @dataclass
-class Pair:
+class Workers:
     """A prefill and a decode worker on engines of their own."""
 
     prefill: PrefillWorker
@@ -57,23 +36,34 @@ class Pair:
     decode_engine: Engine
     prefill_runtime: kvflow.Runtime
     decode_runtime: kvflow.Runtime
-    decode_transport: InprocTransport
     prefill_metrics: PrefillMetrics
     decode_metrics: DecodeMetrics
+    cluster: InprocCluster
 
-    async def prefilled(self, request_id: str = "r", *, max_tokens: int = 6, deadline_s: float = 30) -> PrefillReply:
-        return await self.prefill.prefill(
-            PrefillRequest(request_id=request_id, prompt=PROMPT, max_tokens=max_tokens, deadline_s=deadline_s)
-        )
+    async def prefilled(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> PrefillReply:
+        return await self.prefill.prefill(request_of(request_id, max_tokens, sampling))
+
+    async def answer(self, request_id: str = "r", sampling: Sampling = GREEDY) -> list[int]:
+        """The tokens of a whole answer."""
+        reply = await self.prefilled(request_id, sampling=sampling)
+        generation = await self.decode.decode(decode_request(reply, request_id, sampling=sampling))
+        steps = [reply.step, *[Step(**json.loads(line)) async for line in generation.lines()]]
+        assert [step.finish_reason for step in steps] == [None] * 5 + ["length"]
+        return [step.token for step in steps]
 
     async def idle(self) -> None:
         """Wait until all blocks of both engines are free."""
-        await until(
-            lambda: not (self.prefill_engine.statistics().blocks_used or self.decode_engine.statistics().blocks_used)
-        )
+        for engine in (self.prefill_engine, self.decode_engine):
+            await until(lambda engine=engine: not engine.statistics().blocks_used)
 
 
-def decode_request(reply: PrefillReply, request_id: str = "r", *, max_tokens: int = 5) -> DecodeRequest:
+def request_of(request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> PrefillRequest:
+    return PrefillRequest(request_id=request_id, prompt=PROMPT, max_tokens=max_tokens, deadline_s=30, sampling=sampling)
+
+
+def decode_request(
+    reply: PrefillReply, request_id: str = "r", max_tokens: int = 5, sampling: Sampling = GREEDY
+) -> DecodeRequest:
     assert reply.ticket is not None
     return DecodeRequest(
         request_id=request_id,
@@ -83,144 +73,104 @@ def decode_request(reply: PrefillReply, request_id: str = "r", *, max_tokens: in
         max_tokens=max_tokens,
         deadline_s=30,
         prefilled_at=reply.replied_at,
+        sampling=sampling,
     )
 
 
-@asynccontextmanager
-async def pair(checkpoint: Path) -> AsyncIterator[Pair]:
-    """Two workers; leaving it expects all blocks to be free, or to become free."""
-    model, network = load_model(checkpoint), InprocNetwork()
-    transports: list[InprocTransport] = []
+@pytest.fixture
+async def workers(tiny: Model) -> AsyncIterator[Workers]:
+    """Two workers; afterwards all blocks are free, or become free."""
+    model, cluster = load_model(tiny.checkpoint), InprocCluster()
+    no_blocks = {"blocks_used": int, "blocks_free": int}
+    prefill_metrics, decode_metrics = PrefillMetrics(**no_blocks), DecodeMetrics(**no_blocks)
 
-    def transport(_: kvflow.Config, name: str) -> InprocTransport:
-        transports.append(InprocTransport(name, network))
-        return transports[-1]
+    def runtime(engine_id: str, metrics: PrefillMetrics | DecodeMetrics) -> kvflow.Runtime:
+        config = kvflow.Config(engine_id=engine_id, listen="tcp://127.0.0.1:0", drain_timeout_s=1, cancel_grace_s=0.05)
+        return kvflow.Runtime(config, world=cluster.world(), observers=[metrics.kvflow])
 
-    world = World(transport=transport)
-
-    def config(engine_id: str) -> kvflow.Config:
-        return kvflow.Config(
-            engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc", drain_timeout_s=1, cancel_grace_s=0.05
-        )
-
-    prefill_metrics = PrefillMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
-    decode_metrics = DecodeMetrics(blocks_used=no_blocks, blocks_free=no_blocks)
     async with (
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=1) as prefill_engine,
         Engine(model, block_count=16, block_size=4, batch_size=2, shuffle_seed=2) as decode_engine,
-        kvflow.Runtime(config("prefill-0"), world=world, observers=[prefill_metrics.kvflow]) as prefill_runtime,
-        kvflow.Runtime(config("decode-0"), world=world, observers=[decode_metrics.kvflow]) as decode_runtime,
+        runtime("prefill-0", prefill_metrics) as prefill_runtime,
+        runtime("decode-0", decode_metrics) as decode_runtime,
         background_tasks() as start_task,
     ):
-        for engine, runtime in ((prefill_engine, prefill_runtime), (decode_engine, decode_runtime)):
+        for engine, opened, metrics in (
+            (prefill_engine, prefill_runtime, prefill_metrics),
+            (decode_engine, decode_runtime, decode_metrics),
+        ):
             layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=4)
-            await runtime.register_kv_caches(engine.kv_caches, layout)
-        prefill_metrics.kvflow.watch(prefill_runtime)
-        decode_metrics.kvflow.watch(decode_runtime)
-        workers = Pair(
-            prefill=PrefillWorker(prefill_engine, prefill_runtime, start_task, prefill_metrics),
-            decode=DecodeWorker(decode_engine, decode_runtime, start_task, decode_metrics),
-            prefill_engine=prefill_engine,
-            decode_engine=decode_engine,
-            prefill_runtime=prefill_runtime,
-            decode_runtime=decode_runtime,
-            decode_transport=transports[-1],
-            prefill_metrics=prefill_metrics,
-            decode_metrics=decode_metrics,
-        )
+            await opened.register_kv_caches(engine.kv_caches, layout)
+            metrics.kvflow.watch(opened)
+        prefill = PrefillWorker(prefill_engine, prefill_runtime, start_task, prefill_metrics)
+        decode = DecodeWorker(decode_engine, decode_runtime, start_task, decode_metrics)
+        engines, runtimes = (prefill_engine, decode_engine), (prefill_runtime, decode_runtime)
+        workers = Workers(prefill, decode, *engines, *runtimes, prefill_metrics, decode_metrics, cluster)
         yield workers
         await workers.idle()
+    # What was counted is still shown when the runtimes have closed.
+    assert sample(decode_metrics, "kvflow_loads_total", outcome="loaded") == sample(
+        decode_metrics, "openai_server_load_seconds_count", phase="wire"
+    )
 
 
 def sample(metrics: PrefillMetrics | DecodeMetrics, name: str, **labels: str) -> float | None:
+    """The value of a worker's metric; kvflow's own say which runtime they are of."""
+    if name.startswith("kvflow_"):
+        engine = "prefill-0" if isinstance(metrics, PrefillMetrics) else "decode-0"
+        labels |= {"engine": engine, "dp": "0", "pp": "0", "tp": "0"}
     return metrics.registry.get_sample_value(name, labels)
 
 
-def kvflow_samples(registry: CollectorRegistry) -> dict[tuple[str, str], float]:
-    """kvflow's samples by name and what tells them apart in one worker."""
-    return {
-        (sample.name, next((sample.labels[key] for key in ("outcome", "use", "state") if key in sample.labels), "")): (
-            sample.value
-        )
-        for family in text_string_to_metric_families(generate_latest(registry).decode())
-        for sample in family.samples
-        if sample.name.startswith("kvflow_")
-    }
+async def test_the_decode_worker_goes_on_where_the_prefill_worker_stopped(workers: Workers, tiny: Model) -> None:
+    prefill, decode = workers.prefill_metrics, workers.decode_metrics
+    assert await workers.answer() == tiny.greedy(PROMPT, 6)
+    await workers.idle()
+    assert sample(prefill, "openai_server_leases_total", outcome="read") == 1
+    assert sample(decode, "openai_server_load_seconds_count", phase="wire") == 1
+    assert sample(decode, "openai_server_hand_over_overhead_seconds_count") == 1
+    assert sample(prefill, "kvflow_leases_total", outcome="read") == 1
+    assert sample(prefill, "kvflow_open_leases") == 0
+    assert sample(decode, "kvflow_loads_total", outcome="loaded") == 1
+    assert sample(decode, "kvflow_blocks", use="free") == 16
 
 
-async def steps_of(lines: AsyncIterator[str]) -> list[Step]:
-    return [Step(**json.loads(line)) async for line in lines]
+async def test_both_draw_what_one_engine_would(workers: Workers) -> None:
+    answers = []
+    for seed in range(3):
+        sampling = Sampling(temperature=1.5, top_p=0.95, seed=seed)
+        answers.append(await workers.answer(f"seed-{seed}", sampling))
+        alone = workers.decode_engine.generate(PROMPT, max_tokens=6, sampling=sampling)
+        assert answers[-1] == [token async for token in alone]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert len({answer[0] for answer in answers}) > 1  # the first token is drawn as well
 
 
-class TestHandOver:
-    def test_the_decode_worker_goes_on_where_the_prefill_worker_stopped(
-        self, tiny: tuple[Path, Greedy], run: Run
-    ) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                reply = await workers.prefilled()
-                generation = await workers.decode.decode(decode_request(reply))
-                steps = await steps_of(generation.lines())
-                assert [reply.step.token, *(step.token for step in steps)] == tiny[1](PROMPT, 6)
-                assert [step.finish_reason for step in steps] == [None] * 4 + ["length"]
-                await workers.idle()
-                assert sample(workers.prefill_metrics, "openai_server_leases_total", outcome="read") == 1
-                assert sample(workers.decode_metrics, "openai_server_load_seconds_count", phase="wire") == 1
-                assert sample(workers.decode_metrics, "openai_server_hand_over_overhead_seconds_count") == 1
-
-        run(scenario())
-
-    def test_both_draw_what_one_engine_would(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                answers = []
-                for seed in range(3):
-                    sampling = Sampling(temperature=1.5, top_p=0.95, seed=seed)
-                    name = f"seed-{seed}"
-                    reply = await workers.prefill.prefill(
-                        REQUEST.model_copy(update={"request_id": name, "sampling": sampling})
-                    )
-                    asked = decode_request(reply, name).model_copy(update={"sampling": sampling})
-                    steps = await steps_of((await workers.decode.decode(asked)).lines())
-                    answers.append([reply.step.token, *(step.token for step in steps)])
-                    alone = workers.decode_engine.generate(PROMPT, max_tokens=6, sampling=sampling)
-                    assert answers[-1] == [token async for token in alone]
-                assert len({tuple(answer) for answer in answers}) == 3
-                assert len({answer[0] for answer in answers}) > 1  # the first token is drawn as well
-
-        run(scenario())
-
-    def test_messages_carry_how_to_choose(self) -> None:
-        request = REQUEST.model_copy(update={"sampling": Sampling(temperature=0.5, top_p=0.25, seed=-(2**63))})
-        assert PrefillRequest.model_validate_json(request.model_dump_json()) == request
-
-    def test_one_token_is_answered_without_a_lease(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                reply = await workers.prefilled(max_tokens=1)
-                assert (reply.ticket, reply.step.finish_reason) == (None, "length")
-                assert [reply.step.token] == tiny[1](PROMPT, 1)
-                assert workers.prefill_engine.statistics().blocks_used == 0
-
-        run(scenario())
-
-    def test_a_prompt_that_can_never_fit_is_refused(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                with pytest.raises(
-                    RequestTooLongError, match="10 tokens of prompt and max_tokens 55 are 65, at most 64"
-                ):
-                    await workers.prefilled(max_tokens=55)
-
-        run(scenario())
+def test_messages_carry_how_to_choose() -> None:
+    request = request_of(sampling=SAMPLED)
+    assert PrefillRequest.model_validate_json(request.model_dump_json()) == request
 
 
-async def posted(workers: Pair, checkpoint: Path, request: PrefillRequest) -> tuple[int, bytes]:
-    """Status and body of the prefill worker's answer, as the router gets it."""
-    settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=checkpoint)
+async def test_one_token_is_answered_without_a_lease(workers: Workers, tiny: Model) -> None:
+    reply = await workers.prefilled(max_tokens=1)
+    assert (reply.ticket, reply.step) == (None, Step(token=tiny.greedy(PROMPT, 1)[0], finish_reason="length"))
+    assert workers.prefill_engine.statistics().blocks_used == 0
+
+
+async def test_a_prompt_that_can_never_fit_is_refused(workers: Workers) -> None:
+    with pytest.raises(RequestTooLongError, match="10 tokens of prompt and max_tokens 55 are 65, at most 64"):
+        await workers.prefilled(max_tokens=55)
+
+
+# --- what the router is answered
+
+
+async def posted(workers: Workers, tiny: Model) -> tuple[int, Failure | None]:
+    """Status of the prefill worker's answer as the router gets it, and the failure in it."""
+    settings = WorkerSettings(name="prefill-0", role="prefill", host="", port=0, checkpoint=tiny.checkpoint)
     app = worker_app(settings, workers.prefill_engine, workers.prefill_runtime, workers.prefill_metrics)
     sent: list[MutableMapping[str, Any]] = []
-    coming = [{"type": "http.request", "body": request.model_dump_json().encode()}]
+    coming = [{"type": "http.request", "body": request_of().model_dump_json().encode()}]
 
     async def receive() -> dict[str, Any]:
         if not coming:
@@ -232,133 +182,86 @@ async def posted(workers: Pair, checkpoint: Path, request: PrefillRequest) -> tu
 
     scope = {"type": "http", "method": "POST", "path": "/prefill", "query_string": b"", "headers": []}
     await prefill_app(app, workers.prefill)(scope, receive, send)
-    return sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+    status, body = sent[0]["status"], b"".join(message["body"] for message in sent[1:])
+    return status, None if status == 200 else Failure.model_validate_json(body)
 
 
-class TestAnswers:
-    async def test_what_is_our_own_fault_leaves_a_traceback(
-        self, tiny: tuple[Path, Greedy], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        async with pair(tiny[0]) as workers:
-            assert (await posted(workers, tiny[0], REQUEST))[0] == 200
-            status, body = await posted(workers, tiny[0], REQUEST)  # the same id again, while its lease is open
-            workers.prefill.release("r")
-        failure = Failure.model_validate_json(body)
-        assert (status, failure.kind) == (502, FailureKind.WORKER_FAILED)
-        (record,) = [record for record in caplog.records if record.name == "openai_server.worker"]
-        assert failure.message in record.getMessage()
-        assert record.exc_info is not None
-
-    async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
-        self, tiny: tuple[Path, Greedy], caplog: pytest.LogCaptureFixture
-    ) -> None:
-        async with pair(tiny[0]) as workers:
-            await workers.prefill_runtime.drain(deadline_s=0.1)
-            status, body = await posted(workers, tiny[0], REQUEST)
-        failure = Failure.model_validate_json(body)
-        assert (status, failure.kind) == (503, FailureKind.BUSY)
-        assert [record for record in caplog.records if record.name == "openai_server.worker"] == []
+async def test_what_is_our_own_fault_leaves_a_traceback(
+    workers: Workers, tiny: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await posted(workers, tiny) == (200, None)
+    status, failure = await posted(workers, tiny)  # the same id again, while its lease is open
+    workers.prefill.release("r")
+    assert failure is not None
+    assert (status, failure.kind) == (502, FailureKind.WORKER_FAILED)
+    (record,) = [record for record in caplog.records if record.name == "openai_server.worker"]
+    assert failure.message in record.getMessage()
+    assert record.exc_info is not None
 
 
-class TestMetrics:
-    def test_kvflows_own_are_shown_while_the_runtime_is_open_and_break_nothing_after_that(
-        self, tiny: tuple[Path, Greedy], run: Run
-    ) -> None:
-        async def scenario() -> CollectorRegistry:
-            async with pair(tiny[0]) as workers:
-                reply = await workers.prefilled()
-                assert kvflow_samples(workers.prefill_metrics.registry)["kvflow_open_leases", ""] == 1
-                await steps_of((await workers.decode.decode(decode_request(reply))).lines())
-                await workers.idle()
-                produced = kvflow_samples(workers.prefill_metrics.registry)
-                consumed = kvflow_samples(workers.decode_metrics.registry)
-                assert (produced["kvflow_leases_total", "read"], produced["kvflow_open_leases", ""]) == (1, 0)
-                assert (consumed["kvflow_loads_total", "loaded"], consumed["kvflow_blocks", "free"]) == (1, 16)
-                return workers.decode_metrics.registry
-
-        assert kvflow_samples(run(scenario()))["kvflow_loads_total", "loaded"] == 1
+async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
+    workers: Workers, tiny: Model, caplog: pytest.LogCaptureFixture
+) -> None:
+    await workers.prefill_runtime.drain(deadline_s=0.1)
+    status, failure = await posted(workers, tiny)
+    assert failure is not None
+    assert (status, failure.kind) == (503, FailureKind.BUSY)
+    assert [record for record in caplog.records if record.name == "openai_server.worker"] == []
 
 
-class TestBlocks:
-    def test_offered_blocks_stay_reserved_until_they_are_released(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                await workers.prefilled()
-                assert workers.prefill_engine.statistics().blocks_used == 3
-                workers.prefill.release("r")
-                workers.prefill.release("r")
-                workers.prefill.release("never heard of")
-                # The hold: a reader that has just looked at the seal may still be reading.
-                assert workers.prefill_engine.statistics().blocks_used == 3
-                await workers.idle()
-                assert sample(workers.prefill_metrics, "openai_server_leases_total", outcome="revoked") == 1
+# --- whose blocks they are
 
-        run(scenario())
 
-    def test_a_released_offer_cannot_be_loaded_and_costs_no_blocks(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                reply = await workers.prefilled()
-                workers.prefill.release("r")
-                with pytest.raises(kvflow.errors.LeaseExpired):
-                    await workers.decode.decode(decode_request(reply))
-                assert workers.decode_engine.statistics().blocks_used == 0
+async def test_offered_blocks_stay_reserved_until_they_are_released(workers: Workers) -> None:
+    reply = await workers.prefilled()
+    assert workers.prefill_engine.statistics().blocks_used == 3
+    assert sample(workers.prefill_metrics, "kvflow_open_leases") == 1
+    for request_id in ("r", "r", "never heard of"):
+        workers.prefill.release(request_id)
+    # The hold: a reader that has just looked at the seal may still be reading.
+    assert workers.prefill_engine.statistics().blocks_used == 3
+    with pytest.raises(kvflow.errors.LeaseExpired):
+        await workers.decode.decode(decode_request(reply))
+    assert workers.decode_engine.statistics().blocks_used == 0
+    await workers.idle()
+    assert sample(workers.prefill_metrics, "openai_server_leases_total", outcome="revoked") == 1
 
-        run(scenario())
 
-    def test_a_cancelled_load_keeps_its_blocks_until_no_byte_can_land(
-        self, tiny: tuple[Path, Greedy], run: Run
-    ) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                reply = await workers.prefilled()
-                transport = workers.decode_transport
-                transport.faults.hold = True
-                loading = asyncio.create_task(workers.decode.decode(decode_request(reply)), name="load")
-                await until(lambda: transport.held)
-                loading.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await loading
-                (quarantine,) = workers.decode_runtime.quarantines
-                assert workers.decode_engine.statistics().blocks_used == 4
-                transport.faults.hold = False
-                while transport.held:
-                    transport.perform()
-                await quarantine.settled()
-                await until(lambda: not workers.decode_engine.statistics().blocks_used)
-                workers.prefill.release("r")
+async def test_a_cancelled_load_keeps_its_blocks_until_no_byte_can_land(workers: Workers) -> None:
+    reply = await workers.prefilled()
+    transport = workers.cluster.transport("decode-0")
+    transport.faults.hold = True
+    loading = asyncio.create_task(workers.decode.decode(decode_request(reply)), name="load")
+    await until(lambda: transport.held)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    (quarantine,) = workers.decode_runtime.quarantines
+    assert workers.decode_engine.statistics().blocks_used == 4
+    transport.faults.hold = False
+    while transport.held:
+        transport.perform()
+    await quarantine.settled()
+    await until(lambda: not workers.decode_engine.statistics().blocks_used)
+    workers.prefill.release("r")
 
-        run(scenario())
 
-    def test_an_answer_that_nobody_wants_any_more_gives_its_blocks_back(
-        self, tiny: tuple[Path, Greedy], run: Run
-    ) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                reply = await workers.prefilled(max_tokens=50)
-                generation = await workers.decode.decode(decode_request(reply, max_tokens=49))
-                lines = generation.lines()
-                await anext(lines)
-                await generation.aclose()
-                await workers.idle()
-                # And the engine goes on with others.
-                reply = await workers.prefilled("s")
-                steps = await steps_of((await workers.decode.decode(decode_request(reply, "s"))).lines())
-                assert [reply.step.token, *(step.token for step in steps)] == tiny[1](PROMPT, 6)
+async def test_an_answer_that_nobody_wants_any_more_gives_its_blocks_back(workers: Workers, tiny: Model) -> None:
+    reply = await workers.prefilled(max_tokens=50)
+    generation = await workers.decode.decode(decode_request(reply, max_tokens=49))
+    await anext(generation.lines())
+    await generation.aclose()
+    await workers.idle()
+    assert await workers.answer("s") == tiny.greedy(PROMPT, 6)  # and the engine goes on with others
 
-        run(scenario())
 
-    def test_a_cancelled_prefill_gives_its_blocks_back(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        async def scenario() -> None:
-            async with pair(tiny[0]) as workers:
-                prefilling = asyncio.create_task(workers.prefilled(), name="prefill")
-                await until(lambda: workers.prefill_engine.statistics().blocks_used)
-                prefilling.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await prefilling
-                assert workers.prefill_engine.statistics().blocks_used == 0
-
-        run(scenario())
+async def test_a_cancelled_prefill_gives_its_blocks_back(workers: Workers) -> None:
+    prefilling = asyncio.create_task(workers.prefilled(), name="prefill")
+    await until(lambda: workers.prefill_engine.statistics().blocks_used)
+    prefilling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await prefilling
+    assert workers.prefill_engine.statistics().blocks_used == 0
 
 
 def test_clocks_of_two_machines_are_not_compared() -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from itertools import pairwise
-from pathlib import Path
 from threading import Event, get_ident
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +26,9 @@ from paged_engine import (
 from paged_engine.cache import CacheShape, PagedKVCache, Pages
 from paged_engine.model import Chunk
 from paged_engine.tokenizer import ChatTokenizer, TextStream
-from paged_engine.weights import MissingPackageError, load_model, read_checkpoint, require_modules
+from paged_engine.weights import load_model, read_checkpoint
 from tests_support import WAIT_S, turns
-
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
-Greedy = Callable[[Sequence[int], int], list[int]]
-
-PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
+from tiny_model import PROMPT, Model
 
 
 class TestBlockPool:
@@ -106,7 +100,6 @@ class TestSampling:
         [
             (1.0, 1.0, [0.5, 0.3, 0.15, 0.05]),
             (0.5, 1.0, [0.25 / 0.365, 0.09 / 0.365, 0.0225 / 0.365, 0.0025 / 0.365]),
-            (1.0, 0.75, [0.5 / 0.8, 0.3 / 0.8, 0.0, 0.0]),
             (1.0, 0.79, [0.5 / 0.8, 0.3 / 0.8, 0.0, 0.0]),
             (1.0, 0.81, [0.5 / 0.95, 0.3 / 0.95, 0.15 / 0.95, 0.0]),
             (1.0, 0.1, [1.0, 0.0, 0.0, 0.0]),
@@ -116,30 +109,28 @@ class TestSampling:
         order = [2, 0, 3, 1]  # the likeliest are not the first
         row = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64).log()[order]
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=11)
-        draws = [order[sampling.choose(row, position)] for position in range(4000)]
+        draws = [order[sampling.choose(row, position)] for position in range(2000)]
         for token, share in enumerate(wanted):
-            assert draws.count(token) / len(draws) == pytest.approx(share, abs=0.03 if 0 < share < 1 else 0)
+            assert draws.count(token) / len(draws) == pytest.approx(share, abs=0.04 if 0 < share < 1 else 0)
 
     def test_a_draw_depends_on_seed_and_position_alone(self) -> None:
-        row = torch.zeros(1000)
-        first, other = Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2)
-        draws = [first.choose(row, position) for position in range(50)]
-        assert draws == [first.choose(row, position) for position in range(50)]
-        assert len(set(draws)) > 40
-        assert draws != [other.choose(row, position) for position in range(50)]
-
-    def test_it_is_the_same_in_other_processes_and_versions(self) -> None:
-        """Workers of two versions answer one request together."""
-        sampling = Sampling(temperature=1.0, seed=42)
-        assert [sampling.choose(torch.zeros(1000), position) for position in range(5)] == [490, 173, 287, 334, 90]
+        """Also in other processes and versions: workers of two versions answer one request together."""
+        draws = [
+            [Sampling(temperature=1.0, seed=seed).choose(torch.zeros(1000), position) for position in range(50)]
+            for seed in (42, 43)
+        ]
+        assert draws[0][:5] == [490, 173, 287, 334, 90]
+        assert draws[0] != draws[1]
+        assert len(set(draws[0])) > 40
 
 
-class HeldModel(LlamaModel):
-    """A fault: every step waits for the gate. It also notes the steps' threads and the decode batches' sizes."""
+class WatchedModel(LlamaModel):
+    """Notes the steps' threads and the decode batches' sizes. A fault: while the gate is closed, every step waits."""
 
     def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__(config, weights)
         self.gate = Event()
+        self.gate.set()
         self.threads: set[int] = set()
         self.batches: list[int] = []
         self.row_counts: set[int] = set()
@@ -159,14 +150,12 @@ class HeldModel(LlamaModel):
         assert self.gate.wait(timeout=WAIT_S), "the test never opened the gate"
 
 
-def engine_of(checkpoint: Path, **settings: Any) -> Engine:
-    """An engine on that checkpoint with a poisoned cache."""
-    return poisoned_engine(load_model(checkpoint), **settings)
+@pytest.fixture
+def model(tiny: Model) -> WatchedModel:
+    return WatchedModel(*read_checkpoint(tiny.checkpoint))
 
 
-def poisoned_engine(
-    model: LlamaModel, *, block_count: int = 32, shuffle_seed: int | None = 1, batch_size: int = 1
-) -> Engine:
+def engine_of(model: LlamaModel, *, block_count: int = 32, shuffle_seed: int | None = 1, batch_size: int = 1) -> Engine:
     """An engine whose unwritten cache is poison: reading a slot before it was written gives nonsense."""
     engine = Engine(
         model,
@@ -187,142 +176,90 @@ async def answer_of(engine: Engine, prompt: list[int], max_tokens: int, sampling
 
 
 class TestEngine:
-    @pytest.mark.parametrize("length", [1, 3, 4, 5, 10])
-    @pytest.mark.parametrize("shuffle_seed", [None, 1, 2])
-    def test_answers_as_transformers_does(
-        self, tiny: tuple[Path, Greedy], run: Run, length: int, shuffle_seed: int | None
+    @pytest.mark.parametrize("shuffle_seed", [None, 2])
+    async def test_answers_as_transformers_does(
+        self, tiny: Model, model: WatchedModel, shuffle_seed: int | None
     ) -> None:
-        checkpoint, greedy = tiny
-
-        async def scenario() -> None:
-            async with engine_of(checkpoint, shuffle_seed=shuffle_seed) as engine:
-                assert await answer_of(engine, PROMPT[:length], 20) == greedy(PROMPT[:length], 20)
+        for length in (1, 3, 4, 5, 10):
+            async with engine_of(model, shuffle_seed=shuffle_seed) as engine:
+                assert await answer_of(engine, PROMPT[:length], 20) == tiny.greedy(PROMPT[:length], 20)
                 assert engine.statistics().blocks_used == 0
 
-        run(scenario())
-
     @pytest.mark.parametrize("batch_size", [1, 4])
-    def test_concurrent_requests_share_a_small_cache(
-        self, tiny: tuple[Path, Greedy], run: Run, batch_size: int
+    async def test_concurrent_requests_share_a_small_cache(
+        self, tiny: Model, model: WatchedModel, batch_size: int
     ) -> None:
-        checkpoint, greedy = tiny
         prompts = [PROMPT[:length] for length in range(1, 10)]
+        # Nine requests need four to six blocks each; twelve make most of them wait.
+        async with engine_of(model, block_count=12, batch_size=batch_size) as engine:
+            answers = await asyncio.gather(*(answer_of(engine, prompt, 12) for prompt in prompts))
+            assert answers == [tiny.greedy(prompt, 12) for prompt in prompts]
+            assert (engine.statistics().blocks_free, engine.statistics().blocks_used) == (12, 0)
 
-        async def scenario() -> None:
-            # Nine requests need four to six blocks each; twelve make most of them wait.
-            async with engine_of(checkpoint, block_count=12, batch_size=batch_size) as engine:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(answer_of(engine, prompt, 12)) for prompt in prompts]
-                assert [task.result() for task in tasks] == [greedy(prompt, 12) for prompt in prompts]
-                assert (engine.statistics().blocks_free, engine.statistics().blocks_used) == (12, 0)
-
-        run(scenario())
-
-    @pytest.mark.parametrize("batch_size", [1, 4])
-    def test_company_does_not_change_what_is_drawn(self, tiny: tuple[Path, Greedy], run: Run, batch_size: int) -> None:
+    async def test_company_does_not_change_what_is_drawn(self, tiny: Model, model: WatchedModel) -> None:
         samplings = [Sampling(temperature=1.5, seed=seed) for seed in range(4)]
+        async with engine_of(model, batch_size=4, block_count=64) as engine:
+            alone = [await answer_of(engine, PROMPT, 12, sampling) for sampling in samplings]
+            together = await asyncio.gather(
+                *(answer_of(engine, PROMPT, 12, sampling) for sampling in (*samplings, GREEDY))
+            )
+        assert together == [*alone, tiny.greedy(PROMPT, 12)]
+        assert len({tuple(answer) for answer in together}) == 5
 
-        async def scenario() -> None:
-            async with engine_of(tiny[0], batch_size=batch_size, block_count=64) as engine:
-                alone = [await answer_of(engine, PROMPT, 12, sampling) for sampling in samplings]
-                together = await asyncio.gather(
-                    *(answer_of(engine, PROMPT, 12, sampling) for sampling in (*samplings, GREEDY))
-                )
-                assert together == [*alone, tiny[1](PROMPT, 12)]
-                assert len({tuple(answer) for answer in together}) == 5
-
-        run(scenario())
-
-    def test_decode_continues_from_blocks_that_another_engine_filled(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        checkpoint, greedy = tiny
-
-        async def scenario() -> None:
-            async with (
-                engine_of(checkpoint, shuffle_seed=1) as prefill,
-                engine_of(checkpoint, shuffle_seed=2) as decode,
-                prefill.reserve(len(PROMPT)) as theirs,
-                decode.reserve(len(PROMPT) + 20) as ours,
-            ):
-                first = await prefill.prefill(PROMPT, theirs)
-                for name, cache in decode.kv_caches.items():
-                    cache[:, ours[: len(theirs)]] = prefill.kv_caches[name][:, theirs]
-                decoding = decode.decode(first, position=len(PROMPT), block_ids=ours, max_tokens=19)
-                async with aclosing(decoding) as tokens:
-                    assert [first, *[token async for token in tokens]] == greedy(PROMPT, 20)
-
-        run(scenario())
-
-    def test_a_cancelled_request_keeps_its_blocks_until_its_step_has_ended(
-        self, tiny: tuple[Path, Greedy], run: Run
+    async def test_decode_continues_from_blocks_that_another_engine_filled(
+        self, tiny: Model, model: WatchedModel
     ) -> None:
-        checkpoint, _ = tiny
+        async with (
+            engine_of(model, shuffle_seed=1) as prefill,
+            engine_of(model, shuffle_seed=2) as decode,
+            prefill.reserve(len(PROMPT)) as theirs,
+            decode.reserve(len(PROMPT) + 20) as ours,
+        ):
+            first = await prefill.prefill(PROMPT, theirs)
+            for name, cache in decode.kv_caches.items():
+                cache[:, ours[: len(theirs)]] = prefill.kv_caches[name][:, theirs]
+            decoding = decode.decode(first, position=len(PROMPT), block_ids=ours, max_tokens=19)
+            async with aclosing(decoding) as tokens:
+                assert [first, *[token async for token in tokens]] == tiny.greedy(PROMPT, 20)
 
-        async def scenario() -> None:
-            model = HeldModel(*read_checkpoint(checkpoint))
-            async with poisoned_engine(model) as engine:
-                request = asyncio.create_task(answer_of(engine, PROMPT, 20), name="request")
+    async def test_a_cancelled_request_keeps_its_blocks_until_its_step_has_ended(self, model: WatchedModel) -> None:
+        model.gate.clear()
+        async with engine_of(model) as engine:
+            request = asyncio.create_task(answer_of(engine, PROMPT, 20), name="request")
+            await asyncio.sleep(0)
+            assert engine.statistics().steps == 1
+            for _ in range(3):
+                request.cancel()
                 await asyncio.sleep(0)
-                assert engine.statistics().steps == 1
-                for _ in range(3):
-                    request.cancel()
-                    await asyncio.sleep(0)
-                    assert not request.done()
-                    assert engine.statistics().blocks_used > 0
-                model.gate.set()
-                with pytest.raises(asyncio.CancelledError):
-                    await request
-                assert engine.statistics().blocks_used == 0
+                assert not request.done()
+                assert engine.statistics().blocks_used > 0
+            model.gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await request
+            assert engine.statistics().blocks_used == 0
 
-        run(scenario())
+    async def test_a_stream_closed_early_gives_its_blocks_back(self, model: WatchedModel) -> None:
+        async with engine_of(model) as engine:
+            async with aclosing(engine.generate(PROMPT, max_tokens=20)) as tokens:
+                await anext(tokens)
+                assert engine.statistics().blocks_used == blocks_for(len(PROMPT) + 20, 4)
+            assert engine.statistics().blocks_used == 0
 
-    def test_a_stream_closed_early_gives_its_blocks_back(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        checkpoint, _ = tiny
-
-        async def scenario() -> None:
-            async with engine_of(checkpoint) as engine:
-                async with aclosing(engine.generate(PROMPT, max_tokens=20)) as tokens:
-                    await anext(tokens)
-                    assert engine.statistics().blocks_used == blocks_for(len(PROMPT) + 20, 4)
-                assert engine.statistics().blocks_used == 0
-
-        run(scenario())
-
-    def test_the_model_runs_in_one_thread_that_is_not_the_loops(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        model = HeldModel(*read_checkpoint(tiny[0]))
-        model.gate.set()
-
-        async def scenario() -> None:
-            async with poisoned_engine(model) as engine, asyncio.TaskGroup() as group:
-                for _ in range(3):
-                    group.create_task(answer_of(engine, PROMPT, 5))
-            assert len(model.threads) == 1
-            assert get_ident() not in model.threads
-
-        run(scenario())
-
-    def test_requests_join_and_leave_the_batch_by_themselves(self, tiny: tuple[Path, Greedy], run: Run) -> None:
-        checkpoint, greedy = tiny
+    async def test_requests_join_and_leave_the_batch_by_themselves(self, tiny: Model, model: WatchedModel) -> None:
+        """All of them in one thread, which is not the loop's."""
         lengths = [4, 9, 14, 6, 12]
-        model = HeldModel(*read_checkpoint(checkpoint))
-        model.gate.set()
-
-        async def scenario() -> None:
-            async with poisoned_engine(model, batch_size=3, block_count=64) as engine:
-                async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(answer_of(engine, PROMPT, length)) for length in lengths]
-                assert [task.result() for task in tasks] == [greedy(PROMPT, length) for length in lengths]
-
-        run(scenario())
+        right = [tiny.greedy(PROMPT, length) for length in lengths]
+        async with engine_of(model, batch_size=3, block_count=64) as engine:
+            assert await asyncio.gather(*(answer_of(engine, PROMPT, length) for length in lengths)) == right
         # Every answer but for its first token, which the prefill gives, comes from batches; many of them are full.
-        assert sum(model.batches) == sum(len(greedy(PROMPT, length)) - 1 for length in lengths)
+        assert sum(model.batches) == sum(len(answer) - 1 for answer in right)
         assert max(model.batches) == 3
         assert len(model.batches) < sum(model.batches) * 2 / 3
         # However few they are, the matrices have the same shape: so company does not change the rounding.
         assert model.row_counts == {3}
+        assert len(model.threads - {get_ident()}) == len(model.threads) == 1
 
-    def test_company_does_not_change_a_bit(self, tiny: tuple[Path, Greedy]) -> None:
-        model = load_model(tiny[0])
-
+    def test_company_does_not_change_a_bit(self, model: WatchedModel) -> None:
         def logits(prompts: Sequence[Sequence[int]]) -> torch.Tensor:
             """The first decode step of each, computed together."""
             shape = CacheShape(block_count=40, kv_head_count=2, block_size=4, head_dim=8)
@@ -340,62 +277,46 @@ class TestEngine:
         assert all(torch.equal(logits([prompt])[0], row) for prompt, row in zip(prompts, together, strict=True))
         assert torch.equal(logits(prompts[::-1]), together.flip(0))
 
-    def test_a_step_in_line_is_left_at_once_and_a_running_one_is_waited_for(
-        self, tiny: tuple[Path, Greedy], run: Run
+    async def test_a_step_in_line_is_left_at_once_and_a_running_one_is_waited_for(
+        self, tiny: Model, model: WatchedModel
     ) -> None:
-        checkpoint, greedy = tiny
-        model = HeldModel(*read_checkpoint(checkpoint))
+        model.gate.clear()
+        async with engine_of(model) as engine:
+            async with engine.reserve(16) as first_blocks, engine.reserve(16) as second_blocks:
+                running, in_line = (
+                    asyncio.ensure_future(anext(engine.decode(3, position=0, block_ids=block_ids, max_tokens=5)))
+                    for block_ids in (first_blocks, second_blocks)
+                )
+                await asyncio.sleep(0)
+                running.cancel()
+                in_line.cancel()
+                await turns(5)
+                assert in_line.cancelled()
+                assert not running.done()
+                model.gate.set()
+                await asyncio.wait([running])
+                assert running.cancelled()
+            assert await answer_of(engine, PROMPT, 5) == tiny.greedy(PROMPT, 5)
 
-        async def scenario() -> None:
-            async with poisoned_engine(model, batch_size=1) as engine:
-                async with engine.reserve(16) as first_blocks, engine.reserve(16) as second_blocks:
-                    steps = [
-                        asyncio.ensure_future(anext(engine.decode(3, position=0, block_ids=block_ids, max_tokens=5)))
-                        for block_ids in (first_blocks, second_blocks)
-                    ]
-                    await asyncio.sleep(0)
-                    for step in steps:
-                        step.cancel()
-                    await turns(5)
-                    running, in_line = steps
-                    assert in_line.cancelled()
-                    assert not running.done()
-                    model.gate.set()
-                    await asyncio.wait([running])
-                    assert running.cancelled()
-                assert await answer_of(engine, PROMPT, 5) == greedy(PROMPT, 5)
-
-        run(scenario())
-
-    def test_a_step_that_fails_fails_for_all_in_the_batch_and_the_engine_goes_on(
-        self, tiny: tuple[Path, Greedy], run: Run
+    async def test_a_step_that_fails_fails_for_all_in_the_batch_and_the_engine_goes_on(
+        self, tiny: Model, model: WatchedModel
     ) -> None:
-        checkpoint, greedy = tiny
+        async with engine_of(model, batch_size=2) as engine, engine.reserve(8) as block_ids:
+            tokens = [engine.decode(3, position=position, block_ids=block_ids, max_tokens=5) for position in (0, 900)]
+            failed = await asyncio.gather(*map(anext, tokens), return_exceptions=True)
+            assert any("outgrew its blocks" in str(error) for error in failed)
+            assert await answer_of(engine, PROMPT, 5) == tiny.greedy(PROMPT, 5)
 
-        async def scenario() -> None:
-            async with engine_of(checkpoint, batch_size=2) as engine, engine.reserve(8) as block_ids:
-                tokens = [
-                    engine.decode(3, position=position, block_ids=block_ids, max_tokens=5) for position in (0, 900)
-                ]
-                failed = await asyncio.gather(*map(anext, tokens), return_exceptions=True)
-                assert any("outgrew its blocks" in str(error) for error in failed)
-                assert await answer_of(engine, PROMPT, 5) == greedy(PROMPT, 5)
-
-        run(scenario())
-
-    @pytest.mark.parametrize(("token_count", "error"), [(5 * 4 + 1, OutOfBlocksError), (129, ValueError)])
-    def test_a_request_that_can_never_fit_is_refused_at_once(
-        self, tiny: tuple[Path, Greedy], run: Run, token_count: int, error: type[Exception]
+    @pytest.mark.parametrize(
+        ("block_count", "token_count", "error"), [(5, 5 * 4 + 1, OutOfBlocksError), (40, 129, ValueError)]
+    )
+    async def test_a_request_that_can_never_fit_is_refused_at_once(
+        self, model: WatchedModel, block_count: int, token_count: int, error: type[Exception]
     ) -> None:
-        checkpoint, _ = tiny
-
-        async def scenario() -> None:
-            async with engine_of(checkpoint, block_count=5 if error is OutOfBlocksError else 40) as engine:
-                with pytest.raises(error, match=str(token_count)):
-                    async with engine.reserve(token_count):
-                        pass
-
-        run(scenario())
+        async with engine_of(model, block_count=block_count) as engine:
+            with pytest.raises(error, match=str(token_count)):
+                async with engine.reserve(token_count):
+                    pass
 
 
 @pytest.mark.thorough
@@ -403,47 +324,28 @@ class TestEngine:
 class TestRealModel:
     """Thorough: see `test_answers_as_transformers_does` of this file, with the tiny model."""
 
-    @pytest.mark.parametrize(
-        "prompt",
-        ["What is the capital of France?", "Write a haiku about memory.", "Name three prime numbers. 🙂"],
-    )
-    def test_the_real_model_answers_as_transformers_does(
-        self, smollm2: tuple[Path, Greedy], run: Run, prompt: str
-    ) -> None:
-        checkpoint, greedy = smollm2
-        token_ids = ChatTokenizer(checkpoint).encode_chat(prompt)
+    async def test_the_real_model_answers_as_transformers_does(self, smollm2: Model) -> None:
+        async with Engine(load_model(smollm2.checkpoint), block_count=24, block_size=8, shuffle_seed=3) as engine:
+            for prompt in ("What is the capital of France?", "Name three prime numbers. 🙂"):
+                token_ids = ChatTokenizer(smollm2.checkpoint).encode_chat(prompt)
+                assert await answer_of(engine, token_ids, 12) == smollm2.greedy(token_ids, 12)
 
-        async def scenario() -> list[int]:
-            model = load_model(checkpoint)
-            async with Engine(model, block_count=24, block_size=8, shuffle_seed=3) as engine:
-                return await answer_of(engine, token_ids, 12)
-
-        assert run(scenario()) == greedy(token_ids, 12)
-
-    def test_tokens_are_those_of_transformers(self, smollm2: tuple[Path, Greedy]) -> None:
+    def test_tokens_are_those_of_transformers(self, smollm2: Model) -> None:
         from paged_engine.weights import GGUF_NAME, package_directory
         from transformers import AutoTokenizer
 
-        ours = ChatTokenizer(smollm2[0])
+        ours = ChatTokenizer(smollm2.checkpoint)
         theirs = AutoTokenizer.from_pretrained(package_directory(), gguf_file=GGUF_NAME)
         assert ours.token_count == len(theirs)
         for text in ("Größe, 日本, 🙂!", "In 1984, 3.14159  x", "def f(x):\n\treturn x\n", "<|im_start|>user\nhi"):
             token_ids = ours.encode_text(text)
             assert token_ids == theirs.encode(text, add_special_tokens=False)
-            assert ours.decode(token_ids) == theirs.decode(token_ids, skip_special_tokens=True)
+            decoded = theirs.decode(token_ids, skip_special_tokens=True)
+            assert ours.decode(token_ids) == decoded
+            stream = TextStream(ours)
+            pieces = [stream.push(token_id) for token_id in token_ids]
+            assert pieces[-1] == decoded
+            assert all(later.startswith(earlier) for earlier, later in pairwise(pieces))
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why 42?"}]
         text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert ours.encode_messages(messages) == theirs.encode(text, add_special_tokens=False)
-
-    def test_streamed_text_grows_to_the_whole_text(self, smollm2: tuple[Path, Greedy]) -> None:
-        tokenizer = ChatTokenizer(smollm2[0])
-        token_ids = tokenizer.encode_text("Größe, 日本, 🙂!")
-        stream = TextStream(tokenizer)
-        pieces = [stream.push(token_id) for token_id in token_ids]
-        assert pieces[-1] == "Größe, 日本, 🙂!"
-        assert all(later.startswith(earlier) for earlier, later in pairwise(pieces))
-
-
-def test_a_missing_package_is_named_with_the_cure() -> None:
-    with pytest.raises(MissingPackageError, match=r"no_such_module.*pip install 'kvflow\[examples\]'"):
-        require_modules("json", "no_such_module")

@@ -1,0 +1,265 @@
+"""The two examples of disaggregated engines as users run them, and what their router does when a worker misbehaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from disaggregated import example, router
+from disaggregated.engines import EngineProcesses, start_engine
+from disaggregated.hand_over import answer_alone, hand_over
+from disaggregated.messages import Generate, Prefill, Ready, Token
+from disaggregated.router import WorkerError, set_worker_environment
+from disaggregated.worker import WorkerSettings
+from paged_engine import blocks_for
+from paged_engine.all_reduce import SILENCE_TIMEOUT_S
+from paged_engine.sharding import Shard
+from paged_engine.weights import CONFIG_NAME, WEIGHTS_NAME, read_checkpoint
+from safetensors.torch import save_file
+from tiny_model import EXAMPLES, PROMPT, Model, RunPython
+
+Settings = Callable[..., WorkerSettings]
+
+CHAT, HETERO = EXAMPLES / "disaggregated_chat.py", EXAMPLES / "hetero_tp.py"
+PHASES = ("queued", "handshake", "plan", "post", "wire", "notify", "total")
+
+# 30 layers, K and V, 3 heads of 64 float32 values.
+SMOLLM2_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4
+
+# The tiny model has two KV heads, the engines share out four.
+SHARDS = {tp_size: Shard(tp_size=tp_size, kv_head_count=4) for tp_size in (1, 2, 4)}
+
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(600)]
+
+
+# --- as users run them
+
+
+@pytest.mark.parametrize(("transport", "tokens", "block_size"), [("shm", 48, 16), ("tcp", 12, 7)], ids=["shm", "tcp"])
+@pytest.mark.thorough
+@pytest.mark.usefixtures("smollm2_packages")
+def test_the_chat_runs_as_it_stands(run_python: RunPython, transport: str, tokens: int, block_size: int) -> None:
+    """Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file."""
+    options = {"transport": transport, "tokens": tokens, "block-size": block_size}
+    demo = run_python(str(CHAT), *(f"--{name}={value}" for name, value in options.items()))
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stderr == ""
+    assert "✓ same text" in demo.stdout
+    assert f"NIXL over {transport}" in demo.stdout
+    # The decode engine was never told of the dog: the word came with the KV cache.
+    answer = re.search(r"╭─ SmolLM2 .*?╰", demo.stdout, flags=re.DOTALL)
+    assert answer is not None, demo.stdout
+    assert "dog" in answer.group()
+    table = dict(re.findall(r"^│ ([a-z +]+?) +│ +(\S.*?) │", demo.stdout, flags=re.MULTILINE))
+    tokens_read = int(table["prompt tokens"])
+    blocks = blocks_for(tokens_read, block_size)
+    assert int(table["blocks"]) == blocks
+    # Of a partly filled last block the rest may be read or not.
+    size = int(table["bytes"].replace(",", ""))
+    assert tokens_read * SMOLLM2_BYTES_PER_TOKEN <= size <= blocks * block_size * SMOLLM2_BYTES_PER_TOKEN
+    assert int(table["descriptors"].replace(",", "")) > 0
+    assert table["lease"] == "read"
+    assert all(re.fullmatch(r"[\d,]+\.\d\d ms", table[phase]) for phase in PHASES)
+    assert all(table[rate].endswith(" GB/s") for rate in ("post + wire", "all phases"))
+
+
+def test_names_what_is_not_installed(run_python: RunPython) -> None:
+    lines = (
+        "import runpy, sys",
+        "sys.modules['rich'] = sys.modules['gguf'] = None",
+        f"sys.path.insert(0, {str(EXAMPLES)!r})",
+        f"runpy.run_path({str(CHAT)!r}, run_name='__main__')",
+    )
+    demo = run_python("-c", "\n".join(lines))
+    assert demo.returncode == 2
+    assert demo.stderr.startswith("error: not installed: rich, gguf.")
+    assert "pip install 'kvflow[examples]'" in demo.stderr
+
+
+@pytest.mark.parametrize(("option", "value", "least"), [("--tokens", "1", 2), ("--block-size", "0", 1)])
+def test_refuses_counts_that_prove_nothing(run_python: RunPython, option: str, value: str, least: int) -> None:
+    demo = run_python(str(CHAT), option, value)
+    assert demo.returncode == 2
+    assert f"{option}: {value} is less than {least}" in demo.stderr
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("smollm2_packages")
+def test_the_engines_of_several_ranks_run_as_they_stand(run_python: RunPython) -> None:
+    """Thorough: see `test_any_ranks_go_on_from_any_ranks` of this file."""
+    shown = run_python(str(HETERO), "--tokens", "24")
+    assert shown.returncode == 0, shown.stdout + shown.stderr
+    assert shown.stderr == ""
+    assert "✓ same text: 24 tokens equal to one process's own" in shown.stdout
+    one, four = tables_of(shown.stdout)
+    assert [row.sources for row in one] == [["prefill-tp2/0", "prefill-tp2/1"]]
+    assert [row.sources for row in four] == [[f"prefill-tp2/{rank // 2}"] for rank in range(4)]
+    # Four ranks together have read what the one rank has.
+    assert sum(row.size for row in four) == one[0].size > 0
+    assert all(row.text == "✓ equal" for row in (*one, *four))
+
+
+@dataclass
+class Row:
+    """What the table says of one rank."""
+
+    sources: list[str]
+    size: int
+    text: str
+
+
+def tables_of(output: str) -> list[list[Row]]:
+    """The tables of ranks; a line without a rank goes on with the sources of the rank above."""
+    tables = []
+    for table in re.findall(r"^├─[─┼]+┤\n(.*?)^╰", output, flags=re.DOTALL | re.MULTILINE):
+        rows: list[Row] = []
+        for line in table.splitlines():
+            rank, source, _, size, _, _, text = (cell.strip() for cell in line.split("│")[1:-1])
+            if rank:
+                rows.append(Row([source], int(size.replace(",", "")), text))
+            else:
+                rows[-1].sources.append(source)
+        tables.append(rows)
+    return tables
+
+
+@pytest.mark.usefixtures("smollm2_packages")
+@pytest.mark.parametrize(
+    ("end", "exit_code"), [(True, 0), (False, 1), (WorkerError("gone"), 2), (KeyboardInterrupt(), 130)], ids=repr
+)
+def test_exit_codes_tell_how_it_ended(
+    monkeypatch: pytest.MonkeyPatch, end: bool | BaseException, exit_code: int
+) -> None:
+    monkeypatch.setattr(example, "set_worker_environment", lambda transport: None)
+
+    def run(screen: object) -> bool:
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    assert example.run_example(run, transport="shm") == exit_code
+
+
+# --- engines
+
+
+@asynccontextmanager
+async def ready_engine(settings: WorkerSettings) -> AsyncIterator[EngineProcesses]:
+    async with start_engine(settings) as engine:
+        await engine.expect(Ready)
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("transport", "prefill_tp", "decode_tp"),
+    [
+        ("shm", 1, 1),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("shm", 2, 1), ("shm", 2, 4), ("tcp", 4, 2))),
+    ],
+)
+async def test_any_ranks_go_on_from_any_ranks(
+    settings: Settings, tiny: Model, transport: str, prefill_tp: int, decode_tp: int
+) -> None:
+    set_worker_environment(transport)
+    async with (
+        ready_engine(settings("prefill-0", shard=SHARDS[prefill_tp])) as prefill,
+        ready_engine(settings("decode-0", shard=SHARDS[decode_tp])) as decode,
+    ):
+        # Twice: the second time both engines use other blocks, and all ranks the same.
+        for request_id in ("chat-1", "chat-2"):
+            shown: list[int] = []
+            handed_over = await hand_over(
+                prefill, decode, request_id=request_id, prompt=PROMPT, max_tokens=20, show=shown.append
+            )
+            assert handed_over.token_ids == shown == tiny.greedy(PROMPT, 20)
+            sources = [len(loaded.sources) for loaded in handed_over.loaded]
+            assert sources == [max(1, prefill_tp // decode_tp)] * decode_tp
+            assert [loaded.blocks for loaded in handed_over.loaded] == [3] * decode_tp
+            assert handed_over.outcomes == ["read"] * prefill_tp
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.thorough), 1])
+async def test_ranks_answer_as_one_does_until_one_is_killed(settings: Settings, tiny: Model, victim: int) -> None:
+    async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
+        assert await answer_alone(decode, PROMPT, 20) == tiny.greedy(PROMPT, 20)
+        await decode.send(Generate(prompt=PROMPT, max_tokens=50))
+        await decode.expect(Token)
+        pid = decode.ranks[victim].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"decode-0/{victim} died unexpectedly|RankLostError"):
+            [token async for token in decode.tokens()]
+
+
+@pytest.mark.thorough
+async def test_a_rank_that_waits_for_another_leaves_when_it_does(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself: nobody has to end it, and it does not wait until the other one counts as silent.
+
+    Thorough: see `test_ranks_answer_as_one_does_until_one_is_killed` of this file.
+    """
+    monkeypatch.setattr(router, "EXIT_TIMEOUT_S", SILENCE_TIMEOUT_S * 0.8)
+    async with ready_engine(settings("decode-0", shard=SHARDS[2])) as decode:
+        waiting, _ = decode.ranks
+        await waiting.send(Generate(prompt=PROMPT, max_tokens=50))
+    assert all("exitcode=0" in repr(rank) for rank in decode.ranks), decode.ranks
+
+
+def test_ranks_that_disagree_are_an_error() -> None:
+    engine = EngineProcesses("decode-0", [])
+    assert engine.agreed([7, 7]) == 7
+    with pytest.raises(WorkerError, match=r"decode-0: its ranks disagree: \[7, 8\]"):
+        engine.agreed([7, 8])
+
+
+async def test_wrong_answers_are_noticed(settings: Settings, tiny: Model, tmp_path: Path) -> None:
+    """A prefill engine with other weights leaves other keys and values: the comparison must see it."""
+    other = with_other_weights(tiny.checkpoint, tmp_path)
+    async with (
+        ready_engine(settings("prefill-0", checkpoint=other)) as prefill,
+        ready_engine(settings("decode-0")) as decode,
+    ):
+        handed_over = await hand_over(
+            prefill, decode, request_id="chat-1", prompt=PROMPT, max_tokens=20, show=lambda token: None
+        )
+        assert handed_over.token_ids != await answer_alone(decode, PROMPT, 20)
+
+
+def with_other_weights(checkpoint: Path, directory: Path) -> Path:
+    """The same checkpoint, but the embedding is turned around."""
+    _, weights = read_checkpoint(checkpoint)
+    weights["model.embed_tokens.weight"] = torch.flip(weights["model.embed_tokens.weight"], dims=(0,))
+    save_file(weights, directory / WEIGHTS_NAME)
+    (directory / CONFIG_NAME).write_bytes((checkpoint / CONFIG_NAME).read_bytes())
+    return directory
+
+
+async def test_a_worker_that_cannot_start_says_why(settings: Settings, tmp_path: Path) -> None:
+    async with start_engine(settings("decode-0", checkpoint=tmp_path)) as decode:
+        with pytest.raises(WorkerError, match=r"decode-0 failed: FileNotFoundError: .*model\.json"):
+            await decode.expect(Ready)
+
+
+async def test_a_failed_request_leaves_the_worker_in_service_and_a_kill_is_an_error(
+    settings: Settings, tiny: Model
+) -> None:
+    async with ready_engine(settings("decode-0")) as decode:
+        await decode.send(Prefill(request_id="long", prompt=[3] * 65))
+        with pytest.raises(WorkerError, match="65 tokens need 17 blocks, the cache has 16"):
+            await decode.expect(Token)
+        assert await answer_alone(decode, PROMPT, 5) == tiny.greedy(PROMPT, 5)
+        await decode.send(Generate(prompt=PROMPT, max_tokens=50))
+        await decode.expect(Token)
+        (worker,) = decode.ranks
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"decode-0 died unexpectedly \(killed by SIGKILL\)"):
+            [token async for token in decode.tokens()]
