@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,6 +49,29 @@ def pair_sides(case: Sides, local: Cache, remote: Cache) -> BlockMap:
 def lump(size: int) -> BlockShape:
     """A block that cannot be read in parts."""
     return BlockShape(tokens=1, heads=1, run=size, token_stride=size, head_stride=size)
+
+
+def large_regions(blocks: int, *, layers: int = 80, block: BlockShape | None = None) -> Regions:
+    """K and V of many blocks, at addresses where no memory is."""
+    block = block or lump(1 << 14)
+    return Regions(
+        bases=np.arange(1, 2 * layers + 1, dtype=np.uint64) * np.uint64(block.size_bytes * blocks + 4096),
+        strides=np.full(2 * layers, block.size_bytes, dtype=np.uint64),
+        block=block,
+        parts=("K", "V"),
+        num_blocks=blocks,
+        device=CPU,
+    )
+
+
+def traced_bytes(work: Callable[[], object]) -> tuple[int, int]:
+    """The memory that is still in use after some work, and the most that was during it."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
 
 
 def whole_blocks(local_ids: Sequence[int] | BlockIds, remote_ids: Sequence[int] | BlockIds, tokens: int) -> Chunks:
@@ -127,17 +151,6 @@ def cases(draw: st.DrawFn) -> Case:
     remote = draw(recipes(like=local))
     count = draw(st.integers(0, min(local.blocks, remote.blocks)))
     return Case(local, remote, draw_ids(draw, count, local.blocks), draw_ids(draw, count, remote.blocks))
-
-
-def slow_plan(local: Cache, remote: Cache, local_ids: list[int], remote_ids: list[int]) -> list[Copy]:
-    """The reference: one copy for each layer, part and block, with addresses that torch gives."""
-    return [
-        (local.block(layer, part, mine).data_ptr(), remote.block(layer, part, theirs).data_ptr(), size)
-        for layer in range(local.recipe.layers)
-        for part in range(local.part_count)
-        for mine, theirs in zip(local_ids, remote_ids, strict=True)
-        for size in [local.block(layer, part, mine).nbytes]
-    ]
 
 
 # --- loads between caches that hold the same model in different ways
