@@ -16,11 +16,26 @@ from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, Span, map_regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, pair_whole
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
+from kvflow.core.plan.topology import CacheShare
 from tests.core.caches import Cache, Recipe, Sides, recipes, sides
 
 CPU = Device("cpu", 0)
 RECIPE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=3, blocks=12, tokens=4, heads=2, dim=8)
 BLOCKS_TOGETHER = replace(RECIPE, shared=True, outer=("block", "layer", "kv"))
+
+
+SHARE = CacheShare(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    layers=(0, 1),
+    kv_heads=1,
+    model_kv_heads=0,
+    latent=False,
+    block_size=16,
+)
+"""What a rank holds, for tests to change."""
 
 
 def array(ids: Sequence[int]) -> BlockIds:

@@ -19,6 +19,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
 from tests.budgets import examples
+from tests.core.plans import SHARE
 from tests.tests_support import each
 
 Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV heads
@@ -161,18 +162,17 @@ def hold(
     **changes: Any,
 ) -> CacheShare:
     """What rank `rank` of `size` holds of a model with so many heads."""
-    cache_share = CacheShare(
+    return msgspec.structs.replace(
+        SHARE,
         tp_rank=rank,
         tp_size=size,
         pp_rank=pp[0],
         pp_size=pp[1],
         layers=layers,
-        kv_heads=len(heads_of(rank, size, heads)),
-        model_kv_heads=heads if said else 0,
-        latent=False,
-        block_size=16,
+        kv_heads=changes.pop("kv_heads", len(heads_of(rank, size, heads))),
+        model_kv_heads=changes.pop("model_kv_heads", heads if said else 0),
+        **changes,
     )
-    return msgspec.structs.replace(cache_share, **changes)
 
 
 def test_a_cache_share_is_what_the_layout_says() -> None:

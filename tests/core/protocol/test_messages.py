@@ -19,6 +19,7 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from tests.budgets import examples
+from tests.core.plans import SHARE
 from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
@@ -33,10 +34,8 @@ REGIONS = messages.RegionTable(
     device_kind="cpu",
     device_index=0,
 )
-HOLDING = CacheShare(
-    **{"tp_rank": 1, "tp_size": 2, "pp_rank": 0, "pp_size": 3, "kv_heads": 2, "model_kv_heads": 4, "block_size": 4},
-    layers=(7,),
-    latent=False,
+HOLDING = msgspec.structs.replace(
+    SHARE, tp_rank=1, tp_size=2, pp_size=3, layers=(7,), kv_heads=2, model_kv_heads=4, block_size=4
 )
 METADATA = messages.Metadata(
     engine_id="prefill-0",

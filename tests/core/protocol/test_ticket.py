@@ -13,11 +13,12 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
-from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, merge_tickets, read_ticket
 from kvflow.errors import RequestError
 from tests.budgets import examples
+from tests.core.plans import SHARE
 from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
@@ -438,8 +439,7 @@ def test_a_rank_that_would_listen_at_no_port_is_refused(port: int, rank: Rank) -
 
 
 def test_a_ticket_says_how_its_engine_is_cut_in_the_words_of_a_cache_share() -> None:
-    rank = {"tp_rank": 1, "tp_size": 2, "pp_rank": 0, "pp_size": 3, "layers": (0, 1), "latent": False}
-    cache_share = CacheShare(**rank, kv_heads=8, model_kv_heads=16, block_size=16)
+    cache_share = msgspec.structs.replace(SHARE, tp_size=2, pp_size=3, kv_heads=8, model_kv_heads=16, block_size=16)
     assert TICKET.parallelism == cache_share.parallelism
     assert {name: getattr(cache_share, name) for name in TICKET.parallelism._fields} == TICKET.parallelism._asdict()
 
