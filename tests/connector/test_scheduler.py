@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvflow.connector.scheduler import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
-from kvflow.connector.step import Keep, Step
+from kvflow.connector.step import Step
 from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
@@ -119,23 +119,6 @@ def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) ->
             assert connector.state_of(f"c{number}") is None
 
 
-def test_what_a_request_waits_for_is_kept_from_the_first_step_in_which_it_has_no_blocks() -> None:
-    connector = scheduler()
-    tickets = {name: ticket_of(10, request_id=name) for name in ("waits", "at once", "cached", "aborted", "again")}
-    for name, ticket in tickets.items():
-        connector.add(consumer(10, ticket, name))
-    connector.add(consumer(8, ticket_of(12, request_id="other"), "not this prompt"))
-    connector.update_after_alloc("at once", [7, 8, 9], 10)
-    connector.update_after_alloc("cached", [4, 5, 6], 0)
-    for name in ("aborted", "again"):
-        connector.request_finished(name, completed=False, now_s=0.0)
-    connector.add(consumer(10, tickets["again"], "again"))
-    step = step_of(connector)
-    assert step.keep == tuple(Keep(request_id=name, ticket=tickets[name]) for name in ("waits", "again"))
-    assert [release.request_id for release in step.release] == ["cached", "aborted", "again"]
-    assert step_of(connector) == Step(), "it is said once"
-
-
 @each(("computed", "expected"), [(0, Matched(12, True)), (4, Matched(8, True)), (8, Matched(0, False))])
 def test_few_tokens_are_computed_and_the_producer_is_told(computed: int, expected: Matched) -> None:
     connector = scheduler(fetch_tokens_min=5)
@@ -167,21 +150,6 @@ def test_other_numbers_than_were_matched_are_refused(external: int, blocks: int)
     with pytest.raises(UsageError, match=f"'r': {external} of 10 offered tokens"):
         connector.update_after_alloc("r", range(blocks), external)
     assert connector.state_of("r") is ConsumerState.EXPECTED
-
-
-def test_a_ticket_is_used_once() -> None:
-    """After its load, failed or not, the request may be preempted: its prompt is computed then."""
-    connector = scheduler()
-    connector.add(consumer(10, ticket_of(10)))
-    connector.update_after_alloc("r", [7, 8, 9], 10)
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
-    step_of(connector)
-    connector.update_from_workers(received=["r"])
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
-    connector.update_after_alloc("r", [1, 2, 3], 0)
-    assert step_of(connector, ("r", 10), preempted=["r"]) == Step()
-    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
-    assert connector.open_requests == 0
 
 
 @each("told_before_the_step", [False, True])

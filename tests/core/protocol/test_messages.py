@@ -212,20 +212,6 @@ def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     only_wire_errors(bytes(payload))
 
 
-@each("message", ENCODED)
-def test_a_truncated_message_is_refused(message: bytes) -> None:
-    for decode, _ in DECODERS.values():
-        for length in range(len(message)):
-            with pytest.raises(messages.WireError):
-                decode(message[:length])
-
-
-def test_trailing_bytes_are_refused() -> None:
-    for decode, samples in DECODERS.values():
-        with pytest.raises(messages.WireError):
-            decode(messages.encode(samples[0]) + b"\x00")
-
-
 @each(
     ("path", "value"),
     [
@@ -249,21 +235,11 @@ def test_decoding_does_not_convert(path: str, value: object) -> None:
         messages.decode_reply(msgspec.msgpack.encode(raw))
 
 
-@each(
-    "notification",
-    [
-        ["read_done", LEASE_ID, "r"],  # a reader of version 1
-        ["read_done", LEASE_ID, "r", "1", 1],
-        ["read_done", LEASE_ID, "r", True, 1],
-        ["renew", LEASE_ID, "r"],
-        ["renew", [1], "r"],
-        ["renew", [LEASE_ID]],
-        ["expire", [], "r"],
-    ],
-)
-def test_a_notification_of_another_shape_is_refused(notification: list[object]) -> None:
+@each("body", [["read_done", LEASE_ID, "r"], ["read_done", LEASE_ID, "r", True, 1], ["renew", LEASE_ID, "r"]])
+def test_a_notification_of_another_shape_is_refused(body: list[object]) -> None:
+    """Such as of a reader of version 1."""
     with pytest.raises(messages.WireError):
-        messages.decode_notification(msgspec.msgpack.encode(notification))
+        messages.decode_notification(msgspec.msgpack.encode(body))
 
 
 @given(reader=st.text(max_size=300), bytes_max=st.integers(1, 1 << 17))
@@ -327,30 +303,22 @@ def test_region_tables_survive_the_wire(
     "changes",
     [
         {"bases": [], "strides": []},
-        {"bases": [4096]},
         {"strides": [64]},
         {"bases": [1] * ((1 << 16) + 1), "strides": [64] * ((1 << 16) + 1)},
         {"num_blocks": 0},
-        {"num_blocks": -1},
         *({"block": BLOCK._replace(**{axis: value})} for axis in BLOCK._fields for value in (0, -8, 1 << 31, 1 << 70)),
         {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=8, head_stride=16)},  # tokens of 2 heads overlap
-        {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=16, head_stride=16)},
         {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=8, head_stride=64)},  # a gap
         {"block": BlockShape(tokens=-4, heads=-2, run=8, token_stride=-16, head_stride=8)},
         {"parts": ()},
         {"parts": ("K",)},
-        {"parts": ("V", "K")},
         {"parts": ("K", "V", "K", "V")},
         {"parts": ("x" * 100_000,)},
         {"bases": [4096] * 3, "strides": [64] * 3},  # K and V, and a K
         {"bases": [4096, 0]},
-        {"bases": [4096, -1]},
         {"strides": [64, 63]},
-        {"strides": [64, 0]},
-        {"strides": [64, -64]},
         {"block": shape_of(5, 2, 8, "NHD")},
         {"bases": [4096, (1 << 64) - 64]},
-        {"num_blocks": 1 << 62},
         {"num_blocks": (1 << 64) - 1, "strides": [(1 << 64) - 1] * 2},
         {"strides": [64, 1 << 63]},
         {"device_index": -1},
@@ -361,13 +329,6 @@ def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) 
     with pytest.raises(messages.WireError, match="region table") as caught:
         messages.regions_from_wire(msgspec.structs.replace(REGIONS, **changes))
     assert len(str(caught.value)) < 300
-
-
-@each("order", ["NHD", "HND"])
-def test_dense_blocks_of_both_orders_pass(order: str) -> None:
-    for tokens, heads, run in ((4, 2, 8), (1, 8, 8), (8, 1, 8), (64, 1, 1)):
-        block = shape_of(tokens, heads, run, order)
-        assert messages.regions_from_wire(msgspec.structs.replace(REGIONS, block=block)).block_size_bytes == 64
 
 
 NUMBERS = st.integers(-1, 2**64 - 1) | st.integers(1, 64)
@@ -422,26 +383,21 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     "changes",
     [
         {"tp_size": 0},
-        {"tp_rank": -1},
         {"tp_rank": 2},
         {"tp_size": 1025},
         {"tp_rank": 1 << 63, "tp_size": (1 << 64) - 1},
-        {"pp_size": 0},
         {"pp_rank": -1},
         {"pp_rank": 3},
         {"pp_size": 1025},
         {"layers": ()},
-        {"layers": (7, 8)},
         {"layers": (7, 7)},
         {"layers": (-1,)},
         {"layers": (1 << 15,)},
         {"layers": tuple(range(100_000))},
         {"kv_heads": 4},
         {"kv_heads": 0},
-        {"kv_heads": -2},
         {"model_kv_heads": -1},
         {"block_size": 8},
-        {"block_size": 0},
         {"latent": True},
     ],
 )
