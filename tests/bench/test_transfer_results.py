@@ -72,17 +72,9 @@ def test_the_median_is_of_the_medians_of_the_pairs() -> None:
 
 
 def speed(**numbers: float) -> ContenderResult:
-    usual = {
-        "median_s": 0.001,
-        "p99_s": 0.001,
-        "gb_per_s": 1.0,
-        "cpu_s_per_gb": 1.0,
-        "ratio_to_a": 2.0,
-        "ratio_to_b": 1.0,
-    }
-    return ContenderResult(
-        samples=10, pair_medians_s=(0.001,), checked_blocks=1, seconds=(0.001,), **{**usual, **numbers}
-    )
+    usual = dict.fromkeys(("gb_per_s", "cpu_s_per_gb", "ratio_to_b"), 1.0) | {"ratio_to_a": 2.0}
+    usual |= {"median_s": 0.001, "p99_s": 0.001, **numbers}
+    return ContenderResult(samples=10, pair_medians_s=(0.001,), checked_blocks=1, seconds=(0.001,), **usual)
 
 
 def size(megabytes: int, *, lag_s: Spread = LAG_S, **numbers: float) -> SizeResult:

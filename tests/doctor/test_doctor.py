@@ -47,56 +47,42 @@ GOOD = Host(
 )
 CONFIG = Config(engine_id="doctor", handshake_timeout_s=WAIT_S)
 NEEDED = files_needed(CONFIG)
-CAP_IPC_LOCK, CAP_SYS_PTRACE = 1 << 14, 1 << 19
+
+
+OK, WARN, FAIL = Status.OK, Status.WARN, Status.FAIL
+LOCKING, PTRACE = "memory locking", "reading other processes"
+FEW_FILES, HUGE = {"open_files_max": 1024}, {"THP_MEM_ALLOC_ENABLE": "1"}
 
 
 @each(
     ("changes", "name", "status", "found", "fix"),
     [
-        ({"python": (3, 10, 9)}, "Python", Status.FAIL, "3.10.9", "install Python 3.11"),
-        ({"locked_bytes_max": 8 << 20}, "memory locking", Status.FAIL, "at most 8192 KiB", "ulimit -l"),
-        ({"open_files_max": 1024}, "open files", Status.WARN, "some 106 other ranks", f"ulimit -n {NEEDED}"),
-        ({"open_files_max": 50}, "open files", Status.FAIL, "too few for a runtime", f"LimitNOFILE={NEEDED}"),
+        ({"python": (3, 10, 9)}, "Python", FAIL, "3.10.9", "install Python 3.11"),
+        ({"locked_bytes_max": 8 << 20}, LOCKING, FAIL, "at most 8192 KiB", "ulimit -l"),
+        (FEW_FILES, "open files", WARN, "some 106 other ranks", f"ulimit -n {NEEDED}"),
+        ({"open_files_max": 50}, "open files", FAIL, "too few for a runtime", f"LimitNOFILE={NEEDED}"),
         (
-            {"open_files_max": 1024, "open_files_hard_max": 4096},
+            {**FEW_FILES, "open_files_hard_max": 4096},
             "open files",
-            Status.WARN,
-            "at most 1024 (hard limit 4096)",
-            "only root can raise the hard limit of 4096",
+            WARN,
+            "(hard limit 4096)",
+            "only root can raise",
         ),
-        ({"shared_memory_free_bytes": 64 << 20}, "/dev/shm", Status.WARN, "64 MiB free", "--shm-size"),
-        ({"shared_memory_free_bytes": None}, "/dev/shm", Status.WARN, "does not exist", "tmpfs"),
-        ({"ptrace_scope": 1}, "reading other processes", Status.WARN, "ptrace_scope 1", "yama.ptrace_scope=0"),
-        ({"huge_pages": "madvise"}, "huge pages", Status.WARN, "does not ask", "THP_MEM_ALLOC_ENABLE=1"),
-        ({"huge_pages": "never"}, "huge pages", Status.WARN, "never", "echo madvise"),
+        ({"shared_memory_free_bytes": 64 << 20}, "/dev/shm", WARN, "64 MiB free", "--shm-size"),
+        ({"shared_memory_free_bytes": None}, "/dev/shm", WARN, "does not exist", "tmpfs"),
+        ({"ptrace_scope": 1}, PTRACE, WARN, "ptrace_scope 1", "yama.ptrace_scope=0"),
+        ({"huge_pages": "madvise"}, "huge pages", WARN, "does not ask", "THP_MEM_ALLOC_ENABLE=1"),
+        ({"huge_pages": "never"}, "huge pages", WARN, "never", "echo madvise"),
         # what makes a limit harmless
-        ({"locked_bytes_max": 1 << 16, "capabilities": CAP_IPC_LOCK}, "memory locking", Status.OK, "CAP_IPC_LOCK", ""),
-        ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, "memory locking", Status.OK, "only RDMA would need", ""),
-        ({"open_files_max": None, "open_files_hard_max": None}, "open files", Status.OK, "no limit", ""),
-        ({"open_files_max": NEEDED}, "open files", Status.OK, f"at most {NEEDED}, {NEEDED} needed", ""),
-        (
-            {"ptrace_scope": 3, "capabilities": CAP_SYS_PTRACE},
-            "reading other processes",
-            Status.OK,
-            "CAP_SYS_PTRACE",
-            "",
-        ),
-        ({"ptrace_scope": None}, "reading other processes", Status.OK, "no Yama", ""),
-        (
-            {"huge_pages": "madvise", "environment": {"THP_MEM_ALLOC_ENABLE": "1"}},
-            "huge pages",
-            Status.OK,
-            "torch asks",
-            "",
-        ),
-        (
-            {"environment": {"UCX_TLS": "tcp"}},
-            "devices",
-            Status.OK,
-            "mlx5_0; network: eth0; GPU: none; UCX_TLS=tcp",
-            "",
-        ),
-        ({}, "Python", Status.OK, "3.12.1", ""),
+        ({"locked_bytes_max": 1 << 16, "capabilities": 1 << 14}, LOCKING, OK, "CAP_IPC_LOCK", ""),
+        ({"locked_bytes_max": 1 << 16, "rdma_devices": ()}, LOCKING, OK, "only RDMA would need", ""),
+        ({"open_files_max": None, "open_files_hard_max": None}, "open files", OK, "no limit", ""),
+        ({"open_files_max": NEEDED}, "open files", OK, f"at most {NEEDED}, {NEEDED} needed", ""),
+        ({"ptrace_scope": 3, "capabilities": 1 << 19}, PTRACE, OK, "CAP_SYS_PTRACE", ""),
+        ({"ptrace_scope": None}, PTRACE, OK, "no Yama", ""),
+        ({"huge_pages": "madvise", "environment": HUGE}, "huge pages", OK, "torch asks", ""),
+        ({"environment": {"UCX_TLS": "tcp"}}, "devices", OK, "mlx5_0; network: eth0; GPU: none; UCX_TLS=tcp", ""),
+        ({}, "Python", OK, "3.12.1", ""),
     ],
 )
 def test_each_trouble_is_found_and_has_its_fix(
