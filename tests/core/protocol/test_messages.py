@@ -390,6 +390,7 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
         {"pp_rank": 3},
         {"pp_size": 1025},
         {"layers": ()},
+        {"layers": (7, 8)},
         {"layers": (7, 7)},
         {"layers": (-1,)},
         {"layers": (1 << 15,)},
