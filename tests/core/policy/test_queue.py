@@ -138,6 +138,14 @@ def test_a_withdrawn_turn_gives_its_place_up() -> None:
         queue.end(large)
 
 
+def test_behind_a_withdrawn_turn_the_most_urgent_goes() -> None:
+    queue = FairQueue((1,), (1,))
+    holder, first, last, urgent = (queue.ask((1,), "a", priority) for priority in (0, 0, 5, 1))
+    assert queue.end(first) == []
+    assert queue.end(holder) == [urgent]
+    assert queue.end(urgent) == [last]
+
+
 # --- one server
 
 
