@@ -152,6 +152,21 @@ def test_other_numbers_than_were_matched_are_refused(external: int, blocks: int)
     assert connector.state_of("r") is ConsumerState.EXPECTED
 
 
+def test_a_ticket_is_used_once() -> None:
+    """After its load, failed or not, the request may be preempted: its prompt is computed then."""
+    connector = scheduler()
+    connector.add(consumer(10, ticket_of(10)))
+    connector.update_after_alloc("r", [7, 8, 9], 10)
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    step_of(connector)
+    connector.update_from_workers(received=["r"])
+    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
+    connector.update_after_alloc("r", [1, 2, 3], 0)
+    assert step_of(connector, ("r", 10), preempted=["r"]) == Step()
+    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+    assert connector.open_requests == 0
+
+
 @each("told_before_the_step", [False, True])
 def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended(told_before_the_step: bool) -> None:
     """An engine that fails a request for its load says that it has finished, then that it was received."""
