@@ -9,27 +9,12 @@ from hypothesis import strategies as st
 from kvflow.bench.targets import Verdict, at_least, at_most, percentile
 
 
-@pytest.mark.parametrize(
-    ("samples", "percent", "expected"),
-    [
-        ([5.0], 1, 5.0),
-        ([5.0], 99, 5.0),
-        ([3.0, 1.0, 2.0], 50, 2.0),
-        ([1.0, 2.0, 3.0, 4.0], 50, 2.0),
-        ([float(n) for n in range(1, 101)], 99, 99.0),
-        ([float(n) for n in range(1, 101)], 100, 100.0),
-        ([float(n) for n in range(1, 100)], 99, 99.0),  # fewer than 100 samples: the maximum
-    ],
-)
-def test_percentile_by_nearest_rank(samples: list[float], percent: float, expected: float) -> None:
-    assert percentile(samples, percent) == expected
-
-
 @given(
     st.lists(st.floats(min_value=0, max_value=1e6), min_size=1),
     st.integers(min_value=1, max_value=100),
 )
 def test_percentile_is_the_smallest_sample_that_covers(samples: list[float], percent: int) -> None:
+    """The nearest rank."""
     value = percentile(samples, percent)
     assert value in samples
     assert 100 * sum(sample <= value for sample in samples) >= len(samples) * percent

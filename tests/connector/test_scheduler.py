@@ -13,46 +13,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvflow.connector.scheduler import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
-from kvflow.connector.step import Keep, Step
+from kvflow.connector.step import Step
 from kvflow.core.policy.states import ConsumerState, ProducerState
-from kvflow.core.protocol.ticket import RankLease, Ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
 from tests.budgets import machine_test
+from tests.tests_support import any_ticket, each
 
 BLOCK_SIZE = 4
 
 
-def introduction(engine_id: str = "prefill") -> Ticket:
-    rank = RankLease(
-        pp_rank=0,
-        tp_rank=0,
-        lease_id="ab" * 16,
-        seal_index=3,
-        incarnation="life",
-        expires_s=0.0,
-        host="127.0.0.1",
-        port=5600,
-    )
-    return Ticket(
-        engine_id=engine_id,
-        request_id="introduction",
-        block_ids=(),
-        num_tokens=0,
-        ttl_s=1.0,
-        tp_size=1,
-        pp_size=1,
-        dp_rank=0,
-        block_size=BLOCK_SIZE,
-        kv_heads=1,
-        model_kv_heads=0,
-        fixed_ports=False,
-        ranks=(rank,),
-    )
+INTRODUCTION = any_ticket()
 
 
 def ticket_of(num_tokens: int, *, block_ids: Sequence[int] | None = None, request_id: str = "remote") -> Ticket:
     ids = range(-(-num_tokens // BLOCK_SIZE)) if block_ids is None else block_ids
-    return introduction().without_leases(request_id=request_id, block_ids=ids, num_tokens=num_tokens, ttl_s=9.0)
+    return INTRODUCTION.without_leases(request_id=request_id, block_ids=ids, num_tokens=num_tokens, ttl_s=9.0)
 
 
 @dataclass(frozen=True)
@@ -67,16 +43,18 @@ def consumer(num_prompt_tokens: int, ticket: Ticket, request_id: str = "r") -> R
     return Request(request_id, num_prompt_tokens, ticket.to_params(), range(num_prompt_tokens))
 
 
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
 def producer(num_prompt_tokens: int, request_id: str = "r") -> Request:
-    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-    return Request(request_id, num_prompt_tokens, wanted, range(num_prompt_tokens))
+    return Request(request_id, num_prompt_tokens, PREFILL, range(num_prompt_tokens))
 
 
-def scheduler(**changes: Any) -> ConnectorScheduler:
-    secrets = (f"secret{index}" for index in itertools.count())
+def scheduler(*, introduce: bool = True, **changes: Any) -> ConnectorScheduler:
     config = SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=10.0, **changes)
-    made = ConnectorScheduler(config, new_secret=lambda: next(secrets))
-    made.introduce(introduction())
+    made = ConnectorScheduler(config, new_secret=map("secret{}".format, itertools.count()).__next__)
+    if introduce:
+        made.introduce(INTRODUCTION)
     return made
 
 
@@ -94,7 +72,7 @@ def step_of(
 # --- consuming
 
 
-@pytest.mark.parametrize(
+@each(
     ("prompt", "offered", "computed", "expected"),
     [
         (10, 10, 0, Matched(10, True)),
@@ -105,6 +83,7 @@ def step_of(
         (12, 8, 8, Matched(0, False)),
         (12, 8, 12, Matched(0, False)),
         (8, 12, 0, Matched(0, False)),  # not this prompt
+        (3, 0, 0, Matched(0, False)),  # an offer of nothing
     ],
 )
 def test_what_can_come_from_remote(prompt: int, offered: int, computed: int, expected: Matched) -> None:
@@ -117,11 +96,10 @@ def test_what_can_come_from_remote(prompt: int, offered: int, computed: int, exp
     assert step == Step(keep=step.keep)
 
 
-@pytest.mark.parametrize("full_blocks_only", [False, True])
+@each("full_blocks_only", [False, True])
 def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) -> None:
     """Not for another of the same length, and for a longer one that begins like it."""
     connector = scheduler(full_blocks_only=full_blocks_only)
-    connector.introduce(introduction())
     connector.add(producer(10))
     step_of(connector, ("r", 10))
     params = connector.request_finished("r", completed=True, now_s=0.0).params
@@ -141,32 +119,7 @@ def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) ->
             assert connector.state_of(f"c{number}") is None
 
 
-def test_what_a_request_waits_for_is_kept_from_the_first_step_in_which_it_has_no_blocks() -> None:
-    connector = scheduler()
-    tickets = {name: ticket_of(10, request_id=name) for name in ("waits", "at once", "cached", "aborted", "again")}
-    for name, ticket in tickets.items():
-        connector.add(consumer(10, ticket, name))
-    connector.add(consumer(8, ticket_of(12, request_id="other"), "not this prompt"))
-    connector.update_after_alloc("at once", [7, 8, 9], 10)
-    connector.update_after_alloc("cached", [4, 5, 6], 0)
-    for name in ("aborted", "again"):
-        connector.request_finished(name, completed=False, now_s=0.0)
-    connector.add(consumer(10, tickets["again"], "again"))
-    step = step_of(connector)
-    assert step.keep == [Keep(request_id=name, ticket=tickets[name]) for name in ("waits", "again")]
-    assert [release.request_id for release in step.release] == ["cached", "aborted", "again"]
-    assert step_of(connector) == Step(), "it is said once"
-
-
-def test_fewer_blocks_than_tokens_offer_what_they_hold() -> None:
-    connector = scheduler()
-    connector.add(consumer(10, ticket_of(10, block_ids=(5, 6))))
-    assert connector.num_new_matched_tokens("r", 0) == Matched(8, True)
-
-
-@pytest.mark.parametrize(
-    ("computed", "expected"), [(0, Matched(12, True)), (4, Matched(8, True)), (8, Matched(0, False))]
-)
+@each(("computed", "expected"), [(0, Matched(12, True)), (4, Matched(8, True)), (8, Matched(0, False))])
 def test_few_tokens_are_computed_and_the_producer_is_told(computed: int, expected: Matched) -> None:
     connector = scheduler(fetch_tokens_min=5)
     connector.add(consumer(12, ticket_of(12)))
@@ -176,7 +129,7 @@ def test_few_tokens_are_computed_and_the_producer_is_told(computed: int, expecte
     assert (len(step.receive), len(step.release)) == ((1, 0) if expected.asynchronous else (0, 1))
 
 
-@pytest.mark.parametrize(
+@each(
     ("offered", "external", "missing"),
     [(10, 10, (7, 8, 9)), (10, 6, (8, 9)), (10, 2, (9,)), (8, 8, (7, 8)), (8, 4, (8,))],
 )
@@ -190,7 +143,7 @@ def test_the_blocks_that_are_not_computed_are_received(offered: int, external: i
     assert step_of(connector) == Step()
 
 
-@pytest.mark.parametrize(("external", "blocks"), [(12, 3), (9, 3), (1, 3), (10, 2)])
+@each(("external", "blocks"), [(12, 3), (9, 3), (1, 3), (10, 2)])
 def test_other_numbers_than_were_matched_are_refused(external: int, blocks: int) -> None:
     connector = scheduler()
     connector.add(consumer(10, ticket_of(10)))
@@ -214,47 +167,21 @@ def test_a_ticket_is_used_once() -> None:
     assert connector.open_requests == 0
 
 
-def test_aborted_before_it_has_blocks_the_producer_is_told() -> None:
-    connector = scheduler()
-    ticket = ticket_of(10)
-    connector.add(consumer(10, ticket))
-    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
-    (release,) = step_of(connector).release
-    assert (release.request_id, release.ticket) == ("r", ticket)
-    assert connector.open_requests == 0
-
-
-def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended() -> None:
+@each("told_before_the_step", [False, True])
+def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended(told_before_the_step: bool) -> None:
+    """An engine that fails a request for its load says that it has finished, then that it was received."""
     connector = scheduler()
     connector.add(consumer(10, ticket_of(10)))
     connector.update_after_alloc("r", [7, 8, 9], 10)
     step_of(connector)
     assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(True, None)
     assert connector.blocks_held("r")
-    assert step_of(connector) == Step(abandon=["r"])
+    if not told_before_the_step:
+        assert step_of(connector) == Step(abandon=["r"])
     connector.update_from_workers(received=["r"])
     assert not connector.blocks_held("r")
+    assert step_of(connector) == Step()
     assert connector.open_requests == 0
-
-
-def test_a_load_that_ended_meanwhile_is_not_abandoned() -> None:
-    """An engine that fails a request for its load says that it has finished, then that it was received."""
-    connector = scheduler()
-    connector.add(consumer(10, ticket_of(10)))
-    connector.update_after_alloc("r", [7, 8, 9], 10)
-    step_of(connector)
-    assert connector.request_finished("r", completed=False, now_s=0.0).hold_blocks
-    connector.update_from_workers(received=["r"])
-    assert step_of(connector) == Step()
-
-
-def test_an_offer_of_nothing_concerns_nobody() -> None:
-    connector = scheduler()
-    connector.add(consumer(3, ticket_of(0)))
-    assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
-    connector.update_after_alloc("r", [7], 0)
-    assert step_of(connector) == Step()
-    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
 
 
 def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten() -> None:
@@ -265,21 +192,23 @@ def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten() -> None:
     assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"do_remote_decode": False}])
-def test_plain_requests_pass_by(params: dict[str, Any] | None) -> None:
-    connector = scheduler()
+@each(
+    ("params", "roles"),
+    [
+        *((params, {}) for params in (None, {}, {"do_remote_prefill": False}, {"do_remote_decode": False})),
+        (PREFILL, {"produces": False}),
+        (ticket_of(10).to_params(), {"consumes": False}),
+    ],
+)
+def test_requests_that_nothing_is_to_be_done_for_pass_by(params: dict[str, Any] | None, roles: dict[str, bool]) -> None:
+    """Plain ones, and those in a role that the engine does not have."""
+    connector = scheduler(**roles)
     connector.add(Request("r", 10, params))
+    assert connector.open_requests == 0
     assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
     connector.update_after_alloc("r", [1, 2, 3], 0)
     assert step_of(connector, ("r", 10)) == Step()
     assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
-
-
-def test_a_role_that_an_engine_does_not_have_is_not_played() -> None:
-    for request, roles in ((producer(10), {"produces": False}), (consumer(10, ticket_of(10)), {"consumes": False})):
-        connector = scheduler(**roles)
-        connector.add(request)
-        assert connector.open_requests == 0
 
 
 # --- producing
@@ -304,44 +233,27 @@ def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     assert connector.open_requests == 0
 
 
-def test_each_offer_has_a_secret_of_its_own() -> None:
+def test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_secret_of_its_own() -> None:
     connector = scheduler()
     connector.add(producer(10))
     first = step_of(connector, ("r", 10)).save[0]
-    again = step_of(connector, ("r", 10), preempted=["r"])
-    assert again.withdraw == ["r"]
-    assert again.save[0].serve_id != first.serve_id
-    assert first.serve_id.startswith("r#secret")
-
-
-def test_preempted_after_its_prompt_the_lease_is_withdrawn() -> None:
-    connector = scheduler()
-    connector.add(producer(10))
-    step_of(connector, ("r", 10))
     assert step_of(connector, preempted=["r"]) == Step(withdraw=["r"])
+    again = step_of(connector, ("r", 10)).save[0]
+    assert (first.serve_id, again.serve_id) == ("r#secret0", "r#secret1")
     assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
-    assert step_of(connector) == Step()
 
 
-@pytest.mark.parametrize("saved", [False, True])
-def test_aborted_before_it_finished_nothing_is_held(saved: bool) -> None:
+@each(("computed", "completed", "now_s"), [(4, False, 0.0), (10, False, 0.0), (10, True, 10.0)])
+def test_aborted_or_with_a_lease_that_has_run_out_nothing_is_held(computed: int, completed: bool, now_s: float) -> None:
     connector = scheduler()
     connector.add(producer(10))
-    step_of(connector, ("r", 10 if saved else 4))
-    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
-    assert step_of(connector) == Step(withdraw=["r"] if saved else [])
+    step_of(connector, ("r", computed))
+    assert connector.request_finished("r", completed=completed, now_s=now_s) == Finished(False, None)
+    assert step_of(connector) == Step(withdraw=["r"] if computed == 10 else [])
     assert connector.open_requests == 0
 
 
-def test_a_lease_that_has_run_out_is_not_offered() -> None:
-    connector = scheduler()
-    connector.add(producer(10))
-    step_of(connector, ("r", 10), now_s=0.0)
-    assert connector.request_finished("r", completed=True, now_s=10.0) == Finished(False, None)
-    assert step_of(connector) == Step(withdraw=["r"])
-
-
-@pytest.mark.parametrize(
+@each(
     ("prompt", "full_only", "blocks", "tokens"),
     [(3, False, (0,), 3), (3, True, (), 0), (4, True, (0,), 4), (10, True, (0, 1), 8), (10, False, (0, 1, 2), 10)],
 )
@@ -357,7 +269,7 @@ def test_partly_filled_blocks(prompt: int, full_only: bool, blocks: tuple[int, .
 
 
 def test_nothing_is_offered_before_the_ranks_are_known() -> None:
-    connector = ConnectorScheduler(SchedulingConfig(block_size=4, lease_ttl_s=1.0), new_secret=lambda: "s")
+    connector = scheduler(introduce=False)
     connector.add(producer(10))
     assert step_of(connector, ("r", 10)) == Step()
     assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
@@ -391,7 +303,7 @@ def test_an_id_is_used_once_at_a_time() -> None:
         connector.add(producer(10))
 
 
-@pytest.mark.parametrize("change", [{"block_size": 0}, {"lease_ttl_s": 0.0}, {"fetch_tokens_min": 0}])
+@each("change", [{"block_size": 0}, {"lease_ttl_s": 0.0}, {"fetch_tokens_min": 0}])
 def test_limits_are_checked(change: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{next(iter(change))}: expected .*, got 0"):
         SchedulingConfig(**{"block_size": 4, "lease_ttl_s": 1.0, **change})
@@ -422,14 +334,6 @@ class Job:
     running: bool = False
     parked: bool = False  # its load is under way
     finished: bool = False
-
-
-def is_loading(engine: Engine) -> bool:
-    return bool(engine.loads)
-
-
-def can_be_read(engine: Engine) -> bool:
-    return bool(engine.out & engine.leases.keys())
 
 
 class Engine(RuleBasedStateMachine):
@@ -594,7 +498,7 @@ class Engine(RuleBasedStateMachine):
     def tell(self, request_id: str) -> None:
         self.told[request_id] = self.told.get(request_id, 0) + 1
 
-    @precondition(is_loading)
+    @precondition(lambda engine: engine.loads)
     @rule(data=st.data(), recompute=st.booleans())
     def a_load_ends(self, data: st.DataObject, recompute: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.loads)))
@@ -612,7 +516,7 @@ class Engine(RuleBasedStateMachine):
         else:
             job.running = True
 
-    @precondition(can_be_read)
+    @precondition(lambda engine: engine.out & engine.leases.keys())
     @rule(data=st.data())
     def a_lease_ends(self, data: st.DataObject) -> None:
         """Read, or run out: only those that somebody can know of, and others by `withdraw`."""
@@ -636,8 +540,6 @@ class Engine(RuleBasedStateMachine):
 
     @invariant()
     def no_block_is_lost_or_twice(self) -> None:
-        if not hasattr(self, "free"):
-            return
         owned = [block for job in self.alive.values() for block in job.blocks]
         assert len(owned) == len(set(owned))
         assert not set(owned) & self.free
@@ -656,8 +558,6 @@ class Engine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything ends, and nothing is left: all blocks are free, each producer of a ticket has been told."""
-        if not hasattr(self, "free"):
-            return
         for request_id in list(self.alive):
             self.end(request_id, completed=False)
         self.step(tokens=1, seconds=0.0)

@@ -170,41 +170,18 @@ def load_ended(entry: Happening) -> bool:
 
 
 def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
+    """The lease was opened in the step that computed the prompt: no later step is needed for it to be read."""
     pair.decode.receive(pair.prefill.prefill(), [5, 6])
     loaded = pair.decode.until(load_ended)
     assert isinstance(loaded, Loaded)
     assert loaded.report.tokens == 7
+    assert pair.prefill.scheduler.blocks_held("r")
     for layer in pair.decode.kv_caches.values():
         assert (layer[:, 5] == 1.0).all()
         assert (layer[:, 6, :, :3] == 1.0).all()
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
-    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
-
-
-def test_a_reader_that_comes_before_the_engine_has_stepped_again(pair: Pair) -> None:
-    """The lease was opened in the step that computed the prompt: no later step is needed for it to be read."""
-    params = pair.prefill.prefill()
-    pair.decode.receive(params, [5, 6])
-    assert isinstance(pair.decode.until(load_ended), Loaded)
-    assert pair.prefill.scheduler.blocks_held("r")
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
-    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
-
-
-def test_a_request_aborted_before_its_load_frees_the_producers_blocks(pair: Pair) -> None:
-    pair.decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
-    assert not pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
-    pair.decode.step()
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
-
-
-def test_a_full_local_hit_frees_the_producers_blocks(pair: Pair) -> None:
-    pair.decode.scheduler.add(Request("d", 7, pair.prefill.prefill()))
-    pair.decode.scheduler.update_after_alloc("d", [5, 6], 0)
-    pair.decode.step()
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
 
 
@@ -242,30 +219,36 @@ def renewals_of(engine: Engine) -> int:
     return serving.renewals
 
 
-@pytest.mark.parametrize("used", [True, False])
-def test_what_was_kept_is_let_go(pair: Pair, used: bool) -> None:
-    """After its load, and if it is not needed any more."""
-    params = pair.prefill.prefill()
-    pair.decode.scheduler.add(Request("d", 7, params))
+@pytest.mark.parametrize("end", ["loaded", "cached", "aborted"])
+def test_what_was_kept_is_let_go(pair: Pair, end: str) -> None:
+    """After its load, and if it is not needed any more: the producer's blocks are free then."""
+    scheduler = pair.decode.scheduler
+    scheduler.add(Request("d", 7, pair.prefill.prefill()))
     idle = pair.decode.runtime.statistics().tasks
     assert len(pair.decode.step().keep) == 1
     assert pair.decode.runtime.statistics().tasks > idle
-    if used:
-        pair.decode.scheduler.update_after_alloc("d", [5, 6], 7)
+    if end != "aborted":
+        scheduler.update_after_alloc("d", [5, 6], 7 if end == "loaded" else 0)
+    if end == "loaded":
         assert isinstance(pair.decode.until(load_ended), Loaded)
-    pair.decode.scheduler.request_finished("d", completed=used, now_s=0.0)
+    scheduler.request_finished("d", completed=end != "aborted", now_s=0.0)
     pair.decode.step()
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     pair.decode.until_settled()
     assert pair.decode.runtime.statistics().tasks == idle
 
 
-def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -> None:
-    decode = pair.decode
+def begin_held(prefill: Engine, decode: Engine) -> None:
+    """Begin a load whose bytes do not move before the transport is told to `perform`."""
     decode.transport.faults.hold = True
-    decode.receive(pair.prefill.prefill(), [5, 6])
+    decode.receive(prefill.prefill(), [5, 6])
     decode.step()
     decode.runtime.start(reads_are_open).result(WAIT_S)
+
+
+def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -> None:
+    decode = pair.decode
+    begin_held(pair.prefill, decode)
     assert decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
     decode.step()
     decode.step()
@@ -281,10 +264,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
 @pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01}], indirect=True)
 def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     decode = pair.decode
-    decode.transport.faults.hold = True
-    decode.receive(pair.prefill.prefill(), [5, 6])
-    decode.step()
-    decode.runtime.start(reads_are_open).result(WAIT_S)
+    begin_held(pair.prefill, decode)
     decode.runtime.start(pass_deadlines).result(WAIT_S)
     decode.runtime.start(blocks_are_quarantined).result(WAIT_S)
     decode.step()
@@ -363,10 +343,7 @@ def test_steps_without_work_wake_nobody(pair: Pair) -> None:
 def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
     network = InprocNetwork()
     prefill, decode = (make(name, network, 1.0, replace(CONFIG, drain_timeout_s=0.01)) for name in ("p", "d"))
-    decode.transport.faults.hold = True
-    decode.receive(prefill.prefill(), [5, 6])
-    decode.step()
-    decode.runtime.start(reads_are_open).result(WAIT_S)
+    begin_held(prefill, decode)
     on_loop(decode.runtime, lambda: decode.transport.faults.__setattr__("hold", False))
     on_loop(decode.runtime, decode.transport.perform)
     decode.until(load_ended)
@@ -374,7 +351,6 @@ def test_closing_ends_loads_and_leases_and_refuses_steps() -> None:
         engine.runtime.close()
     prefill.collect()
     with pytest.raises(RuntimeClosed):
-        prefill.step(("r2", 7))
         prefill.scheduler.add(Request("r2", 7, PREFILL))
         prefill.step(("r2", 7), blocks=[1, 2])
 

@@ -182,36 +182,22 @@ class Cache:
 
 
 @st.composite
-def recipes(draw: st.DrawFn, *, like: Recipe | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Recipe:
-    """A random recipe; with `like`, one whose blocks mean the same bytes, in another place and style."""
-    if like is None:
-        style = draw(st.sampled_from(list(KVStyle)))
-        heads = 1 if style is KVStyle.MLA else draw(st.integers(1, 3))
-        layers, tokens, dim = draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
-        dim *= 2 if style is KVStyle.FUSED else 1
-        dtype, hnd_in_memory = draw(st.sampled_from(dtypes)), draw(st.booleans())
-    else:
-        style = draw(st.sampled_from(_PAIR_STYLES)) if like.style in _PAIR_STYLES else like.style
-        layers, tokens, heads, dim = like.layers, like.tokens, like.heads, like.dim
-        dtype, hnd_in_memory = like.dtype, like.hnd_in_memory
-    if like is not None and draw(st.booleans()):  # the same place in memory: the case that fuses most
-        outer, shared, block_padding = like.outer, like.shared, like.block_padding
-    else:
-        outer = draw(st.sampled_from(_OUTER_ORDERS))
-        shared, block_padding = draw(st.booleans()), draw(st.sampled_from([0, 0, 0, 1, 5]))
+def recipes(draw: st.DrawFn, *, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Recipe:
+    """A random recipe."""
+    style = draw(st.sampled_from(list(KVStyle)))
     return Recipe(
         style=style,
         order=draw(st.sampled_from(["NHD", "HND"])),
-        layers=layers,
+        layers=draw(st.integers(1, 3)),
         blocks=draw(st.sampled_from([1, 2, 3, 6])),
-        tokens=tokens,
-        heads=heads,
-        dim=dim,
-        dtype=dtype,
-        outer=outer,
-        hnd_in_memory=hnd_in_memory,
-        shared=shared,
-        block_padding=block_padding,
+        tokens=draw(st.integers(1, 4)),
+        heads=1 if style is KVStyle.MLA else draw(st.integers(1, 3)),
+        dim=draw(st.integers(1, 4)) * (2 if style is KVStyle.FUSED else 1),
+        dtype=draw(st.sampled_from(dtypes)),
+        outer=draw(st.sampled_from(_OUTER_ORDERS)),
+        hnd_in_memory=draw(st.booleans()),
+        shared=draw(st.booleans()),
+        block_padding=draw(st.sampled_from([0, 0, 0, 1, 5])),
         spare_blocks=draw(st.sampled_from([0, 0, 1, 3])),
     )
 
@@ -227,6 +213,11 @@ class Sides:
     heads: int
 
 
+def whole_sides(local: Recipe, remote: Recipe) -> Sides:
+    """All heads of both."""
+    return Sides(local=local, remote=remote, local_start=0, remote_start=0, heads=local.heads)
+
+
 @st.composite
 def sides(draw: st.DrawFn) -> Sides:
     """Any style, order, memory order, block sizes (one divides the other), heads, layers and place in memory."""
@@ -234,15 +225,16 @@ def sides(draw: st.DrawFn) -> Sides:
     heads = 1 if latent else draw(st.integers(1, 3))
     size = draw(st.integers(1, 3))  # elements of K, or of V, or of the latent
     dtype = draw(st.sampled_from((torch.uint8, torch.float16)))
-    small, factor = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
+    alike = draw(st.booleans())  # all heads, the same style and place in memory: the case that fuses and joins most
+    small, factor = draw(st.integers(1, 4)), 1 if alike else draw(st.sampled_from([1, 1, 2, 3]))
     tokens = draw(st.permutations([small, small * factor]))
     common = draw(st.integers(1, 2))  # layers
-    alike = draw(st.booleans())  # the same place in memory: the case that fuses most
     first: Recipe | None = None
 
     def side(block_size: int, others: tuple[int, ...]) -> tuple[Recipe, int]:
-        style = KVStyle.MLA if latent else draw(st.sampled_from(_KV_STYLES))
-        held = heads if latent else heads + draw(st.sampled_from([0, 0, 1, 2]))
+        styles = _KV_STYLES if first is None or not alike else (first.style,)
+        style = KVStyle.MLA if latent else draw(st.sampled_from(styles))
+        held = heads if latent or alike else heads + draw(st.sampled_from([0, 0, 1, 2]))
         indices = (*range(10, 10 + common), *others[: draw(st.integers(0, 1))])
         recipe = Recipe(
             style=style,

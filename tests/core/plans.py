@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, Span, map_regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
-from tests.core.caches import Cache, Recipe, Sides, recipes, sides
+from kvflow.core.plan.topology import CacheShare
+from tests.core.caches import Cache, Recipe, Sides, sides
 
 CPU = Device("cpu", 0)
 RECIPE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=3, blocks=12, tokens=4, heads=2, dim=8)
 BLOCKS_TOGETHER = replace(RECIPE, shared=True, outer=("block", "layer", "kv"))
+
+
+SHARE = CacheShare(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    layers=(0, 1),
+    kv_heads=1,
+    model_kv_heads=0,
+    latent=False,
+    block_size=16,
+)
+"""What a rank holds, for tests to change."""
 
 
 def array(ids: Sequence[int]) -> BlockIds:
@@ -55,6 +70,29 @@ def pair_sides(case: Sides, local: Cache, remote: Cache) -> BlockMap:
 def lump(size: int) -> BlockShape:
     """A block that cannot be read in parts."""
     return BlockShape(tokens=1, heads=1, run=size, token_stride=size, head_stride=size)
+
+
+def large_regions(blocks: int, *, layers: int = 80, block: BlockShape | None = None) -> Regions:
+    """K and V of many blocks, at addresses where no memory is."""
+    block = block or lump(1 << 14)
+    return Regions(
+        bases=np.arange(1, 2 * layers + 1, dtype=np.uint64) * np.uint64(block.size_bytes * blocks + 4096),
+        strides=np.full(2 * layers, block.size_bytes, dtype=np.uint64),
+        block=block,
+        parts=("K", "V"),
+        num_blocks=blocks,
+        device=CPU,
+    )
+
+
+def traced_bytes(work: Callable[[], object]) -> tuple[int, int]:
+    """The memory that is still in use after some work, and the most that was during it."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
 
 
 def whole_blocks(local_ids: Sequence[int] | BlockIds, remote_ids: Sequence[int] | BlockIds, tokens: int) -> Chunks:
@@ -104,47 +142,12 @@ def inside_one(spans: tuple[Span, ...], address: int, size: int) -> bool:
     return any(span.address <= address and address + size <= span.address + span.size_bytes for span in spans)
 
 
-# --- loads of whole blocks between caches whose blocks are the same bytes
-
-
-@dataclass(frozen=True)
-class Case:
-    local: Recipe
-    remote: Recipe
-    local_ids: list[int]
-    remote_ids: list[int]
-
-    @property
-    def chunks(self) -> Chunks:
-        return whole_blocks(self.local_ids, self.remote_ids, self.local.tokens)
-
-
 def draw_ids(draw: st.DrawFn, count: int, blocks: int) -> list[int]:
     """Scattered blocks, or a run of neighbours."""
     if draw(st.booleans()):
         start = draw(st.integers(0, blocks - count))
         return list(range(start, start + count))
     return draw(st.permutations(range(blocks)))[:count]
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Two caches that mean the same, and blocks to carry between them."""
-    local = draw(recipes(dtypes=(torch.uint8, torch.float16)))
-    remote = draw(recipes(like=local))
-    count = draw(st.integers(0, min(local.blocks, remote.blocks)))
-    return Case(local, remote, draw_ids(draw, count, local.blocks), draw_ids(draw, count, remote.blocks))
-
-
-def slow_plan(local: Cache, remote: Cache, local_ids: list[int], remote_ids: list[int]) -> list[Copy]:
-    """The reference: one copy for each layer, part and block, with addresses that torch gives."""
-    return [
-        (local.block(layer, part, mine).data_ptr(), remote.block(layer, part, theirs).data_ptr(), size)
-        for layer in range(local.recipe.layers)
-        for part in range(local.part_count)
-        for mine, theirs in zip(local_ids, remote_ids, strict=True)
-        for size in [local.block(layer, part, mine).nbytes]
-    ]
 
 
 # --- loads between caches that hold the same model in different ways
@@ -175,12 +178,17 @@ class Load:
         return range(self.first_block * self.sides.local.tokens, self.tokens)
 
 
+def up_to(most: int) -> st.SearchStrategy[int]:
+    """All of it as often as less: else most loads would be of next to nothing."""
+    return st.just(most) | st.integers(0, most)
+
+
 @st.composite
 def loads(draw: st.DrawFn) -> Load:
     case = draw(sides())
-    offered = draw(st.integers(0, case.remote.blocks))
-    tokens = draw(st.integers(0, offered * case.remote.tokens))
-    count = draw(st.integers(0, min(case.local.blocks, -(-tokens // case.local.tokens))))
+    offered = draw(up_to(case.remote.blocks))
+    tokens = draw(up_to(offered * case.remote.tokens))
+    count = draw(up_to(min(case.local.blocks, -(-tokens // case.local.tokens))))
     return Load(case, tokens, draw_ids(draw, count, case.local.blocks), draw_ids(draw, offered, case.remote.blocks))
 
 

@@ -12,31 +12,10 @@ import msgspec
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol import messages
 
-ODD_VALUES: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    1,
-    (1 << 31) - 1,
-    (1 << 63) - 1,
-    -(1 << 63),
-    (1 << 64) - 1,
-    0.0,
-    1e308,
-    float("nan"),
-    float("-inf"),
-    "",
-    "\0",
-    "x" * 5000,
-    "\u202e\u00e9",
-    b"\xff" * 100,
-    [],
-    [0] * 3000,
-    {},
-    {"": None},
-    {"type": "metadata"},
-]
+ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
+ODD_NUMBERS += [0.0, 1e308, float("nan"), float("-inf")]
+ODD_TEXTS = ["", "\0", "x" * 5000, "\u202e\u00e9", b"\xff" * 100]
+ODD_VALUES = [*ODD_NUMBERS, *ODD_TEXTS, None, [], [0] * 3000, {}, {"": None}, {"type": "metadata"}]
 TARGET = messages.Target("producer", 0, 0, 0)
 READER = "fuzz/0.0.0#0"
 

@@ -89,20 +89,20 @@ class Footprint:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Report:
     """What was sent, what came of it, and what the process held before and after."""
 
     mode: Mode
-    sent: Counter[str]
-    errors: Counter[str]
-    honest_loads: int
-    honest_handshakes: int
-    listener: Any
-    serving: Any
-    before: Footprint
-    after: Footprint
-    seconds: float
+    sent: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    honest_loads: int = 0
+    honest_handshakes: int = 0
+    listener: Any = None
+    serving: Any = None
+    before: Footprint | None = None
+    after: Footprint | None = None
+    seconds: float = 0.0
 
 
 class Recorder(InprocTransport):
@@ -258,36 +258,6 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
 # --- honest work
 
 
-@dataclass(slots=True)
-class Honest:
-    """Loads that have nothing to do with any of this; one that fails ends the fuzz."""
-
-    loads: int = 0
-    handshakes: int = 0
-
-    async def work(self, producer: Engine, reader: Engine, newcomer: Config, network: InprocNetwork) -> None:
-        """Load with a reader that stays, and now and then with one that comes and goes."""
-        while True:
-            await self.load(producer, reader)
-            if self.loads % 10 == 1:
-                async with engine(newcomer, network, 0.0) as fresh:
-                    await self.load(producer, fresh)
-                    self.handshakes += 1
-
-    async def load(self, producer: Engine, reader: Engine) -> None:
-        lease = producer.runtime.serve_blocks(ServeRequest("honest", block_ids=[2, 5], num_tokens=8))
-        ticket = lease.ticket.to_params()
-        for tensor in reader.kv_caches.values():
-            tensor[:, :2] = 0.0
-        try:
-            await reader.runtime.load_blocks(LoadRequest("honest", ticket=ticket, block_ids=[0, 1]))
-            assert all((tensor[:, :2] == PRODUCER_FILL).all() for tensor in reader.kv_caches.values()), "wrong bytes"
-            assert await lease is LeaseOutcome.READ
-        finally:
-            lease.revoke()
-        self.loads += 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """Who takes part."""
@@ -301,12 +271,28 @@ class Scene:
     attackers: ProcessPoolExecutor
 
 
-@dataclass(slots=True)
-class Tally:
-    """What was sent, and how the victim's loads ended."""
+async def work_honestly(on: Scene, report: Report) -> None:
+    """Loads that have nothing to do with any of this, now and then of a new reader; one that fails ends the fuzz."""
+    while True:
+        await load_honestly(on, on.reader, report)
+        if report.honest_loads % 10 == 1:
+            async with engine(on.newcomer, on.network, 0.0) as fresh:
+                await load_honestly(on, fresh, report)
+                report.honest_handshakes += 1
 
-    sent: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
+
+async def load_honestly(on: Scene, reader: Engine, report: Report) -> None:
+    lease = on.producer.runtime.serve_blocks(ServeRequest("honest", block_ids=[2, 5], num_tokens=8))
+    ticket = lease.ticket.to_params()
+    for tensor in reader.kv_caches.values():
+        tensor[:, :2] = 0.0
+    try:
+        await reader.runtime.load_blocks(LoadRequest("honest", ticket=ticket, block_ids=[0, 1]))
+        assert all((tensor[:, :2] == PRODUCER_FILL).all() for tensor in reader.kv_caches.values()), "wrong bytes"
+        assert await lease is LeaseOutcome.READ
+    finally:
+        lease.revoke()
+    report.honest_loads += 1
 
 
 @contextlib.asynccontextmanager
@@ -343,39 +329,30 @@ async def scene(mode: Mode) -> AsyncIterator[Scene]:
 async def fuzz(messages: int, seed: int, mode: Mode) -> Report:
     """Send that many messages of all kinds; raises if anything is not as it must be."""
     started_s = time.monotonic()
-    honest, tally = Honest(), Tally()
+    report = Report(mode)
     async with scene(mode) as on:
-        await attack(on, f"{seed} warm", messages // 10, Tally())
+        await attack(on, f"{seed} warm", messages // 10, Report(mode))
         async with asyncio.TaskGroup() as group:
-            work = group.create_task(honest.work(on.producer, on.reader, on.newcomer, on.network))
-            while honest.handshakes == 0:
+            work = group.create_task(work_honestly(on, report))
+            while report.honest_handshakes == 0:
                 await asyncio.sleep(0)
-            before = Footprint.now()
-            await attack(on, str(seed), messages, tally)
-            loads = honest.loads
-            while honest.loads < loads + 25:  # it still works
+            report.before = Footprint.now()
+            await attack(on, str(seed), messages, report)
+            loads = report.honest_loads
+            while report.honest_loads < loads + 25:  # it still works
                 await asyncio.sleep(0)
-            after = Footprint.now()
+            report.after = Footprint.now()
             work.cancel()
         statistics = on.producer.runtime.statistics()
         assert statistics.state == "open"
         genuine = {await one.transport.metadata() for one in (on.producer, on.victim)}
         assert on.victim.transport.connected <= genuine, "metadata with a wrong checksum reached the transport"
-    return Report(
-        mode=mode,
-        sent=tally.sent,
-        errors=tally.errors,
-        honest_loads=honest.loads,
-        honest_handshakes=honest.handshakes,
-        listener=statistics.listener,
-        serving=statistics.serving,
-        before=before,
-        after=after,
-        seconds=time.monotonic() - started_s,
-    )
+    report.listener, report.serving = statistics.listener, statistics.serving
+    report.seconds = time.monotonic() - started_s
+    return report
 
 
-async def attack(on: Scene, seed: str, messages: int, tally: Tally) -> None:
+async def attack(on: Scene, seed: str, messages: int, report: Report) -> None:
     """All attackers at once, until they are done and the listener has seen the last of them."""
     few, some = max(messages // 50, 1), max(messages // 10, 1)
     rng = Random(seed)
@@ -390,13 +367,13 @@ async def attack(on: Scene, seed: str, messages: int, tally: Tally) -> None:
         if on.mode is not Mode.CURVE:
             lies["tickets"] = group.create_task(load_bent_tickets(rng, on.producer, on.victim, few))
             lies["replies"] = group.create_task(ask_a_liar(rng, on.producer, on.victim, few))
-    tally.sent["messages"] += sum(task.result() for task in senders)
-    tally.sent["tcp streams"] += streams.result()
-    tally.sent["notifications"] += some
+    report.sent["messages"] += sum(task.result() for task in senders)
+    report.sent["tcp streams"] += streams.result()
+    report.sent["notifications"] += some
     for name, task in lies.items():
-        tally.sent[name] += few
+        report.sent[name] += few
         for error, times in task.result().items():
-            tally.errors[f"{name}: {error}"] += times
+            report.errors[f"{name}: {error}"] += times
     async with asyncio.timeout(WAIT_S):
         while (now := on.producer.runtime.statistics().listener) is not None and now.connections > 2:  # honest ones
             await asyncio.sleep(0)

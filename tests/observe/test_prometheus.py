@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -18,106 +19,101 @@ from tests.observe.observed import observed
 ROOT = Path(__file__).parents[2]
 
 
-def samples(registry: CollectorRegistry) -> dict[tuple[str, ...], float]:
-    """Every sample by its name and label values, engine first."""
-    text = generate_latest(registry).decode()
-    found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    left_out = {"dp", "pp", "tp", "le"}
-    return {
-        (sample.name, *(sample.labels[key] for key in sorted(sample.labels.keys() - left_out))): sample.value
-        for sample in found
-    }
+class Scraped:
+    """Metrics, and what a scrape shows of them."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.metrics = PrometheusMetrics(self.registry)
+
+    def samples(self) -> dict[tuple[str, ...], float]:
+        """Every sample by its name and label values, engine first."""
+        text = generate_latest(self.registry).decode()
+        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        left_out = {"dp", "pp", "tp", "le"}
+        return {
+            (sample.name, *(sample.labels[key] for key in sorted(sample.labels.keys() - left_out))): sample.value
+            for sample in found
+        }
 
 
-async def test_what_has_happened_is_counted_and_what_is_open_is_shown() -> None:
-    registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
-    async with observed([metrics]) as pair:
+@pytest.fixture
+def scraped() -> Scraped:
+    return Scraped()
+
+
+async def test_what_has_happened_is_counted_and_what_is_open_is_shown(scraped: Scraped) -> None:
+    async with observed([scraped.metrics]) as pair:
         for engine in (pair.producer, pair.consumer):
-            metrics.watch(engine.runtime)
+            scraped.metrics.watch(engine.runtime)
         layout = pair.consumer.layout
         pair.offer([1, 2, 3], "open").revoke()  # its blocks are held for a moment
-        seen = samples(registry)
-    assert seen["kvflow_loads_total", "consumer", "loaded"] == 1
-    assert seen["kvflow_loads_total", "consumer", "LeaseExpired"] == 1
-    assert seen["kvflow_load_seconds_count", "consumer"] == 1
-    assert seen["kvflow_load_bytes_sum", "consumer"] == 2 * layout.block_size_bytes
-    assert seen["kvflow_load_phase_seconds_count", "consumer", "wire"] == 1
-    assert seen["kvflow_leases_total", "producer", "read"] == 1
-    assert seen["kvflow_leases_total", "producer", "revoked"] == 1
-    assert seen["kvflow_blocks", "producer", "leased"] == 3
-    assert seen["kvflow_blocks", "producer", "free"] == layout.num_blocks - 3
-    assert seen["kvflow_open_leases", "producer"] == 1
-    assert seen["kvflow_open_loads", "consumer"] == 0
-    assert seen["kvflow_peers", "consumer", "ready"] == 1
-    assert seen["kvflow_side_channel_messages_total", "producer", "answered"] == 1
-    assert seen["kvflow_notifications_ignored_total", "producer", "late"] == 0
+        seen = scraped.samples()
+    expected = {
+        ("kvflow_loads_total", "consumer", "loaded"): 1,
+        ("kvflow_loads_total", "consumer", "LeaseExpired"): 1,
+        ("kvflow_load_seconds_count", "consumer"): 1,
+        ("kvflow_load_bytes_sum", "consumer"): 2 * layout.block_size_bytes,
+        ("kvflow_load_phase_seconds_count", "consumer", "wire"): 1,
+        ("kvflow_leases_total", "producer", "read"): 1,
+        ("kvflow_leases_total", "producer", "revoked"): 1,
+        ("kvflow_blocks", "producer", "leased"): 3,
+        ("kvflow_blocks", "producer", "free"): layout.num_blocks - 3,
+        ("kvflow_open_leases", "producer"): 1,
+        ("kvflow_open_loads", "consumer"): 0,
+        ("kvflow_peers", "consumer", "ready"): 1,
+        ("kvflow_side_channel_messages_total", "producer", "answered"): 1,
+        ("kvflow_notifications_ignored_total", "producer", "late"): 0,
+    }
+    assert {name: seen[name] for name in expected} == expected
 
 
-def test_a_rank_is_three_numbers_that_can_be_summed_over() -> None:
-    registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
+def test_a_rank_is_three_numbers_that_can_be_summed_over(scraped: Scraped) -> None:
     for tp in (6, 7):
-        record = LeaseRecord(
-            engine_id="prefill",
-            rank=Rank(3, 1, tp),
-            request_id="r",
-            outcome="read",
-            blocks=1,
-            tokens=4,
-            readers=1,
-            seconds={"offered": 0.5},
-            traceparent="",
-        )
-        metrics.lease_ended(record)
-    text = generate_latest(registry).decode()
+        rank = Rank(3, 1, tp)
+        whose = {"engine_id": "prefill", "rank": rank, "request_id": "r", "traceparent": ""}
+        record = LeaseRecord(**whose, outcome="read", blocks=1, tokens=4, readers=1, seconds={})
+        scraped.metrics.lease_ended(record)
+    text = generate_latest(scraped.registry).decode()
     assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="7"} 1.0' in text
     assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="6"} 1.0' in text
 
 
-async def test_every_sample_says_whose_it_is() -> None:
-    registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
-    async with observed([metrics]) as pair:
-        metrics.watch(pair.producer.runtime)
-        families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+async def test_every_sample_says_whose_it_is(scraped: Scraped) -> None:
+    async with observed([scraped.metrics]) as pair:
+        scraped.metrics.watch(pair.producer.runtime)
+        families = list(text_string_to_metric_families(generate_latest(scraped.registry).decode()))
     found = [sample.labels for family in families for sample in family.samples]
     assert len(found) > 20
     assert all({"engine", "dp", "pp", "tp"} <= set(labels) and "rank" not in labels for labels in found)
     assert {labels["tp"] for labels in found} == {"0"}
 
 
-async def test_a_scrape_from_another_thread_takes_a_snapshot_on_the_loop() -> None:
-    registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
-    async with observed([metrics]) as pair:
-        metrics.watch(pair.consumer.runtime)
+async def test_a_scrape_from_another_thread_takes_a_snapshot_on_the_loop(scraped: Scraped) -> None:
+    async with observed([scraped.metrics]) as pair:
+        scraped.metrics.watch(pair.consumer.runtime)
         lease = pair.offer([1], "more")
         await pair.consumer.runtime.load_blocks(pair.wanted(lease, [0]))
         await lease
-        seen = await asyncio.to_thread(samples, registry)
+        seen = await asyncio.to_thread(scraped.samples)
         assert seen["kvflow_read_bytes_total", "consumer"] == pair.consumer.transport.statistics.bytes_read > 0
 
 
-def test_a_scrape_after_the_loop_has_ended_shows_the_last_snapshot() -> None:
-    registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
+def test_a_scrape_after_the_loop_has_ended_shows_the_last_snapshot(scraped: Scraped) -> None:
 
     async def run() -> None:
-        async with observed([metrics]) as pair:
-            metrics.watch(pair.consumer.runtime)
+        async with observed([scraped.metrics]) as pair:
+            scraped.metrics.watch(pair.consumer.runtime)
 
     asyncio.run(run())
-    assert samples(registry)["kvflow_reads_total", "consumer"] > 0
+    assert scraped.samples()["kvflow_reads_total", "consumer"] > 0
 
 
-async def test_the_dashboard_asks_for_metrics_that_exist() -> None:
-    registry = CollectorRegistry()
-    metrics = PrometheusMetrics(registry)
-    async with observed([metrics]) as pair:
+async def test_the_dashboard_asks_for_metrics_that_exist(scraped: Scraped) -> None:
+    async with observed([scraped.metrics]) as pair:
         for engine in (pair.producer, pair.consumer):
-            metrics.watch(engine.runtime)
-        names = {sample[0] for sample in samples(registry)}
+            scraped.metrics.watch(engine.runtime)
+        names = {sample[0] for sample in scraped.samples()}
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text("utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"kvflow_\w+", query)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,14 +15,14 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
-from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.testing.side_channel import InprocSideChannel
 from kvflow.testing.simulator.network import Flight, Host, Network
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.simulator.world import send_through
-from kvflow.testing.virtual_loop import Life, VirtualLoop, run_virtual
+from kvflow.testing.virtual_loop import Life, VirtualLoop
 from kvflow.transport.base import AgentName, Event, Notified, PeerGone, ReadEnded
 from kvflow.transport.inproc import InprocTransport, Row
+from tests.tests_support import each, in_virtual_time
 
 SIZE = 64
 
@@ -63,13 +62,6 @@ class Setup:
         await opened.wait()
         return node
 
-    async def pair(self) -> tuple[Node, Node]:
-        """A reader that knows a target whose memory is full of 7."""
-        reader, target = await self.node("reader"), await self.node("target")
-        target.memory[:] = 7
-        await reader.transport.add_peer(await target.transport.metadata())
-        return reader, target
-
     def landed(self, _: Flight, rows: list[Row]) -> None:
         self.landings.append((self.loop.time(), sum(size for _, _, size in rows)))
 
@@ -89,17 +81,16 @@ def read(reader: Node, target: Node) -> None:
     )
 
 
-def simulated(body: Callable[[Setup], Coroutine[None, None, None]], **weather: float) -> None:
-    """Run a test in virtual time, on a network with this weather."""
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        setup = Setup(loop, Network(loop, random.Random(1), lambda *_: None, lambda *args: setup.landed(*args)))
-        setup.network.weather = Weather(**weather)
-        await body(setup)
-
-    run_virtual(main())
+async def begin(**weather: float) -> tuple[Setup, Node, Node]:
+    """A network with this weather, and on it a reader that knows a target whose memory is full of 7."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    setup = Setup(loop, Network(loop, random.Random(1), lambda *_: None, lambda *args: setup.landed(*args)))
+    setup.network.weather = Weather(**weather)
+    reader, target = await setup.node("reader"), await setup.node("target")
+    target.memory[:] = 7
+    await reader.transport.add_peer(await target.transport.metadata())
+    return setup, reader, target
 
 
 async def pass_time(seconds: float) -> None:
@@ -108,163 +99,137 @@ async def pass_time(seconds: float) -> None:
     await done
 
 
-def test_a_read_lands_later_and_ends_once() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
+@in_virtual_time
+async def test_a_read_lands_later_and_ends_once() -> None:
+    setup, reader, target = await begin()
+    read(reader, target)
+    assert not reader.memory.any()
+    await pass_time(1.0)
+    assert (reader.memory == 7).all()
+    ((when_s, event),) = reader.events
+    assert isinstance(event, ReadEnded)
+    assert event.error is None
+    assert when_s >= setup.landings[-1][0]
+
+
+@in_virtual_time
+async def test_a_torn_read_sees_memory_at_several_moments() -> None:
+    setup, reader, target = await begin(torn_share=1.0, read_s=0.01)
+    seen_mixed = False
+    for _ in range(20):
+        setup.landings.clear()
+        target.memory[:] = 7
         read(reader, target)
-        assert not reader.memory.any()
+        while not setup.landings:
+            await pass_time(1e-5)
+        target.memory[:] = 8
         await pass_time(1.0)
-        assert (reader.memory == 7).all()
-        ((when_s, event),) = reader.events
-        assert isinstance(event, ReadEnded)
-        assert event.error is None
-        assert when_s >= setup.landings[-1][0]
-
-    simulated(body)
+        seen_mixed = seen_mixed or set(reader.memory.tolist()) == {7, 8}
+        assert sum(size for _, size in setup.landings) == SIZE
+    assert seen_mixed
 
 
-def test_a_torn_read_sees_memory_at_several_moments() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        seen_mixed = False
-        for _ in range(20):
-            setup.landings.clear()
-            target.memory[:] = 7
-            read(reader, target)
-            while not setup.landings:
-                await pass_time(1e-5)
-            target.memory[:] = 8
-            await pass_time(1.0)
-            seen_mixed = seen_mixed or set(reader.memory.tolist()) == {7, 8}
-            assert sum(size for _, size in setup.landings) == SIZE
-        assert seen_mixed
-
-    simulated(body, torn_share=1.0, read_s=0.01)
+@in_virtual_time
+async def test_a_read_stands_still_while_a_link_is_cut() -> None:
+    setup, reader, target = await begin()
+    setup.network.cut(reader.host, target.host)
+    read(reader, target)
+    await pass_time(100.0)
+    assert reader.events == []
+    assert not reader.memory.any()
+    setup.network.heal()
+    await pass_time(1.0)
+    assert (reader.memory == 7).all()
 
 
-def test_a_read_stands_still_while_a_link_is_cut() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        setup.network.cut(reader.host, target.host)
+@in_virtual_time
+async def test_a_read_from_a_frozen_process_goes_on() -> None:
+    _, reader, target = await begin()
+    target.host.life.freeze()
+    read(reader, target)
+    await pass_time(1.0)
+    assert (reader.memory == 7).all()
+    target.host.life.thaw()
+
+
+@in_virtual_time
+async def test_a_frozen_reader_gets_its_bytes_and_hears_of_them_later() -> None:
+    _, reader, target = await begin()
+    read(reader, target)
+    reader.host.life.freeze()
+    await pass_time(5.0)
+    assert (reader.memory == 7).all()
+    assert reader.events == []
+    reader.host.life.thaw()
+    await pass_time(1.0)
+    assert len(reader.events) == 1
+
+
+@in_virtual_time
+async def test_a_read_from_a_process_that_dies_fails() -> None:
+    setup, reader, target = await begin(read_s=0.01)
+    read(reader, target)
+    target.host.life.kill()
+    setup.network.detach(target.host)
+    await pass_time(1.0)
+    ((_, event),) = reader.events
+    assert isinstance(event, ReadEnded)
+    assert isinstance(event.error, PeerGone)
+    target.host.life.bury()
+
+
+@in_virtual_time
+async def test_nothing_lands_in_a_process_that_is_dead() -> None:
+    setup, reader, target = await begin(read_s=0.01)
+    read(reader, target)
+    reader.host.life.kill()
+    setup.network.detach(reader.host)
+    await pass_time(1.0)
+    assert not reader.memory.any()
+    assert setup.landings == []
+    reader.host.life.bury()
+
+
+@in_virtual_time
+async def test_a_read_that_fails_lands_in_part_at_most() -> None:
+    setup, reader, target = await begin(failed_share=1.0, torn_share=1.0)
+    for _ in range(20):
         read(reader, target)
-        await pass_time(100.0)
-        assert reader.events == []
-        assert not reader.memory.any()
-        setup.network.heal()
-        await pass_time(1.0)
-        assert (reader.memory == 7).all()
-
-    simulated(body)
+    await pass_time(1.0)
+    assert len(reader.events) == 20
+    assert all(isinstance(event, ReadEnded) and event.error is not None for _, event in reader.events)
+    assert sum(size for _, size in setup.landings) < 20 * SIZE
 
 
-def test_a_read_from_a_frozen_process_goes_on() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        target.host.life.freeze()
-        read(reader, target)
-        await pass_time(1.0)
-        assert (reader.memory == 7).all()
-        target.host.life.thaw()
-
-    simulated(body)
+@each(("weather", "expected"), [({}, 10), ({"lost_share": 1.0}, 0), ({"repeated_share": 1.0}, 20)])
+@in_virtual_time
+async def test_notifications(weather: dict[str, float], expected: int) -> None:
+    _, reader, target = await begin(**weather)
+    for number in range(10):
+        reader.transport.notify(AgentName("target"), bytes([number]))
+    await pass_time(1.0)
+    assert len(target.events) == expected
 
 
-def test_a_frozen_reader_gets_its_bytes_and_hears_of_them_later() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        read(reader, target)
-        reader.host.life.freeze()
-        await pass_time(5.0)
-        assert (reader.memory == 7).all()
-        assert reader.events == []
-        reader.host.life.thaw()
-        await pass_time(1.0)
-        assert len(reader.events) == 1
-
-    simulated(body)
+@in_virtual_time
+async def test_late_notifications_change_places() -> None:
+    _, reader, target = await begin(late_share=0.5, late_s=0.1)
+    for number in range(20):
+        reader.transport.notify(AgentName("target"), bytes([number]))
+    await pass_time(1.0)
+    order = [event.payload[0] for _, event in target.events if isinstance(event, Notified)]
+    assert sorted(order) == list(range(20))
+    assert order != sorted(order)
 
 
-def test_a_read_from_a_process_that_dies_fails() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        read(reader, target)
-        target.host.life.kill()
-        setup.network.detach(target.host)
-        await pass_time(1.0)
-        ((_, event),) = reader.events
-        assert isinstance(event, ReadEnded)
-        assert isinstance(event.error, PeerGone)
-        target.host.life.bury()
-
-    simulated(body, read_s=0.01)
-
-
-def test_nothing_lands_in_a_process_that_is_dead() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        read(reader, target)
-        reader.host.life.kill()
-        setup.network.detach(reader.host)
-        await pass_time(1.0)
-        assert not reader.memory.any()
-        assert setup.landings == []
-        reader.host.life.bury()
-
-    simulated(body, read_s=0.01)
-
-
-def test_a_read_that_fails_lands_in_part_at_most() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        for _ in range(20):
-            read(reader, target)
-        await pass_time(1.0)
-        assert len(reader.events) == 20
-        assert all(isinstance(event, ReadEnded) and event.error is not None for _, event in reader.events)
-        assert sum(size for _, size in setup.landings) < 20 * SIZE
-
-    simulated(body, failed_share=1.0, torn_share=1.0)
-
-
-@pytest.mark.parametrize(
-    ("weather", "expected"),
-    [({}, 10), ({"lost_share": 1.0}, 0), ({"repeated_share": 1.0}, 20)],
-    ids=["calm", "lost", "repeated"],
-)
-def test_notifications(weather: dict[str, float], expected: int) -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        for number in range(10):
-            reader.transport.notify(AgentName("target"), bytes([number]))
-        await pass_time(1.0)
-        assert len(target.events) == expected
-
-    simulated(body, **weather)
-
-
-def test_late_notifications_change_places() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        for number in range(20):
-            reader.transport.notify(AgentName("target"), bytes([number]))
-        await pass_time(1.0)
-        order = [event.payload[0] for _, event in target.events if isinstance(event, Notified)]
-        assert sorted(order) == list(range(20))
-        assert order != sorted(order)
-
-    simulated(body, late_share=0.5, late_s=0.1)
-
-
-def test_a_stalled_poller_hears_later() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        reader.host.poller_stalled_until_s = 3.0
-        read(reader, target)
-        await pass_time(5.0)
-        ((when_s, _),) = reader.events
-        assert when_s == 3.0
-
-    simulated(body)
+@in_virtual_time
+async def test_a_stalled_poller_hears_later() -> None:
+    _, reader, target = await begin()
+    reader.host.poller_stalled_until_s = 3.0
+    read(reader, target)
+    await pass_time(5.0)
+    ((when_s, _),) = reader.events
+    assert when_s == 3.0
 
 
 # --- questions
@@ -272,12 +237,13 @@ def test_a_stalled_poller_hears_later() -> None:
 QUESTION = messages.ClockRequest(reader="reader", target=messages.Target("target", 0, 0, 0))
 
 
-def asker(setup: Setup, node: Node) -> SideChannel:
+async def ask(setup: Setup, node: Node) -> object:
     config = Config(engine_id="any", handshake_timeout_s=0.5)
-    return InprocSideChannel(setup.network.exchange, config, send=send_through(setup.network, node.host))
+    asker = InprocSideChannel(setup.network.exchange, config, send=send_through(setup.network, node.host))
+    return await asker.ask("tcp://target:5600", QUESTION, fingerprint=b"")
 
 
-def start_listener(setup: Setup, node: Node) -> None:
+async def start_listener(setup: Setup, node: Node) -> None:
     """Answers every question about the clock."""
     config = Config(engine_id="target", listen=f"{node.host.address}:5600")
 
@@ -287,64 +253,54 @@ def start_listener(setup: Setup, node: Node) -> None:
         await listener.serve()
 
     node.host.life.task(serve())
+    await pass_time(0.1)
 
 
-def test_an_answer_comes_back() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        start_listener(setup, target)
-        await pass_time(0.1)
-        reply = await asker(setup, reader).ask("tcp://target:5600", QUESTION, fingerprint=b"")
-        assert reply == messages.ClockShown(incarnation="1", clock_s=1.0)
-
-    simulated(body)
+@in_virtual_time
+async def test_an_answer_comes_back() -> None:
+    setup, reader, target = await begin()
+    await start_listener(setup, target)
+    reply = await ask(setup, reader)
+    assert reply == messages.ClockShown(incarnation="1", clock_s=1.0)
 
 
-def test_nobody_listens() -> None:
-    async def body(setup: Setup) -> None:
-        reader, _ = await setup.pair()
-        with pytest.raises(PeerUnreachable, match="refused"):
-            await asker(setup, reader).ask("tcp://target:5600", QUESTION, fingerprint=b"")
-
-    simulated(body)
+@in_virtual_time
+async def test_nobody_listens() -> None:
+    setup, reader, _ = await begin()
+    with pytest.raises(PeerUnreachable, match="refused"):
+        await ask(setup, reader)
 
 
-@pytest.mark.parametrize("how", ["unanswered", "cut", "frozen"])
-def test_no_answer_takes_as_long_as_a_handshake_may(how: str) -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        start_listener(setup, target)
-        await pass_time(0.1)
-        match how:
-            case "unanswered":
-                setup.network.weather = Weather(unanswered_share=1.0)
-            case "cut":
-                setup.network.cut(reader.host, target.host)
-            case _:
-                target.host.life.freeze()
-        begun_s = setup.loop.time()
-        with pytest.raises(PeerUnreachable, match=r"no answer within 0\.5 s"):
-            await asker(setup, reader).ask("tcp://target:5600", QUESTION, fingerprint=b"")
-        assert setup.loop.time() - begun_s == pytest.approx(0.5)
-        target.host.life.thaw()
-
-    simulated(body)
+@each("how", ["unanswered", "cut", "frozen"])
+@in_virtual_time
+async def test_no_answer_takes_as_long_as_a_handshake_may(how: str) -> None:
+    setup, reader, target = await begin()
+    await start_listener(setup, target)
+    match how:
+        case "unanswered":
+            setup.network.weather = Weather(unanswered_share=1.0)
+        case "cut":
+            setup.network.cut(reader.host, target.host)
+        case _:
+            target.host.life.freeze()
+    begun_s = setup.loop.time()
+    with pytest.raises(PeerUnreachable, match=r"no answer within 0\.5 s"):
+        await ask(setup, reader)
+    assert setup.loop.time() - begun_s == pytest.approx(0.5)
+    target.host.life.thaw()
 
 
-def test_a_garbled_answer_is_no_answer_of_ours() -> None:
-    async def body(setup: Setup) -> None:
-        reader, target = await setup.pair()
-        start_listener(setup, target)
-        await pass_time(0.1)
-        setup.network.weather = Weather(garbled_share=1.0)
-        found: set[str] = set()
-        for _ in range(20):
-            try:
-                reply = await asker(setup, reader).ask("tcp://target:5600", QUESTION, fingerprint=b"")
-            except ProtocolError:
-                found.add("no message")
-            else:
-                found.add(type(reply).__name__)
-        assert found == {"no message", "NoLease"}
-
-    simulated(body)
+@in_virtual_time
+async def test_a_garbled_answer_is_no_answer_of_ours() -> None:
+    setup, reader, target = await begin()
+    await start_listener(setup, target)
+    setup.network.weather = Weather(garbled_share=1.0)
+    found: set[str] = set()
+    for _ in range(20):
+        try:
+            reply = await ask(setup, reader)
+        except ProtocolError:
+            found.add("no message")
+        else:
+            found.add(type(reply).__name__)
+    assert found == {"no message", "NoLease"}

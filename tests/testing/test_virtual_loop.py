@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop, run_virtual
+from tests.tests_support import in_virtual_time
 
 
 def running_loop() -> VirtualLoop:
@@ -17,45 +17,39 @@ def running_loop() -> VirtualLoop:
     return loop
 
 
-def test_time_jumps_to_the_next_timer() -> None:
-    async def wait_for_a_year() -> float:
-        await asyncio.sleep(365 * 86400.0)
-        return running_loop().time()
-
-    assert run_virtual(wait_for_a_year()) == 365 * 86400.0
+@in_virtual_time
+async def test_time_jumps_to_the_next_timer() -> None:
+    await asyncio.sleep(365 * 86400.0)
+    assert running_loop().time() == 365 * 86400.0
 
 
-def test_timers_run_in_order_and_equal_ones_as_they_were_set() -> None:
-    async def collect() -> list[str]:
-        loop, seen = running_loop(), []
-        for name, delay_s in (("c", 2.0), ("a", 1.0), ("b", 1.0), ("never", 1.5)):
-            timer = loop.call_later(delay_s, seen.append, name)
-            if name == "never":
-                timer.cancel()
-        await asyncio.sleep(3.0)
-        return seen
-
-    assert run_virtual(collect()) == ["a", "b", "c"]
+@in_virtual_time
+async def test_timers_run_in_order_and_equal_ones_as_they_were_set() -> None:
+    loop, seen = running_loop(), list[str]()
+    for name, delay_s in (("c", 2.0), ("a", 1.0), ("b", 1.0), ("never", 1.5)):
+        timer = loop.call_later(delay_s, seen.append, name)
+        if name == "never":
+            timer.cancel()
+    await asyncio.sleep(3.0)
+    assert seen == ["a", "b", "c"]
 
 
-def test_asyncio_works_on_it() -> None:
-    async def main() -> list[Any]:
-        queue: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
+@in_virtual_time
+async def test_asyncio_works_on_it() -> None:
+    queue: asyncio.Queue[int] = asyncio.Queue(maxsize=1)
 
-        async def produce() -> None:
-            for number in range(3):
-                await asyncio.sleep(1.0)
-                await queue.put(number)
+    async def produce() -> None:
+        for number in range(3):
+            await asyncio.sleep(1.0)
+            await queue.put(number)
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(produce())
-            got = [await queue.get() for _ in range(3)]
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(5.0):
-                await queue.get()
-        return [*got, running_loop().time()]
-
-    assert run_virtual(main()) == [0, 1, 2, 8.0]
+    async with asyncio.TaskGroup() as group:
+        group.create_task(produce())
+        assert [await queue.get() for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(5.0):
+            await queue.get()
+    assert running_loop().time() == 8.0
 
 
 def test_a_deadlock_names_who_waits() -> None:
@@ -67,39 +61,25 @@ def test_a_deadlock_names_who_waits() -> None:
         run_virtual(wait_forever())
 
 
-def test_there_are_no_threads_and_no_sockets() -> None:
-    async def try_both() -> None:
-        loop = asyncio.get_running_loop()
-        with pytest.raises(NotImplementedError):
-            await loop.run_in_executor(None, print)
-        with pytest.raises(NotImplementedError):
-            await asyncio.open_connection("127.0.0.1", 1)
-        problems: list[Exception] = []
-
-        def call_from_outside() -> None:
-            try:
-                loop.call_soon_threadsafe(print)
-            except RuntimeError as error:
-                problems.append(error)
-
-        thread = threading.Thread(target=call_from_outside)
-        thread.start()
-        thread.join()
-        assert "one thread" in str(problems[0])
-
-    run_virtual(try_both())
+@in_virtual_time
+async def test_there_are_no_threads_and_no_sockets() -> None:
+    loop = running_loop()
+    with pytest.raises(NotImplementedError):
+        await loop.run_in_executor(None, print)
+    with pytest.raises(NotImplementedError):
+        await asyncio.open_connection("127.0.0.1", 1)
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RuntimeError, match="one thread"):
+        thread.submit(loop.call_soon_threadsafe, print).result()
 
 
-def test_an_error_in_a_callback_reaches_the_handler() -> None:
-    async def main() -> list[str]:
-        seen: list[str] = []
-        loop = running_loop()
-        loop.set_exception_handler(lambda _, context: seen.append(repr(context["exception"])))
-        loop.call_soon(lambda: 1 / 0)
-        await asyncio.sleep(0)
-        return seen
-
-    assert run_virtual(main()) == ["ZeroDivisionError('division by zero')"]
+@in_virtual_time
+async def test_an_error_in_a_callback_reaches_the_handler() -> None:
+    seen: list[str] = []
+    loop = running_loop()
+    loop.set_exception_handler(lambda _, context: seen.append(repr(context["exception"])))
+    loop.call_soon(lambda: 1 / 0)
+    await asyncio.sleep(0)
+    assert seen == ["ZeroDivisionError('division by zero')"]
 
 
 def test_what_a_coroutine_raises_is_raised() -> None:
@@ -110,15 +90,12 @@ def test_what_a_coroutine_raises_is_raised() -> None:
         run_virtual(fail())
 
 
-def test_tasks_keep_their_order_in_sets() -> None:
+@in_virtual_time
+async def test_tasks_keep_their_order_in_sets() -> None:
     """asyncio keeps tasks in sets: by address they would be in another order in every process."""
-
-    async def main() -> list[str]:
-        tasks = {asyncio.create_task(asyncio.sleep(0), name=f"{index}") for index in range(8)}
-        await asyncio.wait(tasks)
-        return [task.get_name() for task in tasks]
-
-    assert run_virtual(main()) == [str(index) for index in range(8)]
+    tasks = {asyncio.create_task(asyncio.sleep(0), name=f"{index}") for index in range(8)}
+    await asyncio.wait(tasks)
+    assert [task.get_name() for task in tasks] == [str(index) for index in range(8)]
 
 
 def test_a_loop_that_is_closed_runs_nothing() -> None:
@@ -141,72 +118,63 @@ async def tick(seen: list[float]) -> None:
         seen.append(-1.0)
 
 
-def test_a_frozen_life_is_late_and_goes_on() -> None:
-    async def main() -> tuple[list[float], float]:
-        seen: list[float] = []
-        life = Life(running_loop(), "engine")
-        task = life.task(tick(seen))
-        await asyncio.sleep(2.5)
-        life.freeze()
-        await asyncio.sleep(5.0)
-        assert seen == [1.0, 2.0]
-        life.thaw()
-        await asyncio.sleep(2.0)
-        task.cancel()
-        await asyncio.wait([task])
-        return seen, life.frozen_s
-
-    assert run_virtual(main()) == ([1.0, 2.0, 7.5, 8.5, -1.0], 5.0)
+@in_virtual_time
+async def test_a_frozen_life_is_late_and_goes_on() -> None:
+    seen: list[float] = []
+    life = Life(running_loop(), "engine")
+    task = life.task(tick(seen))
+    await asyncio.sleep(2.5)
+    life.freeze()
+    await asyncio.sleep(5.0)
+    assert seen == [1.0, 2.0]
+    life.thaw()
+    await asyncio.sleep(2.0)
+    task.cancel()
+    await asyncio.wait([task])
+    assert (seen, life.frozen_s) == ([1.0, 2.0, 7.5, 8.5, -1.0], 5.0)
 
 
-def test_what_a_life_starts_belongs_to_it() -> None:
-    async def main() -> list[float]:
-        seen: list[float] = []
-        life = Life(running_loop(), "engine")
+@in_virtual_time
+async def test_what_a_life_starts_belongs_to_it() -> None:
+    seen: list[float] = []
+    life = Life(running_loop(), "engine")
 
-        async def parent() -> None:
-            await asyncio.create_task(tick(seen))
+    async def parent() -> None:
+        await asyncio.create_task(tick(seen))
 
-        life.task(parent())
-        await asyncio.sleep(1.5)
-        life.freeze()
-        await asyncio.sleep(5.0)
-        life.kill()
-        found = list(seen)
-        await asyncio.wait(life.bury())
-        return found
-
-    assert run_virtual(main()) == [1.0]
+    life.task(parent())
+    await asyncio.sleep(1.5)
+    life.freeze()
+    await asyncio.sleep(5.0)
+    life.kill()
+    assert seen == [1.0]
+    await asyncio.wait(life.bury())
 
 
-def test_a_killed_life_runs_not_even_its_finally() -> None:
-    async def main() -> None:
-        seen: list[float] = []
-        life = Life(running_loop(), "engine")
-        task = life.task(tick(seen))
-        await asyncio.sleep(1.5)
-        life.kill()
-        life.thaw()
-        assert life.state is LifeState.DEAD
-        task.cancel()
-        await asyncio.sleep(10.0)
-        assert seen == [1.0]
-        assert not task.done()
-        assert life.bury() == [task]
-        await asyncio.wait([task])
-        assert seen == [1.0, -1.0]
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_killed_life_runs_not_even_its_finally() -> None:
+    seen: list[float] = []
+    life = Life(running_loop(), "engine")
+    task = life.task(tick(seen))
+    await asyncio.sleep(1.5)
+    life.kill()
+    life.thaw()
+    assert life.state is LifeState.DEAD
+    task.cancel()
+    await asyncio.sleep(10.0)
+    assert seen == [1.0]
+    assert not task.done()
+    assert life.bury() == [task]
+    await asyncio.wait([task])
+    assert seen == [1.0, -1.0]
 
 
-def test_a_task_that_never_began_is_buried_too() -> None:
-    async def main() -> None:
-        life = Life(running_loop(), "engine")
-        life.freeze()
-        task = life.task(tick([]))
-        await asyncio.sleep(1.0)
-        life.kill()
-        await asyncio.wait(life.bury())
-        assert task.cancelled()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_task_that_never_began_is_buried_too() -> None:
+    life = Life(running_loop(), "engine")
+    life.freeze()
+    task = life.task(tick([]))
+    await asyncio.sleep(1.0)
+    life.kill()
+    await asyncio.wait(life.bury())
+    assert task.cancelled()

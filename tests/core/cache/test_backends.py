@@ -63,23 +63,19 @@ def test_every_row_reads_tensors_of_its_shape(row: BackendLayout, with_version: 
 
 
 @each("row", BACKEND_LAYOUTS)
-def test_every_row_names_its_source(row: BackendLayout) -> None:
+def test_every_row_is_sound_and_names_its_source(row: BackendLayout) -> None:
     source = row.source
     assert source.project in ("vLLM", "SGLang", "TensorRT-LLM")
-    assert all((source.version, source.name))
+    assert source.name
     assert source.path.endswith(".py")
     assert source.url.startswith("https://github.com/")
+    assert source.version
     assert source.version in source.url
     assert source.path in source.url
-
-
-def test_rows_are_sound() -> None:
-    for row in BACKEND_LAYOUTS:
-        assert row.order in ("NHD", "HND")
-        assert row.memory_orders
-        assert set(row.memory_orders) <= {"NHD", "HND"}
-        assert row.kv_formats
-        assert row.until is None or (row.since is not None and row.since <= row.until)
+    assert row.memory_orders
+    assert {row.order, *row.memory_orders} <= {"NHD", "HND"}
+    assert row.kv_formats
+    assert row.until is None or (row.since is not None and row.since <= row.until)
 
 
 def test_names_are_unique_whatever_their_case() -> None:
@@ -108,13 +104,6 @@ def test_an_unknown_backend_gets_the_known_names_and_the_way_out() -> None:
     ) as caught:
         layout_for_backend({"l0": torch.zeros(2, B, N, H, D)}, backend="MY_ATTN", block_size=N)
     assert all(name in str(caught.value) for name in known_backends())
-
-
-def test_the_style_follows_the_tensors_over_the_versions_of_flash_attention() -> None:
-    shapes = {(2, B, N, H, D): "kv_first", (B, 2, N, H, D): "blocks_first", (B, H, N, 2 * D): "fused"}
-    for shape, style in shapes.items():
-        layout = layout_for_backend({"l0": torch.zeros(shape)}, backend="FLASH_ATTN", block_size=N)
-        assert layout.style == style
 
 
 def test_the_version_settles_two_blocks() -> None:

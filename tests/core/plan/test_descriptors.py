@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, map_spans
-from kvflow.core.plan.block_map import BlockMap, HeadSlice
+from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import (
     BlockIds,
     Chunks,
@@ -32,35 +31,30 @@ from kvflow.core.plan.descriptors import (
 from kvflow.core.protocol import messages
 from kvflow.errors import RequestError
 from tests.budgets import examples
-from tests.core.caches import Cache, Recipe, Sides
+from tests.core.caches import Cache, Recipe, Sides, whole_sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
     CPU,
     RECIPE,
-    Case,
     Load,
     array,
     bytes_of,
-    cases,
     execute,
     inside_one,
+    large_regions,
     loads,
     located_chunks,
     lump,
     pair,
     pair_sides,
     pair_whole,
-    regions_of,
     rows,
     rows_of_all,
     slow_load,
-    slow_plan,
+    traced_bytes,
     whole_blocks,
 )
 from tests.tests_support import each
-
-BLOCK_BYTES = 4 * 2 * 8
-
 
 # --- chunks
 
@@ -105,7 +99,8 @@ def test_every_token_goes_where_the_prompt_has_it(
     most = -(-tokens // ours)
     count = data.draw(st.integers(0, most))
     ids = data.draw(st.lists(st.integers(0, 1000), min_size=count, max_size=count, unique=True))
-    chunks = match_chunks(array(ids), offered, local_block_size=ours, remote_block_size=theirs, num_tokens=num_tokens)
+    of_prompt = {"local_block_size": ours, "remote_block_size": theirs, "num_tokens": num_tokens}
+    chunks = match_chunks(array(ids), offered, **of_prompt)
     first_block = most - count
     assert slots_of(chunks, ours, theirs) == [
         (ids[token // ours - first_block], token % ours, token // theirs, token % theirs)
@@ -121,13 +116,7 @@ def test_every_token_goes_where_the_prompt_has_it(
         assert some.first == at
         at += len(some)
     with pytest.raises(RequestError):
-        match_chunks(
-            np.arange(most + extra, dtype=np.int64),
-            offered,
-            local_block_size=ours,
-            remote_block_size=theirs,
-            num_tokens=num_tokens,
-        )
+        match_chunks(np.arange(most + extra, dtype=np.int64), offered, **of_prompt)
 
 
 @examples(60, 300)
@@ -158,13 +147,6 @@ def test_more_local_blocks_than_tokens_are_refused() -> None:
     assert str(caught.value) == "load: 4 local blocks of 16 tokens, but only 40 tokens in 5 blocks of 8 are offered"
 
 
-@each("num_tokens", [0, 1, 15, 16, 17, 1000])
-@each("theirs", [4, 16, 32])
-def test_a_full_hit_has_no_chunks(num_tokens: int, theirs: int) -> None:
-    """All of the prompt is cached, a partly filled last block too."""
-    assert match_chunks(array([]), 3, local_block_size=16, remote_block_size=theirs, num_tokens=num_tokens) == ()
-
-
 def test_the_tokens_of_a_prompt_may_be_more_than_memory_has() -> None:
     """A ticket may claim anything: what is made of it grows with our own blocks."""
     full, tail = match_chunks(
@@ -184,74 +166,6 @@ def test_positions_become_the_blocks_of_a_rank() -> None:
         assert (found.local_parts.tolist(), found.remote_parts) == ([0, 1, 0, 1], None)
 
 
-# --- whole blocks between caches whose blocks are the same bytes
-
-
-@examples(60, 300)
-@given(case=cases(), seed=st.integers(0, 2**31))
-def test_every_wanted_byte_arrives_and_no_other_byte_changes(case: Case, seed: int) -> None:
-    local, remote = Cache(case.local), Cache(case.remote)
-    local.fill(seed)
-    remote.fill(seed + 1)
-    remote_before, local_before = remote.snapshot(), local.snapshot()
-    plan = plan_read(pair(local, remote).groups[case.local.tokens], case.chunks)
-    reference = slow_plan(local, remote, case.local_ids, case.remote_ids)
-    assert sorted(bytes_of(rows(plan))) == sorted(bytes_of(reference))
-
-    execute(reference)
-    expected = local.snapshot()
-    local.restore(local_before)
-    execute(rows(plan))
-    assert local.snapshot() == expected
-    assert remote.snapshot() == remote_before
-
-
-@each("spare_blocks", [0, 5])
-def test_the_only_block_of_a_cache_stays_inside_its_layers_span(spare_blocks: int) -> None:
-    """Layers lie side by side in a row of blocks, but with one row their spans touch and do not overlap."""
-    recipe = replace(BLOCKS_TOGETHER, blocks=1, spare_blocks=spare_blocks)
-    cache = Cache(recipe)
-    spans = map_spans(cache.tensors)
-    assert len(spans) == recipe.layers
-    plan = plan_read(pair(cache, Cache(recipe)).groups[4], whole_blocks([0], [0], 4))
-    for mine, _, size in rows(plan):
-        assert inside_one(spans, mine, size)
-
-
-@examples(25, 100)
-@given(case=cases())
-def test_a_plan_is_never_longer_than_the_slow_one_and_writes_no_byte_twice(case: Case) -> None:
-    local, remote = Cache(case.local), Cache(case.remote)
-    plan = plan_read(pair(local, remote).groups[case.local.tokens], case.chunks)
-    assert len(plan) <= len(slow_plan(local, remote, case.local_ids, case.remote_ids))
-    assert plan.size_bytes == len(case.local_ids) * local.infer().block_size_bytes
-    targets = [mine for mine, _ in bytes_of(rows(plan))]
-    assert len(set(targets)) == len(targets) == plan.size_bytes
-
-
-@examples(25, 100)
-@given(case=cases(), tokens=st.integers(1, 4), seed=st.integers(0, 2**31))
-def test_opaque_blocks_arrive_whole(case: Case, tokens: int, seed: int) -> None:
-    """Also the last one, of which the prompt fills a part."""
-    local, remote = Cache(case.local), Cache(case.remote)
-    local.fill(seed)
-    remote.fill(seed + 1)
-    layers = local.infer().layer_indices
-    block_map = BlockMap(
-        regions_of(local),
-        regions_of(remote),
-        heads=HeadSlice(0, 0, case.local.heads),
-        local_layers=layers,
-        remote_layers=layers,
-        opaque=True,
-    )
-    prompt = max(len(case.remote_ids) * case.local.tokens - min(tokens, case.local.tokens) + 1, 0)
-    chunks = located_chunks(case.local_ids, case.remote_ids, case.local.tokens, case.local.tokens, prompt)
-    plan = rows_of_all(list(plan_slices(block_map, chunks, bytes_max=1 << 40, descriptors_max=1 << 20)))
-    reference = slow_plan(local, remote, case.local_ids, case.remote_ids)
-    assert sorted(bytes_of(plan)) == sorted(bytes_of(reference))
-
-
 # --- any part of a prompt between caches that hold the same model in different ways
 
 
@@ -260,14 +174,6 @@ def planned(
 ) -> list[Descriptors]:
     block_map = pair_sides(load.sides, local, remote)
     return list(plan_slices(block_map, load.chunks, bytes_max=bytes_max, descriptors_max=descriptors_max))
-
-
-def as_load(case: Case) -> Load:
-    sides = Sides(local=case.local, remote=case.remote, local_start=0, remote_start=0, heads=case.local.heads)
-    return Load(sides, len(case.remote_ids) * case.local.tokens, case.local_ids, case.remote_ids)
-
-
-any_loads = loads() | cases().map(as_load)  # the latter are less different, so that more is fused and joined
 
 
 TAIL = Load(
@@ -286,10 +192,16 @@ TAIL = Load(
 )
 
 
+# Layers lie side by side in a row of blocks, but with one row their spans touch and do not overlap.
+ONE_ROW = replace(BLOCKS_TOGETHER, blocks=1)
+
+
 @examples(120, 600)
-@given(load=any_loads, seed=st.integers(0, 2**31))
+@given(load=loads(), seed=st.integers(0, 2**31))
 @example(load=TAIL, seed=0)
-def test_every_wanted_token_arrives_and_no_other_byte_changes(load: Load, seed: int) -> None:
+@example(load=Load(whole_sides(ONE_ROW, ONE_ROW), 4, [0], [0]), seed=0)
+@example(load=Load(whole_sides(*[replace(ONE_ROW, spare_blocks=5)] * 2), 4, [0], [0]), seed=0)
+def test_every_wanted_token_arrives_once_and_no_other_byte_changes(load: Load, seed: int) -> None:
     """The proof of it all: styles, orders, block sizes, layers, heads and tails against torch, token by token."""
     local, remote = Cache(load.sides.local), Cache(load.sides.remote)
     local.fill(seed)
@@ -298,37 +210,25 @@ def test_every_wanted_token_arrives_and_no_other_byte_changes(load: Load, seed: 
     slow_load(load, local, remote)
     expected = local.snapshot()
     local.restore(local_before)
-    execute(rows_of_all(planned(load, local, remote)))
+    copies = rows_of_all(planned(load, local, remote))
+    execute(copies)
     assert local.snapshot() == expected
     assert remote.snapshot() == remote_before
 
-
-@examples(60, 300)
-@given(load=any_loads)
-def test_nothing_is_read_twice_or_left_out(load: Load) -> None:
-    """Counted by addresses: random bytes may be equal by chance."""
-    local, remote = Cache(load.sides.local), Cache(load.sides.remote)
-    block_map = pair_sides(load.sides, local, remote)
-    copies = rows_of_all(planned(load, local, remote))
-    pairs = list(bytes_of(copies))
+    pairs = list(bytes_of(copies))  # by addresses: random bytes may be equal by chance
     assert len({mine for mine, _ in pairs}) == len({theirs for _, theirs in pairs}) == len(pairs)
     tokens = len(load.loaded) if load.local_ids else 0
-    assert len(pairs) == tokens * block_map.token_size_bytes
+    assert len(pairs) == tokens * pair_sides(load.sides, local, remote).token_size_bytes
 
-
-@examples(60, 300)
-@given(load=any_loads)
-def test_no_descriptor_leaves_a_registered_span(load: Load) -> None:
-    """What fusing and joining promise: memory that is registered separately is never read at once."""
-    local, remote = Cache(load.sides.local), Cache(load.sides.remote)
+    # What fusing and joining promise: memory that is registered separately is never read at once.
     local_spans, remote_spans = map_spans(local.tensors), map_spans(remote.tensors)
-    for mine, theirs, size in rows_of_all(planned(load, local, remote)):
+    for mine, theirs, size in copies:
         assert inside_one(local_spans, mine, size)
         assert inside_one(remote_spans, theirs, size)
 
 
 @examples(60, 300)
-@given(load=any_loads, bytes_max=st.integers(1, 300), descriptors_max=st.integers(1, 12))
+@given(load=loads(), bytes_max=st.integers(1, 300), descriptors_max=st.integers(1, 12))
 def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descriptors_max: int) -> None:
     local, remote = Cache(load.sides.local), Cache(load.sides.remote)
     slices = planned(load, local, remote, bytes_max=bytes_max, descriptors_max=descriptors_max)
@@ -338,68 +238,44 @@ def test_a_load_in_slices_is_the_whole_load(load: Load, bytes_max: int, descript
     assert sorted(bytes_of(rows_of_all(slices))) == sorted(bytes_of(rows_of_all(planned(load, local, remote))))
 
 
-@examples(25, 100)
-@given(load=loads(), slots=st.permutations(range(3)))
-def test_ranks_of_another_split_fill_the_same_cache(load: Load, slots: list[int]) -> None:
-    """One reader takes its heads from several ranks: the plans together fill all of them, and none twice."""
-    recipe = replace(load.sides.local, heads=3) if load.sides.local.style is not KVStyle.MLA else None
-    if recipe is None:
-        return
-    remote_recipe = replace(load.sides.remote, heads=1)
-    local = Cache(recipe)
-    targets: list[int] = []
-    for head in slots:
-        remote = Cache(remote_recipe)
-        case = Sides(local=recipe, remote=remote_recipe, local_start=head, remote_start=0, heads=1)
-        split = Load(case, load.tokens, load.local_ids, load.remote_ids)
-        targets += [mine for mine, _ in bytes_of(rows_of_all(planned(split, local, remote)))]
-    case = Sides(local=recipe, remote=replace(remote_recipe, heads=3), local_start=0, remote_start=0, heads=3)
-    together = Load(case, load.tokens, load.local_ids, load.remote_ids)
-    whole = [mine for mine, _ in bytes_of(rows_of_all(planned(together, local, Cache(case.remote))))]
-    assert sorted(targets) == sorted(whole)
-
-
 # --- consecutive chunks
 
 
 def descriptor_count(local: Recipe, remote: Recipe, local_ids: list[int], remote_ids: list[int]) -> int:
     """Of a load of full blocks."""
-    case = Sides(local=local, remote=remote, local_start=0, remote_start=0, heads=local.heads)
-    tokens = len(remote_ids) * remote.tokens
-    return sum(map(len, planned(Load(case, tokens, local_ids, remote_ids), Cache(local), Cache(remote))))
+    load = Load(whole_sides(local, remote), len(remote_ids) * remote.tokens, local_ids, remote_ids)
+    return sum(map(len, planned(load, Cache(local), Cache(remote))))
 
 
 RUN = list(range(2, 9))
+SMALL = replace(RECIPE, tokens=2)  # two blocks of it are one of RECIPE
+PADDED = replace(RECIPE, block_padding=3)
 
 
 @each(
-    ("local", "local_ids", "remote_ids", "expected"),
+    ("local", "remote", "local_ids", "remote_ids", "expected"),
     [
-        (RECIPE, RUN, RUN, 6),
-        (RECIPE, RUN, [block + 3 for block in RUN], 6),
-        (RECIPE, RUN[::-1], RUN[::-1], 6),  # the order of the request does not matter
-        (RECIPE, [4, 2, 3, 8, 9], [5, 3, 4, 0, 1], 6 * 2),
-        (RECIPE, RUN, RUN[::-1], 6 * 7),
-        (RECIPE, [1, 3, 5], [1, 3, 5], 6 * 3),
-        (RECIPE, RUN, [*RUN[:3], *[block + 1 for block in RUN[3:]]], 6 * 2),
-        (RECIPE, [0, 1, 3, 4], [0, 1, 2, 3], 6 * 2),
-        (RECIPE, [], [], 0),
-        (BLOCKS_TOGETHER, RUN, RUN, 1),
-        (BLOCKS_TOGETHER, [1, 3, 5], [1, 3, 5], 3),
-        (replace(BLOCKS_TOGETHER, style=KVStyle.APART), RUN, RUN, 1),
-        (replace(RECIPE, block_padding=3), RUN, RUN, 6 * 7),
+        (RECIPE, RECIPE, RUN, [block + 3 for block in RUN], 6),
+        (BLOCKS_TOGETHER, BLOCKS_TOGETHER, RUN, RUN, 1),
+        (PADDED, PADDED, RUN, RUN, 6 * 7),
+        (RECIPE, PADDED, RUN, RUN, 6 * 7),
+        (PADDED, RECIPE, RUN, RUN, 6 * 7),
+        # parts of blocks
+        (RECIPE, SMALL, [5, 6, 7], [2, 3, 4, 5, 6, 7], 6),
+        (SMALL, RECIPE, [2, 3, 4, 5, 6, 7], [5, 6, 7], 6),
+        (RECIPE, SMALL, [7, 6], [4, 5, 2, 3], 6),  # in the order of the remote blocks it goes on
+        (RECIPE, SMALL, [6, 7], [4, 5, 2, 3], 6 * 2),
+        (RECIPE, SMALL, [5, 6], [0, 2, 3, 5], 6 * 3),  # across the border of two of our blocks
+        (SMALL, RECIPE, [1, 0, 3, 2], [5, 6], 6 * 4),
+        (PADDED, SMALL, [5, 6], [2, 3, 4, 5], 6 * 2),
+        (RECIPE, replace(SMALL, block_padding=3), [5, 6], [2, 3, 4, 5], 6 * 4),
+        (RECIPE, SMALL, [6], [2, 3, 4, 5], 6),  # the first block is cached
     ],
 )
-def test_consecutive_blocks_become_one_descriptor(
-    local: Recipe, local_ids: list[int], remote_ids: list[int], expected: int
+def test_what_is_consecutive_on_both_sides_becomes_one_descriptor(
+    local: Recipe, remote: Recipe, local_ids: list[int], remote_ids: list[int], expected: int
 ) -> None:
-    assert descriptor_count(local, local, local_ids, remote_ids) == expected
-
-
-def test_padding_on_one_side_only_keeps_blocks_apart() -> None:
-    padded = replace(RECIPE, block_padding=3)
-    assert descriptor_count(RECIPE, padded, RUN, RUN) == 6 * 7
-    assert descriptor_count(padded, RECIPE, RUN, RUN) == 6 * 7
+    assert descriptor_count(local, remote, local_ids, remote_ids) == expected
 
 
 @given(ids=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 11)), max_size=12))
@@ -413,49 +289,6 @@ def test_runs_are_as_long_as_both_sides_allow(ids: list[tuple[int, int]]) -> Non
     latent = replace(RECIPE, style=KVStyle.MLA, layers=1, heads=1)
     found = descriptor_count(latent, latent, [block for _, block in pairs], [block for block, _ in pairs])
     assert found == runs
-
-
-SMALL = replace(RECIPE, tokens=2)  # two blocks of it are one of RECIPE
-
-
-@each(
-    ("local", "remote", "local_ids", "remote_ids", "expected"),
-    [
-        (RECIPE, SMALL, [5, 6, 7], [2, 3, 4, 5, 6, 7], 6),
-        (SMALL, RECIPE, [2, 3, 4, 5, 6, 7], [5, 6, 7], 6),
-        (RECIPE, SMALL, [7, 5], [4, 5, 2, 3], 6 * 2),
-        (RECIPE, SMALL, [7, 6], [4, 5, 2, 3], 6),  # in the order of the remote blocks it goes on
-        (RECIPE, SMALL, [6, 7], [4, 5, 2, 3], 6 * 2),
-        (RECIPE, SMALL, [5, 6], [3, 2, 5, 4], 6 * 4),
-        (RECIPE, SMALL, [5, 6], [0, 2, 4, 6], 6 * 4),
-        (RECIPE, SMALL, [5, 6], [0, 2, 3, 5], 6 * 3),  # across the border of two of our blocks
-        (SMALL, RECIPE, [1, 0, 3, 2], [5, 6], 6 * 4),
-        (replace(RECIPE, block_padding=3), SMALL, [5, 6], [2, 3, 4, 5], 6 * 2),
-        (RECIPE, replace(SMALL, block_padding=3), [5, 6], [2, 3, 4, 5], 6 * 4),
-        (RECIPE, SMALL, [6], [2, 3, 4, 5], 6),  # the first block is cached
-    ],
-)
-def test_consecutive_parts_of_blocks_become_one_descriptor(
-    local: Recipe, remote: Recipe, local_ids: list[int], remote_ids: list[int], expected: int
-) -> None:
-    assert descriptor_count(local, remote, local_ids, remote_ids) == expected
-
-
-def test_pieces_of_a_block_are_not_joined_with_those_of_the_next() -> None:
-    """Each head of HND goes on in no other block, though the last head's end is where the next block begins."""
-    hnd = replace(RECIPE, hnd_in_memory=True)
-    case = Sides(local=hnd, remote=replace(hnd, heads=4), local_start=0, remote_start=2, heads=2)
-    assert sum(map(len, planned(Load(case, 12, RUN[:3], RUN[:3]), Cache(hnd), Cache(case.remote)))) == 6 * 3
-    case = Sides(local=hnd, remote=RECIPE, local_start=0, remote_start=0, heads=2)
-    assert sum(map(len, planned(Load(case, 12, RUN[:3], RUN[:3]), Cache(hnd), Cache(RECIPE)))) == 6 * 3 * 4 * 2
-
-
-def test_a_tail_costs_one_descriptor_for_each_region() -> None:
-    case = Sides(local=RECIPE, remote=RECIPE, local_start=0, remote_start=0, heads=2)
-    for tokens, expected in ((12, 6), (11, 6 * 2), (9, 6 * 2), (8, 6), (1, 6)):
-        blocks = -(-tokens // 4)
-        found = planned(Load(case, tokens, RUN[:blocks], RUN[:blocks]), Cache(RECIPE), Cache(RECIPE))
-        assert sum(map(len, found)) == expected
 
 
 # --- addresses
@@ -473,8 +306,11 @@ def test_addresses_above_2_to_the_53_stay_exact() -> None:
         device=CPU,
     )
     there = replace(here, bases=here.bases + np.uint64(1 << 50), device=Device("cuda", 3))
-    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks([999, 3], [7, 998], 1))
-    assert (plan.local_device, plan.remote_device) == (here.device, there.device)
+    groups = pair_whole(replace(here, device=Device("cuda", 1)), there).groups[1]
+    plan = plan_read(groups, whole_blocks([999, 3], [7, 998], 1))
+    assert (plan.local_device, plan.remote_device) == (Device("cuda", 1), there.device)
+    headed = plan_read(groups, whole_blocks([999, 3], [7, 998], 1), Piece(5, 7, 16))
+    assert headed.table[:, :, 2].tolist() == [[1] * len(headed), [3] * len(headed)]
     for column in (plan.local, plan.remote, plan.sizes):
         assert column.dtype == np.uint64
     assert sorted(rows(plan)) == [
@@ -523,38 +359,6 @@ def test_a_peers_table_is_refused_or_planned_exactly(base: int, stride: int, par
     assert sorted(rows(plan)) == expected
 
 
-def test_devices_are_written_into_every_row() -> None:
-    regions = large_regions(4, layers=2)
-    there = replace(regions, device=Device("cuda", 3))
-    here = replace(regions, device=Device("cuda", 1))
-    plan = plan_read(pair_whole(here, there).groups[1], whole_blocks([0, 2], [2, 0], 1), Piece(5, 7, 16))
-    assert plan.table[:, :, 2].tolist() == [[1] * len(plan), [3] * len(plan)]
-
-
-def large_regions(blocks: int, layers: int = 80, size: int = 1 << 14) -> Regions:
-    step = size * blocks + 4096
-    return Regions(
-        bases=np.arange(1, 2 * layers + 1, dtype=np.uint64) * np.uint64(step),
-        strides=np.full(2 * layers, size, dtype=np.uint64),
-        block=lump(size),
-        parts=("K", "V"),
-        num_blocks=blocks,
-        device=CPU,
-    )
-
-
-def test_a_large_load_is_planned_in_full() -> None:
-    groups = pair_whole(large_regions(20_000), large_regions(20_000)).groups[1]
-    order = np.random.default_rng(1).permutation(20_000)[:8192].astype(np.int64)
-    scattered = plan_read(groups, whole_blocks(order, order[::-1].copy(), 1))
-    assert len(scattered) > 160 * 8000
-    assert scattered.size_bytes == 160 * 8192 * (1 << 14)
-    together = plan_read(groups, whole_blocks(np.arange(8192), np.arange(8192), 1))
-    assert (len(together), together.size_bytes) == (160, scattered.size_bytes)
-    slices = list(cut_slices(together, bytes_max=1 << 24, descriptors_max=8192))
-    assert len(slices) == together.size_bytes >> 24
-
-
 # --- slices
 
 
@@ -564,7 +368,7 @@ def plans(draw: st.DrawFn) -> Descriptors:
     starts = np.cumsum([0, *sizes])[:-1]
     gaps = draw(st.lists(st.integers(0, 3), min_size=len(sizes), max_size=len(sizes)))
     return Descriptors.of(
-        local=np.array(starts + 1000, dtype=np.uint64),
+        local=np.array(starts, dtype=np.uint64) + np.uint64((1 << 63) + 1),
         remote=np.array(starts + np.cumsum(gaps) + 9000, dtype=np.uint64),
         sizes=np.array(sizes, dtype=np.uint64),
         local_device=CPU,
@@ -589,16 +393,10 @@ def test_slices_carry_every_byte_once_in_order_and_within_limits(
         assert full or len(before) == descriptors_max
 
 
-def test_a_load_without_blocks_has_no_slices() -> None:
-    block_map = pair(Cache(RECIPE), Cache(RECIPE))
-    for chunks in ([], [whole_blocks([], [], 4)]):
-        assert list(plan_slices(block_map, chunks, bytes_max=1, descriptors_max=1)) == []
-
-
 def test_a_load_that_fits_is_one_slice() -> None:
     block_map = pair(Cache(RECIPE), Cache(RECIPE))
     chunks = whole_blocks([7, 2, 9], [7, 2, 9], 4)
-    (only,) = plan_slices(block_map, [chunks], bytes_max=3 * 6 * BLOCK_BYTES, descriptors_max=3 * 6)
+    (only,) = plan_slices(block_map, [chunks], bytes_max=3 * 6 * 4 * 2 * 8, descriptors_max=3 * 6)
     assert sorted(rows(only)) == sorted(rows(plan_read(block_map.groups[4], chunks)))
 
 
@@ -619,85 +417,39 @@ def test_chunks_are_read_in_the_order_of_the_peers_memory() -> None:
         assert starts == sorted(starts)
 
 
-def test_a_slice_is_planned_when_it_is_asked_for() -> None:
-    """The first bytes leave before the last ones are planned, and no load plans all of its gigabytes at once."""
-    block_map = pair_whole(large_regions(1 << 20), large_regions(1 << 20))
-    scattered = np.arange(0, 1 << 20, 2, dtype=np.int64)
-    chunks = whole_blocks(scattered, scattered, 1)
-    tracemalloc.start()
-    try:
-        first = next(plan_slices(block_map, [chunks], bytes_max=1 << 24, descriptors_max=8192))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert 0 < first.size_bytes <= 1 << 24
-    assert peak_bytes < 8 * scattered.nbytes  # one region's part of the plan is 3 times as large as the ids
-
-
-def test_large_chunks_are_not_planned_at_once() -> None:
-    """The limit of bytes holds while planning, too, where descriptors would allow for more."""
-    block_map = pair_whole(large_regions(1 << 16, layers=1), large_regions(1 << 16, layers=1))
-    scattered = np.arange(0, 1 << 16, 2, dtype=np.int64)
-    slices = plan_slices(block_map, [whole_blocks(scattered, scattered, 1)], bytes_max=1 << 20, descriptors_max=1 << 20)
-    tracemalloc.start()
-    try:
-        first = next(slices)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert first.size_bytes == 1 << 20
-    assert peak_bytes < 6 * scattered.nbytes  # the ids in another order are half of it; all rows would be 12 of it
-
-
-def test_many_pieces_of_small_chunks_are_not_planned_at_once() -> None:
-    """A slice of heads in NHD is a piece for each token: the limit of descriptors holds while planning, too."""
-    small, large = (
+def nhd_heads() -> BlockMap:
+    """A slice of heads in NHD is a piece for each token."""
+    here, there = (
         Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=8, blocks=64, tokens=64, heads=heads, dim=2)
         for heads in (1, 8)
     )
-    case = Sides(local=small, remote=large, local_start=0, remote_start=3, heads=1)
-    block_map = pair_sides(case, Cache(small), Cache(large))
-    ids = list(range(0, 64, 2))
-    chunks = located_chunks(ids, ids, 64, 64, 32 * 64)
-    tracemalloc.start()
-    try:
-        first = next(plan_slices(block_map, chunks, bytes_max=1 << 30, descriptors_max=1024))
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(first) == 1024
-    assert peak_bytes < 8 * first.table.nbytes  # all of them would be 32 times as large
+    case = Sides(local=here, remote=there, local_start=0, remote_start=3, heads=1)
+    return pair_sides(case, Cache(here), Cache(there))
 
 
 @each(
-    ("size", "bytes_max", "expected"),
+    ("block_map", "blocks", "tokens", "limits", "peak_bytes_max"),
     [
-        (100, 100, [[100]]),
-        (100, 99, [[99], [1]]),
-        (100, 40, [[40], [40], [20]]),
-        (100, 1, [[1]] * 100),
-        (1 << 40, 1 << 38, [[1 << 38]] * 4),
+        # one region's part of the plan is 3 times as large as the ids
+        (pair_whole(large_regions(1 << 20), large_regions(1 << 20)), 1 << 19, 1, (960 << 14, 8192), 8 * 8 << 19),
+        # the ids in another order are half of it; all rows would be 12 times the ids
+        (pair_whole(*[large_regions(1 << 16, layers=1)] * 2), 1 << 15, 1, (1 << 20, 1 << 20), 6 * 8 << 15),
+        # pieces of small chunks: 1024 rows of 48 bytes; all of them would be 32 times as large
+        (nhd_heads(), 32, 64, (1 << 30, 1024), 8 * 48 * 1024),
     ],
 )
-def test_a_descriptor_above_the_limit_is_cut(size: int, bytes_max: int, expected: list[list[int]]) -> None:
-    plan = Descriptors.of(
-        local=np.array([(1 << 63) + 1], dtype=np.uint64),
-        remote=np.array([7], dtype=np.uint64),
-        sizes=np.array([size], dtype=np.uint64),
-        local_device=CPU,
-        remote_device=CPU,
-    )
-    slices = list(cut_slices(plan, bytes_max=bytes_max, descriptors_max=8))
-    assert [piece.sizes.tolist() for piece in slices] == expected
-    assert [int(piece.local[0]) for piece in slices] == [
-        (1 << 63) + 1 + sum(map(sum, expected[:index])) for index in range(len(slices))
-    ]
-
-
-def test_an_empty_plan_has_no_slices() -> None:
-    empty = plan_read(pair(Cache(RECIPE), Cache(RECIPE)).groups[4], whole_blocks([], [], 4))
-    assert (len(empty), empty.size_bytes) == (0, 0)
-    assert list(cut_slices(empty, bytes_max=1, descriptors_max=1)) == []
+def test_a_slice_is_planned_when_it_is_asked_for(
+    block_map: BlockMap, blocks: int, tokens: int, limits: tuple[int, int], peak_bytes_max: int
+) -> None:
+    """The first bytes leave before the last ones are planned, and no load plans all of its gigabytes at once."""
+    bytes_max, descriptors_max = limits
+    scattered = np.arange(0, 2 * blocks, 2, dtype=np.int64)
+    chunks = [whole_blocks(scattered, scattered, tokens)]
+    slices = plan_slices(block_map, chunks, bytes_max=bytes_max, descriptors_max=descriptors_max)
+    first = []
+    _, peak_bytes = traced_bytes(lambda: first.append(next(slices)))
+    assert first[0].size_bytes == bytes_max or len(first[0]) == descriptors_max
+    assert peak_bytes < peak_bytes_max
 
 
 @examples(25, 100)
@@ -710,37 +462,20 @@ def test_an_empty_plan_has_no_slices() -> None:
 def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
     count: int, num_tokens: int, bytes_max: int, descriptors_max: int
 ) -> None:
-    regions = Regions(
-        bases=np.array([1000, 9000], dtype=np.uint64),
-        strides=np.array([64, 64], dtype=np.uint64),
-        block=BlockShape(tokens=4, heads=1, run=8, token_stride=8, head_stride=32),
-        parts=("K", "V"),
-        num_blocks=16,
-        device=CPU,
-    )
+    block = BlockShape(tokens=4, heads=1, run=8, token_stride=8, head_stride=32)
+    regions = large_regions(16, layers=1, block=block)
     tokens = max(num_tokens - num_tokens % 4 if count % 2 else num_tokens, 1)
     blocks = list(range(-(-tokens // 4)))
     chunks = located_chunks(blocks[-count:], [block + 3 for block in blocks], 4, 4, tokens)
     head = Piece(local=5, remote=7, size_bytes=16)
-    plain, headed = (
-        list(
-            plan_slices(
-                pair_whole(regions, regions), chunks, bytes_max=bytes_max, descriptors_max=descriptors_max, head=which
-            )
-        )
-        for which in (None, head)
-    )
+    block_map, limits = pair_whole(regions, regions), {"bytes_max": bytes_max, "descriptors_max": descriptors_max}
+    plain, headed = (list(plan_slices(block_map, chunks, **limits, head=which)) for which in (None, head))
     first = headed[0]
     assert (int(first.local[0]), int(first.remote[0]), int(first.sizes[0])) == head
-    rows = [np.concatenate([piece.table for piece in slices], axis=1) for slices in (plain, headed)]
-    assert sum(piece.size_bytes for piece in headed) == sum(piece.size_bytes for piece in plain) + 16
-    assert rows[1][:, 1:, 1].sum() == rows[0][:, :, 1].sum()
-    for piece in headed:
-        extra = piece is first
-        assert len(piece) <= descriptors_max + extra
-        assert piece.size_bytes <= bytes_max + 16 * extra
-    np.testing.assert_array_equal(rows[1][:, 1:], rows[0])
+    tables = [np.concatenate([piece.table for piece in slices], axis=1) for slices in (plain, headed)]
+    np.testing.assert_array_equal(tables[1][:, 1:], tables[0])
     assert [len(piece) for piece in headed] == [len(piece) + (not index) for index, piece in enumerate(plain)]
+    assert [piece.size_bytes - 16 * (piece is first) for piece in headed] == [piece.size_bytes for piece in plain]
 
 
 # --- block ids
@@ -768,12 +503,6 @@ def test_block_ids_keep_their_values_and_order(block_ids: Any) -> None:
     assert (ids.dtype, ids.tolist()) == (np.dtype(np.int64), [3, 0, 7])
 
 
-@each("block_ids", [[], (), np.array([], dtype=np.int32), range(0)])
-def test_no_blocks_are_fine(block_ids: Any) -> None:
-    ids = check(block_ids)
-    assert (ids.dtype, ids.shape) == (np.dtype(np.int64), (0,))
-
-
 def test_checked_ids_do_not_change_with_the_callers_array() -> None:
     """An id is checked once; whoever writes it later must not get past the check."""
     given_ids = np.array([1, 2], dtype=np.int64)
@@ -786,49 +515,21 @@ def test_checked_ids_do_not_change_with_the_callers_array() -> None:
     ("block_ids", "named"),
     [
         ([0, -1], "-1"),
-        ([0, 8], "8"),
         ([0, 1, 9, -3], "9"),
-        ([2**62], str(2**62)),
-        ([5, 1, 5], "5"),
-        ([2**63], str(2**63)),
-        ([-(2**63) - 1], str(-(2**63) - 1)),
+        (np.array([0, 8]), "8"),
+        (np.array([5, 1, 5]), "5"),
         ([2**64 + 1, 1], str(2**64 + 1)),
-        ([10**100], "1000"),
-        ([1.0], "1.0"),
-        ([1, 2.5], "2.5"),
-        ([float("nan")], "nan"),
-        (np.array([1.0, 2.0]), "1."),
-        ([True, False], "True"),
         ([1, True], "True"),
-        (np.array([True]), "True"),
-        ([[1, 2], [3, 4]], "[[1, 2], [3, 4]]"),
         ([[1], [2, 3]], "[[1], [2, 3]]"),
-        ([[]], "[[]]"),
-        ([[], []], "[[], []]"),
-        (5, "5"),
-        (None, "None"),
-        ([None], "None"),
-        (["1"], "1"),
-        ("123", "123"),
-        (b"123", "123"),
         ([1, "2"], "2"),
-        ([b"\x01"], "x01"),
-        ({1, 2}, "{1, 2}"),
-        ({}, "{}"),
-        ([1j], "1j"),
-        (np.array([3], dtype="m8[s]"), "3"),
-        ([object()], "object"),
+        ([0.5] * 1_000_000, "1000000 block ids"),
+        (np.full(1_000_000, 0.5), "0.5"),
     ],
 )
-def test_bad_block_ids_are_named(block_ids: Any, named: str) -> None:
-    with pytest.raises(RequestError, match=rf"^req-1: block_ids: .*{re.escape(named)}"):
+def test_bad_block_ids_are_named_in_short(block_ids: Any, named: str) -> None:
+    """What is a whole number at all is decided in `checks`."""
+    with pytest.raises(RequestError, match=rf"^req-1: block_ids: .{{,150}}{re.escape(named)}.{{,50}}$"):
         check(block_ids)
-
-
-def test_a_message_does_not_repeat_a_million_ids() -> None:
-    with pytest.raises(RequestError) as caught:
-        check([0.5] * 1_000_000)
-    assert len(str(caught.value)) < 200
 
 
 @given(st.lists(st.integers(-(2**70), 2**70) | st.integers(-2, 10), max_size=8))

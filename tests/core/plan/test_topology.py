@@ -9,7 +9,6 @@ from fractions import Fraction
 from typing import Any
 
 import msgspec
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +18,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
 from tests.budgets import examples
+from tests.core.plans import SHARE
 from tests.tests_support import each
 
 Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV heads
@@ -34,6 +34,7 @@ CUTS = [
     for ours, theirs, heads in itertools.product(SIZES, SIZES, SIZES)
     if divides(ours, theirs) and divides(ours, heads) and divides(theirs, heads)
 ]
+assert len(CUTS) == 376
 
 
 # --- the slow model
@@ -91,13 +92,6 @@ def all_sources(cut: Parallelism) -> Iterator[tuple[int, HeadSource]]:
             yield rank, source
 
 
-def test_there_are_many_cuts() -> None:
-    """Guards the tests below against looking at nothing."""
-    assert len(CUTS) == 376
-    for cut in ((4, 2, 8), (8, 2, 4), (2, 8, 4), (16, 4, 1), (1, 16, 1), (12, 4, 4), (3, 15, 15)):
-        assert cut in CUTS
-
-
 @each("ours", SIZES)
 def test_sources_are_those_of_the_slow_model(ours: int) -> None:
     for cut in CUTS:
@@ -107,46 +101,6 @@ def test_sources_are_those_of_the_slow_model(ours: int) -> None:
 
 
 # --- what must hold whatever the rule is
-
-
-def test_each_head_of_a_rank_is_read_exactly_once_from_a_rank_that_holds_it() -> None:
-    for cut in CUTS:
-        ours, theirs, heads = cut
-        read: dict[int, list[int]] = {rank: [] for rank in range(ours)}
-        for rank, source in all_sources(cut):
-            mine, held = heads_of(rank, ours, heads), heads_of(source.tp_rank, theirs, heads)
-            for index in range(source.heads):
-                assert mine[source.local_start + index] == held[source.remote_start + index], (rank, cut)
-                read[rank].append(source.local_start + index)
-        for rank, found in read.items():
-            assert sorted(found) == list(range(len(heads_of(rank, ours, heads)))), (rank, cut)
-
-
-def test_every_rank_of_the_producer_is_released_and_reporters_is_how_many_do() -> None:
-    for cut in CUTS:
-        told: dict[int, list[HeadSource]] = {rank: [] for rank in range(cut[1])}
-        for _, source in all_sources(cut):
-            told[source.tp_rank].append(source)
-        for rank, found in told.items():
-            assert found, (rank, cut)
-            assert {source.reporters for source in found} == {len(found)}, (rank, cut)
-            # Nobody reads from a rank that is only told, by one rank; all who tell another one also read from it.
-            assert [source.heads > 0 for source in found] in ([True] * len(found), [False]), (rank, cut)
-
-
-def test_sources_are_in_order_and_no_rank_comes_twice() -> None:
-    for cut in CUTS:
-        for rank in range(cut[0]):
-            ranks = [source.tp_rank for source in head_sources(rank, *cut)]
-            assert ranks == sorted(set(ranks)), (rank, cut)
-
-
-def test_equal_sizes_read_rank_i_from_rank_i() -> None:
-    for size, heads in itertools.product(SIZES, SIZES):
-        if divides(size, heads):
-            for rank in range(size):
-                each = max(heads // size, 1)
-                assert head_sources(rank, size, size, heads) == (HeadSource(rank, 0, 0, each, 1),)
 
 
 def test_the_readers_of_a_head_spread_over_its_holders() -> None:
@@ -161,43 +115,24 @@ def test_the_readers_of_a_head_spread_over_its_holders() -> None:
             assert max(holders) - min(holders) <= 1, cut
 
 
-# --- examples
-
-
-def short(rank: int, ours: int, theirs: int, heads: int) -> list[tuple[int, int, int, int]]:
-    """(their rank, our first head, their first head, heads) of what is read."""
-    return [tuple(source[:4]) for source in head_sources(rank, ours, theirs, heads)]  # type: ignore[misc]
-
-
-def test_decode_4_of_prefill_2() -> None:
-    """Ranks 0 and 1 read the first and the second half of rank 0's heads, 2 and 3 those of rank 1."""
-    assert short(0, 4, 2, 8) == [(0, 0, 0, 2)]
-    assert short(1, 4, 2, 8) == [(0, 0, 2, 2)]
-    assert short(2, 4, 2, 8) == [(1, 0, 0, 2)]
-    assert short(3, 4, 2, 8) == [(1, 0, 2, 2)]
-    assert {source.reporters for _, source in all_sources((4, 2, 8))} == {2}
-
-
-def test_decode_2_of_prefill_4() -> None:
-    assert short(0, 2, 4, 8) == [(0, 0, 0, 2), (1, 2, 0, 2)]
-    assert short(1, 2, 4, 8) == [(2, 0, 0, 2), (3, 2, 0, 2)]
-    assert {source.reporters for _, source in all_sources((2, 4, 8))} == {1}
-
-
-def test_more_ranks_than_heads() -> None:
-    """Decode 8 of prefill 2, 4 heads: neighbours hold the same head, and read it from the same rank."""
-    assert [short(rank, 8, 2, 4) for rank in range(4)] == [[(0, 0, 0, 1)]] * 2 + [[(0, 0, 1, 1)]] * 2
-    assert [short(rank, 8, 2, 4) for rank in range(4, 8)] == [[(1, 0, 0, 1)]] * 2 + [[(1, 0, 1, 1)]] * 2
-    # The other way round half of prefill's ranks are read, the others told.
-    assert short(0, 2, 8, 4) == [(0, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 1), (3, 0, 0, 0)]
-
-
-def test_a_latent_is_read_from_replicas_in_turn_and_all_are_told() -> None:
-    assert [short(rank, 4, 2, 1) for rank in range(4)] == [[(0, 0, 0, 1)]] * 2 + [[(1, 0, 0, 1)]] * 2
-    assert short(0, 2, 4, 1) == [(0, 0, 0, 1), (1, 0, 0, 0)]
-    assert short(1, 2, 4, 1) == [(2, 0, 0, 1), (3, 0, 0, 0)]
-    assert short(0, 1, 4, 1) == [(0, 0, 0, 1), (1, 0, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
-    assert [short(rank, 4, 4, 1) for rank in range(4)] == [[(rank, 0, 0, 1)] for rank in range(4)]
+@each(
+    ("cut", "expected"),
+    [
+        # Ranks 0 and 1 read the first and the second half of rank 0's heads, 2 and 3 those of rank 1.
+        ((4, 2, 8), [[(0, 0, 0, 2)], [(0, 0, 2, 2)], [(1, 0, 0, 2)], [(1, 0, 2, 2)]]),
+        ((2, 4, 8), [[(0, 0, 0, 2), (1, 2, 0, 2)], [(2, 0, 0, 2), (3, 2, 0, 2)]]),
+        # Neighbours hold the same head, and read it from the same rank.
+        ((4, 1, 2), [[(0, 0, 0, 1)], [(0, 0, 0, 1)], [(0, 0, 1, 1)], [(0, 0, 1, 1)]]),
+        # Half of their ranks are read, the others told.
+        ((1, 4, 2), [[(0, 0, 0, 1), (1, 0, 0, 0), (2, 1, 0, 1), (3, 0, 0, 0)]]),
+        # A latent is read from replicas in turn.
+        ((4, 2, 1), [[(0, 0, 0, 1)], [(0, 0, 0, 1)], [(1, 0, 0, 1)], [(1, 0, 0, 1)]]),
+        ((2, 2, 1), [[(0, 0, 0, 1)], [(1, 0, 0, 1)]]),
+    ],
+)
+def test_examples(cut: Parallelism, expected: list[list[tuple[int, int, int, int]]]) -> None:
+    """(their rank, our first head, their first head, heads) of what each rank reads."""
+    assert [[source[:4] for source in head_sources(rank, *cut)] for rank in range(cut[0])] == expected
 
 
 # --- holdings
@@ -214,35 +149,24 @@ def hold(
     **changes: Any,
 ) -> CacheShare:
     """What rank `rank` of `size` holds of a model with so many heads."""
-    cache_share = CacheShare(
+    return msgspec.structs.replace(
+        SHARE,
         tp_rank=rank,
         tp_size=size,
         pp_rank=pp[0],
         pp_size=pp[1],
         layers=layers,
-        kv_heads=len(heads_of(rank, size, heads)),
-        model_kv_heads=heads if said else 0,
-        latent=False,
-        block_size=16,
+        kv_heads=changes.pop("kv_heads", len(heads_of(rank, size, heads))),
+        model_kv_heads=changes.pop("model_kv_heads", heads if said else 0),
+        **changes,
     )
-    return msgspec.structs.replace(cache_share, **changes)
 
 
 def test_a_cache_share_is_what_the_layout_says() -> None:
     caches = {f"layers.{index}": torch.zeros(2, 5, 4, 3, 8) for index in (12, 11)}
     layout = CacheLayout.infer(caches, order="NHD", block_size=4)
     found = cache_share_of(layout, tp_rank=1, tp_size=2, pp_rank=3, pp_size=4, model_kv_heads=6)
-    assert found == CacheShare(
-        tp_rank=1,
-        tp_size=2,
-        pp_rank=3,
-        pp_size=4,
-        layers=(12, 11),
-        kv_heads=3,
-        model_kv_heads=6,
-        latent=False,
-        block_size=4,
-    )
+    assert found == hold(1, 2, 6, pp=(3, 4), layers=(12, 11), block_size=4)
     assert found.kv_head_slots == 6
     latent = CacheLayout.infer({"l0": torch.zeros(5, 4, 8)}, order="NHD", block_size=4)
     found = cache_share_of(latent, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model_kv_heads=None)
@@ -280,12 +204,7 @@ def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_sai
 @each(
     ("ours", "theirs", "expected"),
     [
-        (hold(0, 4, 8, said=False), hold(0, 2, 8, said=False), 8),
-        (hold(0, 16, 8, said=False), hold(0, 2, 8, said=False), 8),  # only we hold replicas
-        (hold(0, 2, 8, said=False), hold(0, 16, 8, said=False), 8),  # only they do
         (hold(0, 16, 2, said=False), hold(0, 8, 2, said=False), 8),  # both: as good as the truth
-        (hold(0, 16, 2), hold(0, 8, 2, said=False), 2),
-        (hold(0, 16, 2, said=False), hold(0, 8, 2), 2),
         (hold(0, 4, 1, latent=True), hold(0, 8, 1, latent=True), 1),
         (hold(0, 4, 1, latent=True, model_kv_heads=128), hold(0, 8, 1, latent=True), 1),  # attention's, not the cache's
     ],
@@ -304,12 +223,15 @@ def cut_layers(layers: int, cuts: set[int]) -> list[tuple[int, ...]]:
     return [tuple(range(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
+STAGES = st.sets(st.integers(1, 8), max_size=3)
+
+
 @examples(30, 150)
 @given(
     cut=st.sampled_from(CUTS),
     layers=st.integers(1, 9),
-    ours_at=st.sets(st.integers(1, 8), max_size=3),
-    theirs_at=st.sets(st.integers(1, 8), max_size=3),
+    ours_at=STAGES,
+    theirs_at=STAGES,
     said=st.booleans(),
     latent=st.booleans(),
 )
@@ -351,18 +273,11 @@ def test_a_reader_with_nothing_in_common_has_no_share() -> None:
 @each(
     ("ours", "theirs", "expected"),
     [
-        (hold(0, 1, 8), hold(0, 1, 8), []),
         (hold(0, 1, 8, layers=(0, 1)), hold(0, 1, 8, layers=(1, 0)), []),
         (hold(0, 1, 8, block_size=64), hold(0, 1, 8, block_size=16), []),
-        (hold(0, 4, 12), hold(0, 6, 12), ["tp_size: ours 4, theirs 6: neither divides the other"]),
-        (
-            hold(0, 1, 8, block_size=16),
-            hold(0, 1, 8, block_size=24),
-            ["block_size: ours 16, theirs 24: neither divides the other"],
-        ),
         (
             hold(0, 1, 8, layers=(0, 1)),
-            hold(0, 1, 8, layers=(0, 1, 2, 3, 4, 5, 6, 7)),
+            hold(0, 1, 8, layers=tuple(range(8))),
             ["layers: ours 2 (0, 1), theirs 8 (0, 1, 2, 3, 4, 5, ...)"],
         ),
         # Stages of a pipeline hold some of the layers: whether none is missing is known when all have been asked.
@@ -376,11 +291,6 @@ def test_a_reader_with_nothing_in_common_has_no_share() -> None:
         ),
         (
             hold(0, 2, 8, said=False),
-            hold(0, 2, 4, said=False),
-            ["num_kv_heads: ours 4 on each of 2 ranks, theirs 2 on each of 2 ranks"],
-        ),
-        (
-            hold(0, 2, 8, said=False),
             hold(0, 4, 4, said=False),
             ["num_kv_heads: ours 4 on each of 2 ranks, theirs 1 on each of 4 ranks"],
         ),
@@ -389,11 +299,6 @@ def test_a_reader_with_nothing_in_common_has_no_share() -> None:
             hold(0, 8, 8, model_kv_heads=12),
             hold(0, 8, 8, model_kv_heads=12),
             ["num_kv_heads: ours 1 on each of 8 ranks, theirs 1 on each of 8 ranks"],
-        ),
-        (
-            hold(0, 2, 8, model_kv_heads=4),
-            hold(0, 2, 8),
-            ["model's num_kv_heads: ours 4, theirs 8"],
         ),
         # A latent has no heads to split.
         (hold(0, 4, 1, latent=True), hold(0, 2, 1, latent=True, model_kv_heads=128), []),
@@ -417,16 +322,10 @@ def test_differences_name_every_problem_with_both_values(
 
 
 cache_shares = st.builds(
-    CacheShare,
-    tp_rank=st.just(0),
-    tp_size=st.integers(1, 16),
-    pp_rank=st.just(0),
-    pp_size=st.just(1),
-    layers=st.just((0, 1)),
-    kv_heads=st.integers(1, 16),
-    model_kv_heads=st.integers(0, 16),
-    latent=st.just(False),
-    block_size=st.just(16),
+    lambda size, held, of_model: hold(0, size, 1, kv_heads=held, model_kv_heads=of_model),
+    st.integers(1, 16),
+    st.integers(1, 16),
+    st.integers(0, 16),
 )
 
 
@@ -449,34 +348,30 @@ def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: Cac
 # --- which layers
 
 
-def test_stages_that_hold_all_our_layers_once_are_fine() -> None:
-    assert topology.missing_layers((0, 1, 2, 3), [(0, 1), (2, 3)]) == ""
-    assert topology.missing_layers((3, 1), [(1, 0), (3, 2)]) == ""
-    assert topology.missing_layers((), [(0,)]) == ""
-    assert topology.missing_layers((0, 1), [(0,), (1,)], whole=True) == ""
-    assert topology.missing_layers((0, 1), [(0,), (1, 2)], whole=True) == (
-        "layers: ours 2 (0, 1), theirs 3 (0, 1, 2): ours are all, but there are 1 (2)"
-    )
-    assert topology.missing_layers((0,), [(0,), (5,), (5,)]) == ""  # twice, but none of ours
-
-
 @each(
-    ("ours", "stages", "expected"),
+    ("ours", "stages", "whole", "expected"),
     [
-        ((0, 1, 2), [(0,), (2,)], "layers: ours 3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)"),
-        ((1, 0), [], "layers: ours 2 (0, 1), theirs 0 (): no stage holds 2 (0, 1)"),
-        ((0, 1), [(0, 1), (1, 2)], "layers: ours 2 (0, 1), theirs 4 (0, 1, 1, 2): 1 (1) held twice"),
-        ((0, 1), [(0,), (0,)], "layers: ours 2 (0, 1), theirs 2 (0, 0): no stage holds 1 (1)"),
-        (
-            tuple(range(10)),
-            [tuple(range(20, 40))],
-            "layers: ours 10 (0, 1, 2, 3, 4, 5, ...), theirs 20 (20, 21, 22, 23, 24, 25, ...): "
-            "no stage holds 10 (0, 1, 2, 3, 4, 5, ...)",
-        ),
+        ((0, 1, 2, 3), [(0, 1), (2, 3)], False, ""),
+        ((3, 1), [(1, 0), (3, 2)], False, ""),
+        ((), [(0,)], False, ""),
+        ((0, 1), [(0,), (1,)], True, ""),
+        ((0,), [(0,), (5,), (5,)], False, ""),  # twice, but none of ours
+        ((0, 1), [(0,), (1, 2)], True, "2 (0, 1), theirs 3 (0, 1, 2): ours are all, but there are 1 (2)"),
+        ((0, 1, 2), [(0,), (2,)], False, "3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)"),
+        ((1, 0), [], False, "2 (0, 1), theirs 0 (): no stage holds 2 (0, 1)"),
+        ((0, 1), [(0, 1), (1, 2)], False, "2 (0, 1), theirs 4 (0, 1, 1, 2): 1 (1) held twice"),
+        ((0, 1), [(0,), (0,)], False, "2 (0, 1), theirs 2 (0, 0): no stage holds 1 (1)"),
     ],
 )
-def test_what_is_wrong_with_the_layers(ours: tuple[int, ...], stages: list[tuple[int, ...]], expected: str) -> None:
-    assert topology.missing_layers(ours, stages) == expected
+def test_what_is_wrong_with_the_layers(
+    ours: tuple[int, ...], stages: list[tuple[int, ...]], whole: bool, expected: str
+) -> None:
+    assert topology.missing_layers(ours, stages, whole=whole) == (f"layers: ours {expected}" if expected else "")
+
+
+def test_stages_are_as_many_as_layers_where_all_are_known() -> None:
+    assert topology.stages_max(hold(0, 1, 2, layers=tuple(range(16)))) == 16
+    assert topology.stages_max(hold(0, 1, 2, layers=tuple(range(16)), pp=(0, 2))) == RANKS_MAX
 
 
 # --- bounds
@@ -493,36 +388,6 @@ def test_the_largest_engines_are_planned_in_no_time(ours: int, theirs: int, head
     for rank in ranks:
         assert sum(source.heads for source in head_sources(rank, ours, theirs, heads)) == max(heads // ours, 1)
     assert time.process_time() - start_s < 0.5  # some milliseconds; looking at all pairs of ranks takes minutes
-
-
-def test_ranks_that_hold_other_heads_are_not_even_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[int] = []
-    reporters = topology._reporters
-
-    def watched(theirs: int, *sizes: int) -> tuple[range, bool]:
-        looked_at.append(theirs)
-        return reporters(theirs, *sizes)
-
-    monkeypatch.setattr(topology, "_reporters", watched)
-    head_sources.cache_clear()
-    head_sources(5, 8, RANKS_MAX, 8)
-    assert looked_at == list(range(5 * RANKS_MAX // 8, 6 * RANKS_MAX // 8))
-
-
-def test_stages_are_as_many_as_layers_where_all_are_known() -> None:
-    whole = CacheShare(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        layers=tuple(range(16)),
-        kv_heads=2,
-        model_kv_heads=0,
-        latent=False,
-        block_size=16,
-    )
-    assert topology.stages_max(whole) == 16
-    assert topology.stages_max(msgspec.structs.replace(whole, pp_size=2)) == RANKS_MAX
 
 
 def test_layers_are_compared_in_no_time() -> None:

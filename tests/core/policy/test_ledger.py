@@ -127,19 +127,6 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 TestLedgerAgainstModel = machine_test(LedgerAgainstModel, 20, 80, steps=25)
 
 
-def test_leases_share_blocks_until_the_last_is_released() -> None:
-    ledger = BlockLedger(4)
-    ledger.lease(array([1, 2]))
-    ledger.lease(array([2, 3]))
-    ledger.release(array([1, 2]))
-    assert ledger.counts().leased == 2
-    with pytest.raises(BlocksBusy, match="block 2 "):
-        ledger.begin_load(array([0, 1, 2]))
-    ledger.release(array([2, 3]))
-    ledger.begin_load(array([0, 1, 2]))
-    assert ledger.counts().in_flight == 3
-
-
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_one_busy_block_refuses_the_whole_request(last: int) -> None:
     """The busy one comes last, so that a call that worked through its blocks would have changed the others."""

@@ -108,35 +108,6 @@ class QueueMachine(RuleBasedStateMachine):
 TestQueue = machine_test(QueueMachine, 25, 100, steps=50)
 
 
-def full(limit: int = 1) -> tuple[FairQueue, Permit]:
-    """A budget of one thing that is used up, and who has it."""
-    queue = FairQueue((limit,), (limit,))
-    return queue, queue.ask((limit,), "a", 0)
-
-
-def test_equal_priorities_go_in_the_order_in_which_they_asked() -> None:
-    queue, holder = full()
-    waiting = [queue.ask((1,), "a", 0) for _ in range(4)]
-    for permit in waiting:
-        assert queue.end(holder) == [permit]
-        holder = permit
-
-
-def test_a_smaller_priority_goes_first_whenever_it_asked() -> None:
-    queue, holder = full()
-    late, usual, urgent = queue.ask((1,), "a", 7), queue.ask((1,), "a", 0), queue.ask((1,), "a", -1)
-    for permit in (urgent, usual, late):
-        assert queue.end(holder) == [permit]
-        holder = permit
-
-
-def test_a_peer_without_room_does_not_hold_up_others() -> None:
-    queue = FairQueue((3,), (1,))
-    queue.ask((1,), "a", 0)
-    assert queue.ask((1,), "a", 0).state is PermitState.WAITING
-    assert queue.ask((1,), "b", 0).state is PermitState.UNDER_WAY
-
-
 def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
     queue = FairQueue((10,), (10,))
     holder = queue.ask((6,), "a", 0)
@@ -144,13 +115,6 @@ def test_a_large_turn_is_not_starved_by_small_ones_that_would_fit() -> None:
     small = queue.ask((1,), "c", 0)
     assert (large.state, small.state) == (PermitState.WAITING, PermitState.WAITING)
     assert queue.end(holder) == [large, small]
-
-
-def test_a_turn_larger_than_the_budget_goes_alone() -> None:
-    queue, holder = full()
-    huge, next_one = queue.ask((5,), "a", 0), queue.ask((1,), "a", 0)
-    assert queue.end(holder) == [huge]
-    assert queue.end(huge) == [next_one]
 
 
 def test_asking_may_let_somebody_else_go_who_is_told() -> None:
@@ -166,19 +130,20 @@ def test_asking_may_let_somebody_else_go_who_is_told() -> None:
 
 
 def test_a_withdrawn_turn_gives_its_place_up() -> None:
-    queue, holder = full(2)
-    large, small = queue.ask((2,), "a", 0), queue.ask((1,), "a", 0)
-    assert queue.end(large) == []
-    assert queue.end(holder) == [small]
-    with pytest.raises(AssertionError, match="given back once"):
-        queue.end(large)
-
-
-def test_withdrawing_the_one_in_front_lets_those_behind_it_go() -> None:
     queue = FairQueue((10,), (10,))
     queue.ask((6,), "a", 0)
     large, small = queue.ask((8,), "a", 0), queue.ask((1,), "a", 0)
     assert queue.end(large) == [small]
+    with pytest.raises(AssertionError, match="given back once"):
+        queue.end(large)
+
+
+def test_behind_a_withdrawn_turn_the_most_urgent_goes() -> None:
+    queue = FairQueue((1,), (1,))
+    holder, first, last, urgent = (queue.ask((1,), "a", priority) for priority in (0, 0, 5, 1))
+    assert queue.end(first) == []
+    assert queue.end(holder) == [urgent]
+    assert queue.end(urgent) == [last]
 
 
 # --- one server

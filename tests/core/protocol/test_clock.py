@@ -44,31 +44,15 @@ def read(ours: Clock, theirs: Clock, asked: Fraction, there: Fraction, back: Fra
 
 
 @given(ours=clocks, theirs=clocks, there=_DELAYS, back=_DELAYS, lasts=st.fractions(0, 10_000))
-def test_a_deadline_is_never_believed_to_be_later_than_it_is(
-    ours: Clock, theirs: Clock, there: Fraction, back: Fraction, lasts: Fraction
-) -> None:
-    known = read(ours, theirs, Fraction(5), there, back)
-    end = Fraction(5) + there + back + lasts  # true time
-    not_expired_before_s = known.not_expired_before_s(known.incarnation, float(theirs.at(end)))
-    assert not_expired_before_s <= float(ours.at(end)) + _ROUNDING_S
-
-
-@given(ours=clocks, theirs=clocks, there=_DELAYS, back=_DELAYS, lasts=st.fractions(0, 10_000))
-def test_it_is_not_believed_to_be_much_earlier_either(
+def test_a_deadline_is_never_believed_to_be_later_than_it_is_nor_much_earlier(
     ours: Clock, theirs: Clock, there: Fraction, back: Fraction, lasts: Fraction
 ) -> None:
     """What is lost is the time that the question took to get there, and the drift since."""
     known = read(ours, theirs, Fraction(5), there, back)
-    end = Fraction(5) + there + back + lasts
+    end = Fraction(5) + there + back + lasts  # true time
     lost_s = float(ours.at(end)) - known.not_expired_before_s(known.incarnation, float(theirs.at(end)))
-    assert lost_s <= float(there) * (1 + DRIFT_MAX) + 2 * DRIFT_MAX * float(back + lasts) + _ROUNDING_S
-
-
-@given(ours=clocks, theirs=clocks, there=_DELAYS, back=_DELAYS)
-def test_the_offset_is_known_within_its_uncertainty(
-    ours: Clock, theirs: Clock, there: Fraction, back: Fraction
-) -> None:
-    known = read(ours, theirs, Fraction(5), there, back)
+    most_s = float(there) * (1 + DRIFT_MAX) + 2 * DRIFT_MAX * float(back + lasts)
+    assert -_ROUNDING_S <= lost_s <= most_s + _ROUNDING_S
     for moment in (5, 5 + there, 5 + there + back):
         true_offset_s = float(theirs.at(Fraction(moment)) - ours.at(Fraction(moment)))
         assert abs(true_offset_s - known.offset_s) <= known.uncertainty_s + _ROUNDING_S
@@ -91,13 +75,8 @@ def test_several_readings_say_what_the_best_of_them_says(
     for newer in readings[1:]:
         known = known.combined(newer)
     end_s = float(theirs.at(now + 100))
-    assert (
-        abs(
-            known.not_expired_before_s(known.incarnation, end_s)
-            - max(one.not_expired_before_s(one.incarnation, end_s) for one in readings)
-        )
-        <= _ROUNDING_S
-    )
+    best_s = max(one.not_expired_before_s(one.incarnation, end_s) for one in readings)
+    assert abs(known.not_expired_before_s(known.incarnation, end_s) - best_s) <= _ROUNDING_S
     assert known.not_expired_before_s(known.incarnation, end_s) <= float(ours.at(now + 100)) + _ROUNDING_S
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +19,7 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from tests.budgets import examples
+from tests.core.plans import SHARE
 from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
@@ -31,16 +34,8 @@ REGIONS = messages.RegionTable(
     device_kind="cpu",
     device_index=0,
 )
-HOLDING = CacheShare(
-    tp_rank=1,
-    tp_size=2,
-    pp_rank=0,
-    pp_size=3,
-    layers=(7,),
-    kv_heads=2,
-    model_kv_heads=4,
-    latent=False,
-    block_size=4,
+HOLDING = msgspec.structs.replace(
+    SHARE, tp_rank=1, tp_size=2, pp_size=3, layers=(7,), kv_heads=2, model_kv_heads=4, block_size=4
 )
 METADATA = messages.Metadata(
     engine_id="prefill-0",
@@ -55,21 +50,10 @@ METADATA = messages.Metadata(
 )
 TARGET = messages.Target("prefill-0", dp_rank=0, pp_rank=2, tp_rank=1)
 REQUEST = messages.MetadataRequest(reader="decode-0/0.0.0#1", target=TARGET)
-QUESTION = messages.LeaseRequest(
-    reader="decode-0/0.0.0#1",
-    target=TARGET,
-    request_id="req-1",
-    num_tokens=41,
-    blocks_digest=messages.digest_of((3, 7)),
-)
+OF_REQUEST = {"request_id": "req-1", "num_tokens": 41, "blocks_digest": messages.digest_of((3, 7))}
+QUESTION = messages.LeaseRequest(reader="decode-0/0.0.0#1", target=TARGET, **OF_REQUEST)
 RELEASE = messages.ReleaseRequest(
-    reader="decode-0/0.0.0#1",
-    target=TARGET,
-    request_id="req-1",
-    num_tokens=41,
-    blocks_digest=messages.digest_of((3, 7)),
-    lease_id=LEASE_ID,
-    cache_share=HOLDING,
+    reader="decode-0/0.0.0#1", target=TARGET, **OF_REQUEST, lease_id=LEASE_ID, cache_share=HOLDING
 )
 FOUND = messages.LeaseFound(
     incarnation="8f14e45f", clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
@@ -199,7 +183,7 @@ VALUES = st.recursive(
     | st.binary(max_size=6)
     | st.sampled_from(TAGS),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES), inner),
-    max_leaves=12,
+    max_leaves=8,
 )
 
 
@@ -212,7 +196,7 @@ def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -
 ENCODED = [messages.encode(message) for _, examples in DECODERS.values() for message in examples]
 
 
-@examples(400, 2000)
+@examples(200, 2000)
 @given(data=st.data())
 def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     payload = bytearray(data.draw(st.sampled_from(ENCODED)))
@@ -228,42 +212,17 @@ def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     only_wire_errors(bytes(payload))
 
 
-@each("message", ENCODED)
-def test_a_truncated_message_is_refused(message: bytes) -> None:
-    for decode, _ in DECODERS.values():
-        for length in range(len(message)):
-            with pytest.raises(messages.WireError):
-                decode(message[:length])
-
-
-def test_trailing_bytes_are_refused() -> None:
-    for decode, samples in DECODERS.values():
-        with pytest.raises(messages.WireError):
-            decode(messages.encode(samples[0]) + b"\x00")
-
-
 @each(
     ("path", "value"),
     [
-        ("engine_id", 5),
         ("engine_id", b"prefill-0"),
-        ("cache_share.tp_rank", "0"),
         ("cache_share.tp_rank", True),
         ("cache_share.tp_rank", 0.0),
-        ("cache_share.latent", 0),
         ("cache_share.layers", [7, "8"]),
-        ("cache_share.layers", 7),
-        ("agent_metadata", "text"),
-        ("regions", []),
         ("regions.block", [4, 2, 8, 16]),
         ("regions.block", [4, 2, 8, 16, 8, 1]),
-        ("regions.block", [4, 2, 8, 16, True]),
-        ("regions.block", [4, 2, 8, 16, 8.0]),
-        ("regions.block", {"tokens": 4}),
-        ("regions.parts", ["K", 5]),
         ("seals", None),
         ("staged", 1),
-        ("staged", None),
     ],
 )
 def test_decoding_does_not_convert(path: str, value: object) -> None:
@@ -276,34 +235,11 @@ def test_decoding_does_not_convert(path: str, value: object) -> None:
         messages.decode_reply(msgspec.msgpack.encode(raw))
 
 
-@each(
-    "notification",
-    [
-        ["read_done", LEASE_ID, "r"],  # a reader of version 1
-        ["read_done", LEASE_ID, "r", 1],
-        ["read_done", LEASE_ID, "r", "1", 1],
-        ["read_done", LEASE_ID, "r", 1, 1.0],
-        ["read_done", LEASE_ID, "r", True, 1],
-    ],
-)
-def test_a_notification_without_its_share_is_refused(notification: list[object]) -> None:
+@each("body", [["read_done", LEASE_ID, "r"], ["read_done", LEASE_ID, "r", True, 1], ["renew", LEASE_ID, "r"]])
+def test_a_notification_of_another_shape_is_refused(body: list[object]) -> None:
+    """Such as of a reader of version 1."""
     with pytest.raises(messages.WireError):
-        messages.decode_notification(msgspec.msgpack.encode(notification))
-
-
-@each(
-    "notification",
-    [
-        ["renew", LEASE_ID, "r"],
-        ["renew", [1], "r"],
-        ["renew", [LEASE_ID], 1],
-        ["renew", [LEASE_ID]],
-        ["expire", [], "r"],
-    ],
-)
-def test_a_renewal_of_another_shape_is_refused(notification: list[object]) -> None:
-    with pytest.raises(messages.WireError):
-        messages.decode_notification(msgspec.msgpack.encode(notification))
+        messages.decode_notification(msgspec.msgpack.encode(body))
 
 
 @given(reader=st.text(max_size=300), bytes_max=st.integers(1, 1 << 17))
@@ -367,30 +303,22 @@ def test_region_tables_survive_the_wire(
     "changes",
     [
         {"bases": [], "strides": []},
-        {"bases": [4096]},
         {"strides": [64]},
         {"bases": [1] * ((1 << 16) + 1), "strides": [64] * ((1 << 16) + 1)},
         {"num_blocks": 0},
-        {"num_blocks": -1},
         *({"block": BLOCK._replace(**{axis: value})} for axis in BLOCK._fields for value in (0, -8, 1 << 31, 1 << 70)),
         {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=8, head_stride=16)},  # tokens of 2 heads overlap
-        {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=16, head_stride=16)},
         {"block": BlockShape(tokens=4, heads=2, run=8, token_stride=8, head_stride=64)},  # a gap
         {"block": BlockShape(tokens=-4, heads=-2, run=8, token_stride=-16, head_stride=8)},
         {"parts": ()},
         {"parts": ("K",)},
-        {"parts": ("V", "K")},
         {"parts": ("K", "V", "K", "V")},
         {"parts": ("x" * 100_000,)},
         {"bases": [4096] * 3, "strides": [64] * 3},  # K and V, and a K
         {"bases": [4096, 0]},
-        {"bases": [4096, -1]},
         {"strides": [64, 63]},
-        {"strides": [64, 0]},
-        {"strides": [64, -64]},
         {"block": shape_of(5, 2, 8, "NHD")},
         {"bases": [4096, (1 << 64) - 64]},
-        {"num_blocks": 1 << 62},
         {"num_blocks": (1 << 64) - 1, "strides": [(1 << 64) - 1] * 2},
         {"strides": [64, 1 << 63]},
         {"device_index": -1},
@@ -401,13 +329,6 @@ def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) 
     with pytest.raises(messages.WireError, match="region table") as caught:
         messages.regions_from_wire(msgspec.structs.replace(REGIONS, **changes))
     assert len(str(caught.value)) < 300
-
-
-@each("order", ["NHD", "HND"])
-def test_dense_blocks_of_both_orders_pass(order: str) -> None:
-    for tokens, heads, run in ((4, 2, 8), (1, 8, 8), (8, 1, 8), (64, 1, 1)):
-        block = shape_of(tokens, heads, run, order)
-        assert messages.regions_from_wire(msgspec.structs.replace(REGIONS, block=block)).block_size_bytes == 64
 
 
 NUMBERS = st.integers(-1, 2**64 - 1) | st.integers(1, 64)
@@ -462,11 +383,9 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
     "changes",
     [
         {"tp_size": 0},
-        {"tp_rank": -1},
         {"tp_rank": 2},
         {"tp_size": 1025},
         {"tp_rank": 1 << 63, "tp_size": (1 << 64) - 1},
-        {"pp_size": 0},
         {"pp_rank": -1},
         {"pp_rank": 3},
         {"pp_size": 1025},
@@ -478,10 +397,8 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
         {"layers": tuple(range(100_000))},
         {"kv_heads": 4},
         {"kv_heads": 0},
-        {"kv_heads": -2},
         {"model_kv_heads": -1},
         {"block_size": 8},
-        {"block_size": 0},
         {"latent": True},
     ],
 )
@@ -501,35 +418,22 @@ def test_a_latent_has_one_head() -> None:
 
 
 @each(
-    ("address", "count"),
-    [(0, 1), (-1, 1), (4096, 0), (4096, -1), (4096, (1 << 24) + 1), ((1 << 64) - 16, 1), (1 << 64, 1)],
+    ("address", "count", "hold_s", "problem"),
+    [
+        *((address, count, 0.02, "") for address, count in ((1, 1), (4096, 1 << 24), ((1 << 62) + 1, 16384))),
+        *((address, 1, 0.02, f"1 seals at {address}") for address in (0, -1, (1 << 64) - 16, 1 << 64)),
+        *((4096, count, 0.02, f"{count} seals at 4096") for count in (0, -1, (1 << 24) + 1)),
+        # a reader would trust a seal that it fetched long before its last byte landed
+        *((4096, 16, hold_s, f"hold_s {hold_s}") for hold_s in (0.0, -1.0, float("nan"), float("inf"), 1e6)),
+    ],
 )
-def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int) -> None:
-    with pytest.raises(messages.WireError, match=f"{count} seals at {address}"):
-        messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=0.02))
-
-
-@each("hold_s", [0.0, -1.0, float("nan"), float("inf"), 1e6])
-def test_a_peer_that_promises_to_hold_blocks_for_ever_is_refused(hold_s: float) -> None:
-    """A reader would trust a seal that it fetched long before its last byte landed."""
-    with pytest.raises(messages.WireError, match=f"hold_s {hold_s}"):
-        messages.check_seals(messages.SealLocation(address=4096, count=16, hold_s=hold_s))
-
-
-def test_seal_tables_of_legal_sizes_pass() -> None:
-    for address, count in ((1, 1), (4096, 1 << 24), ((1 << 62) + 1, 16384)):
-        messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=0.02))
+def test_a_seal_table_that_cannot_be_true_is_refused(address: int, count: int, hold_s: float, problem: str) -> None:
+    with pytest.raises(messages.WireError, match=problem) if problem else contextlib.nullcontext():
+        messages.check_seals(messages.SealLocation(address=address, count=count, hold_s=hold_s))
 
 
 # --- compatibility
 
-OTHER_FACTS: dict[str, Any] = {
-    "model": "mistral",
-    "dtype": "float16",
-    "kv_format": "fp8_ds_mla",
-    "attention": "latent",
-    "head_size": 64,
-}
 facts = st.builds(
     messages.Compatibility,
     model=st.sampled_from(["", "a", "ab"]),
@@ -540,31 +444,18 @@ facts = st.builds(
 )
 
 
-def test_other_facts_cover_every_field() -> None:
-    assert set(OTHER_FACTS) == set(messages.Compatibility.__struct_fields__)
-
-
 @examples(60, 300)
 @given(ours=facts, theirs=facts)
 def test_fingerprints_are_equal_exactly_for_equal_facts(
     ours: messages.Compatibility, theirs: messages.Compatibility
 ) -> None:
     assert (ours.fingerprint() == theirs.fingerprint()) == (ours == theirs)
-    assert bool(ours.differences(theirs)) == (ours != theirs)
+    assert ours.differences(theirs) == [
+        f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
+        for name in messages.Compatibility.__struct_fields__
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
     assert len(ours.fingerprint()) == 16
-
-
-@each("field", OTHER_FACTS)
-def test_every_fact_changes_the_fingerprint(field: str) -> None:
-    theirs = msgspec.structs.replace(FACTS, **{field: OTHER_FACTS[field]})
-    assert theirs.fingerprint() != FACTS.fingerprint()
-    assert FACTS.differences(theirs) == [f"{field}: ours {getattr(FACTS, field)!r}, theirs {OTHER_FACTS[field]!r}"]
-
-
-def test_differences_name_all_fields_that_differ() -> None:
-    found = FACTS.differences(messages.Compatibility(**OTHER_FACTS))
-    assert [text.split(":")[0] for text in found] == list(OTHER_FACTS)
-    assert FACTS.differences(FACTS) == []
 
 
 def test_the_fingerprint_is_the_same_in_every_process() -> None:
@@ -584,16 +475,16 @@ def facts_of(
 
 def test_caches_between_which_blocks_can_be_planned_are_compatible() -> None:
     """What a plan makes up for is no fact: where K and V lie, the order of axes, sizes of blocks, heads of a rank."""
-    kv_first = facts_of(torch.zeros(2, 7, 4, 3, 8))
-    assert facts_of(torch.zeros(9, 2, 4, 3, 8)) == kv_first  # K and V elsewhere, another number of blocks
-    assert (
-        facts_of(torch.zeros(2, 7, 4, 3, 8).transpose(2, 3), order="HND") == kv_first
-    )  # the same memory, shown as HND
-    assert facts_of(torch.zeros(2, 7, 3, 4, 8), order="HND") == kv_first  # other memory
-    assert facts_of(torch.zeros(7, 4, 3, 16)) == kv_first  # K and V of a head together
-    assert facts_of(torch.zeros(2, 7, 8, 3, 8), block_size=8) == kv_first
-    assert facts_of(torch.zeros(2, 7, 4, 6, 8)) == kv_first  # a rank with more heads
-    assert facts_of(torch.zeros(2, 7, 4, 3, 8), layers=3) == kv_first  # a rank with more layers
+    assert {
+        facts_of(torch.zeros(2, 7, 4, 3, 8)),
+        facts_of(torch.zeros(9, 2, 4, 3, 8)),  # K and V elsewhere, another number of blocks
+        facts_of(torch.zeros(2, 7, 4, 3, 8).transpose(2, 3), order="HND"),  # the same memory, shown as HND
+        facts_of(torch.zeros(2, 7, 3, 4, 8), order="HND"),  # other memory
+        facts_of(torch.zeros(7, 4, 3, 16)),  # K and V of a head together
+        facts_of(torch.zeros(2, 7, 8, 3, 8), block_size=8),
+        facts_of(torch.zeros(2, 7, 4, 6, 8)),  # a rank with more heads
+        facts_of(torch.zeros(2, 7, 4, 3, 8), layers=3),  # a rank with more layers
+    } == {facts_of(torch.zeros(2, 7, 4, 3, 8))}
 
 
 def test_caches_whose_bytes_mean_something_else_are_not() -> None:
@@ -611,15 +502,9 @@ def test_caches_whose_bytes_mean_something_else_are_not() -> None:
 
 
 def test_agent_names_are_different_for_every_rank_and_life() -> None:
-    names = {
-        messages.agent_name(engine, Rank(dp, pp, tp), life)
-        for engine in ("a", "b")
-        for dp in range(3)
-        for pp in range(3)
-        for tp in range(12)
-        for life in ("x", "y")
-    }
-    assert len(names) == 2 * 3 * 3 * 12 * 2
+    places = list(itertools.product("ab", range(3), range(3), range(12), "xy"))
+    names = {messages.agent_name(engine, Rank(dp, pp, tp), life) for engine, dp, pp, tp, life in places}
+    assert len(names) == len(places)
 
 
 @examples(60, 300)
@@ -632,7 +517,4 @@ def test_digests_of_block_ids_are_equal_exactly_for_equal_ids(both: list[tuple[i
     first, second = both
     assert (messages.digest_of(first) == messages.digest_of(second)) == (first == second)
     assert len(messages.digest_of(first)) == 16
-
-
-def test_the_digest_is_the_same_in_every_process() -> None:
     assert messages.digest_of((3, 7, 9)).hex() == "87639e90e2b29382d711298f861a9019"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
-from tests.tests_support import each
+from tests.tests_support import any_ticket, each
 
 PROMPT = list(range(1000, 1041))
 
@@ -23,22 +23,7 @@ prompts = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 
 
 def ticket_of(prompt: Sequence[int], *, says: bool = True) -> Ticket:
-    return Ticket(
-        engine_id="prefill-0",
-        request_id="req-1",
-        block_ids=(),
-        num_tokens=len(prompt),
-        ttl_s=30.0,
-        tp_size=1,
-        pp_size=1,
-        dp_rank=0,
-        block_size=16,
-        kv_heads=1,
-        model_kv_heads=0,
-        fixed_ports=False,
-        ranks=(),
-        prompt_digest=prompt_digest("req-1", prompt) if says else "",
-    )
+    return any_ticket(num_tokens=len(prompt), prompt_digest=prompt_digest("req-1", prompt) if says else "")
 
 
 @each("make", [tuple, np.array, np.int32, torch.tensor, lambda ids: array("i", ids)])

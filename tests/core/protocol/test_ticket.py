@@ -13,11 +13,12 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
-from kvflow.core.plan.topology import CacheShare, Rank
+from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
 from kvflow.errors import RequestError
 from tests.budgets import examples
+from tests.core.plans import SHARE
 from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
@@ -119,56 +120,24 @@ def test_a_ticket_survives_json_and_fields_of_others(ticket: Ticket) -> None:
     assert Ticket.from_params(crowded) == ticket
 
 
-def test_a_ticket_goes_through_msgpack_too() -> None:
-    assert Ticket.from_params(msgspec.msgpack.decode(msgspec.msgpack.encode(TICKET.to_params()))) == TICKET
+WIRE = """{
+    "do_remote_prefill": true, "do_remote_decode": false,
+    "remote_engine_id": "prefill-0", "remote_request_id": "req-1", "remote_block_ids": [3, 7, 9],
+    "remote_host": "10.0.0.7", "remote_port": 5601, "tp_size": 2,
+    "kvflow": {
+        "version": 3, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
+        "model_kv_heads": 16, "fixed_ports": true, "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
+        "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+        "ranks": [
+            {"pp_rank": 0, "tp_rank": 1, "lease_id": "0123456789abcdef0123456789abcdef", "seal_index": 17,
+             "incarnation": "8f14e45fceea167a", "expires_s": 86430.5},
+            {"pp_rank": 1, "tp_rank": 0, "lease_id": "fedcba9876543210fedcba9876543210", "seal_index": 3,
+             "incarnation": "c9f0f895fb98ab91", "expires_s": -7.0,
+             "host": "10.0.0.8", "port": 5602, "block_ids": [30, 70, 90]}]}}"""
 
 
 def test_the_field_names_that_routers_forward() -> None:
-    params = TICKET.to_params()
-    assert params == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "prefill-0",
-        "remote_request_id": "req-1",
-        "remote_block_ids": [3, 7, 9],
-        "remote_host": "10.0.0.7",
-        "remote_port": 5601,
-        "tp_size": 2,
-        "kvflow": {
-            "version": 3,
-            "num_tokens": 41,
-            "ttl_s": 30.0,
-            "dp_rank": 4,
-            "pp_size": 3,
-            "block_size": 16,
-            "kv_heads": 8,
-            "model_kv_heads": 16,
-            "fixed_ports": True,
-            "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
-            "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
-            "ranks": [
-                {
-                    "pp_rank": 0,
-                    "tp_rank": 1,
-                    "lease_id": LEASE_ID,
-                    "seal_index": 17,
-                    "incarnation": "8f14e45fceea167a",
-                    "expires_s": 86430.5,
-                },
-                {
-                    "pp_rank": 1,
-                    "tp_rank": 0,
-                    "lease_id": LEASE_ID[::-1],
-                    "seal_index": 3,
-                    "incarnation": "c9f0f895fb98ab91",
-                    "expires_s": -7.0,
-                    "host": "10.0.0.8",
-                    "port": 5602,
-                    "block_ids": [30, 70, 90],
-                },
-            ],
-        },
-    }
+    assert TICKET.to_params() == json.loads(WIRE)
     assert (TICKET.address, TICKET.lease_id) == ("tcp://10.0.0.7:5601", LEASE_ID)
     assert [lease.address for lease in TICKET.ranks] == ["tcp://10.0.0.7:5601", "tcp://10.0.0.8:5602"]
 
@@ -177,14 +146,6 @@ def test_a_router_that_knows_the_producer_by_another_name_is_believed() -> None:
     """The first rank's address is the one that routers see and may rewrite."""
     found = Ticket.from_params({**TICKET.to_params(), "remote_host": "proxy", "remote_port": 7})
     assert [lease.address for lease in found.ranks] == ["tcp://proxy:7", "tcp://10.0.0.8:5602"]
-
-
-def test_a_ticket_is_a_value() -> None:
-    with pytest.raises(AttributeError):
-        TICKET.ranks = ()  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        FIRST.port = 1  # type: ignore[misc]
-    assert hash(TICKET) == hash(msgspec.structs.replace(TICKET))
 
 
 # --- what is refused
@@ -207,55 +168,84 @@ def changed(path: str, value: object) -> dict[str, Any]:
     return params
 
 
+class Text(str):
+    """A text of somebody else's class."""
+
+
 _PARAMS = TICKET.to_params()
+OF_RANKS = [f"kvflow.ranks.{rank}." for rank in (0, 1)]
 RANK_FIELDS = ["pp_rank", "tp_rank", "lease_id", "seal_index", "incarnation", "expires_s"]
-REQUIRED = [
-    *_PARAMS,
-    *(f"kvflow.{name}" for name in _PARAMS["kvflow"]),
-    *(f"kvflow.ranks.{rank}.{name}" for rank in (0, 1) for name in RANK_FIELDS),
-]
-FIELDS = [*REQUIRED, *(f"kvflow.ranks.1.{name}" for name in ("host", "port"))]
-TEXT_FIELDS = [
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "kvflow.ranks.0.lease_id",
-    "kvflow.ranks.1.lease_id",
-    "kvflow.ranks.0.incarnation",
-    "kvflow.ranks.1.incarnation",
-    "kvflow.ranks.1.host",
-]
-HOST_FIELDS = ["remote_host", "kvflow.ranks.1.host"]
-NAME_FIELDS = [
-    "remote_engine_id",
-    "kvflow.ranks.0.incarnation",
-    "kvflow.ranks.1.incarnation",
-    *HOST_FIELDS,
-]
-INTEGER_FIELDS = [
-    "remote_port",
-    "tp_size",
-    *(
-        f"kvflow.{name}"
-        for name in ("version", "num_tokens", "dp_rank", "pp_size", "block_size", "kv_heads", "model_kv_heads")
-    ),
-    *(f"kvflow.ranks.{rank}.{name}" for rank in (0, 1) for name in ("pp_rank", "tp_rank", "seal_index")),
-    "kvflow.ranks.1.port",
-]
-
-
-def test_the_fields_below_are_all_there_are() -> None:
-    assert {path.rpartition(".")[2] for path in FIELDS} | {"block_ids"} == {
-        *_PARAMS,
-        *_PARAMS["kvflow"],
-        *RankLease.__struct_fields__,
-    }
-    integers = {path for path in FIELDS if type(where_of(_PARAMS, path)[0][_key(path)]) is int}
-    assert integers == set(INTEGER_FIELDS)
+REQUIRED = [*_PARAMS, *(f"kvflow.{name}" for name in _PARAMS["kvflow"])]
+REQUIRED += [f"{rank}{name}" for rank in OF_RANKS for name in RANK_FIELDS]
+REQUIRED += [f"{OF_RANKS[1]}{name}" for name in ("host", "port")]  # the first one's are where routers look for them
+BLOCK_IDS = ["remote_block_ids", f"{OF_RANKS[1]}block_ids"]
+FLAGS = ["do_remote_prefill", "do_remote_decode", "kvflow.fixed_ports"]
+HOSTS = ["remote_host", "kvflow.ranks.1.host"]
+LEASE_IDS = [f"{rank}lease_id" for rank in OF_RANKS]
+NAMES = ["remote_engine_id", *(f"{rank}incarnation" for rank in OF_RANKS), *HOSTS]
+TEXTS = ["remote_request_id", "kvflow.traceparent", "kvflow.prompt_digest", *LEASE_IDS, *NAMES]
+PORTS = ["remote_port", "kvflow.ranks.1.port"]
+PLACES = [f"{rank}{name}" for rank in OF_RANKS for name in ("pp_rank", "tp_rank")]
+SIZES = ["kvflow.block_size", "kvflow.kv_heads"]
+RANK_COUNTS = ["tp_size", "kvflow.pp_size"]
+COUNTS = ["kvflow.num_tokens", "kvflow.dp_rank", "kvflow.model_kv_heads", *(f"{rank}seal_index" for rank in OF_RANKS)]
+INTEGERS = ["kvflow.version", *PORTS, *PLACES, *SIZES, *RANK_COUNTS, *COUNTS]
+SECONDS = ["kvflow.ttl_s", *(f"{rank}expires_s" for rank in OF_RANKS)]
 
 
 def _key(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def test_the_fields_below_are_all_there_are() -> None:
+    assert {_key(path) for path in [*REQUIRED, *BLOCK_IDS]} == {
+        *_PARAMS,
+        *_PARAMS["kvflow"],
+        *RankLease.__struct_fields__,
+    }
+    for paths, kind in ((INTEGERS, int), (TEXTS, str), (FLAGS, bool), (SECONDS, float)):
+        assert {path for path in REQUIRED if type(where_of(_PARAMS, path)[0][_key(path)]) is kind} == set(paths)
+
+
+WRONG: list[tuple[list[str], tuple[object, ...]]] = [
+    # types
+    (REQUIRED, (None, [None], Ellipsis, {"x": 1}, b"bytes")),
+    (TEXTS, (7, True, ["text"], Text("text"))),  # what is none of Python's own no message can carry
+    (INTEGERS, ("1", True, 1.5, [1], 2**63, 2**70, 10**400, -(2**63) - 1)),
+    (FLAGS, (1, "true")),
+    (SECONDS, ("30", True, float("nan"), float("inf"), float("-inf"))),
+    (BLOCK_IDS, ("123", [1, "2"], [1, 2.5], [1, True], [[1]], {"0": 1}, [1, 2, 2**63], [2**70], [-(2**63) - 1])),
+    (["kvflow"], ([], "kvflow")),
+    (["kvflow.ranks"], ("ranks", {"0": {}}, [[]])),
+    # values
+    (["do_remote_prefill"], (False,)),
+    (["kvflow.version"], (0, 1, 2, 4, -1)),
+    (["kvflow.ttl_s"], (0, 0.0, -1.0)),
+    (PORTS, (0, -1, 65536)),
+    (RANK_COUNTS, (0, -1, 1025, 2**63 - 1)),
+    (PLACES, (-1, 3, 2**63 - 1)),
+    (["kvflow.ranks.0.tp_rank", "kvflow.ranks.1.tp_rank"], (2,)),
+    (COUNTS, (-1,)),
+    (SIZES, (0, -1)),
+    (LEASE_IDS, (LEASE_ID[:-1], LEASE_ID + "0", LEASE_ID + "\n", "g" * 32, " " * 32, "０" * 32, "0" * 32)),
+    (NAMES, ("", "a b", "a\n", "\t", "x" * 1025, "a\u2003b")),
+    (NAMES, ("\ud800", "a\udfffb")),  # JSON may carry half a surrogate pair; UTF-8, hence every message, cannot
+    (NAMES, ("a\x00b", "a\x1bb")),  # a NUL ends a host for C; control characters forge log lines
+    (HOSTS, ("0.0.0.0", "*", "[::]", "h:1", "tcp://h")),
+    (HOSTS, ("a..b", "a.b." + "c" * 64)),  # Python's resolver answers with a UnicodeError instead of an OSError
+    (["kvflow.prompt_digest"], ("0" * 31, "0" * 33, "0" * 32 + "\n", "g" * 32, "٠" * 32)),
+    (["kvflow.traceparent"], ("00-" + "0" * 52, "x")),
+    (["remote_request_id"], ("", "x" * 1025)),
+    (["kvflow.ranks"], ([], _PARAMS["kvflow"]["ranks"][1:] * 1025)),
+]
+
+
+@each(("path", "value"), [(path, value) for paths, values in WRONG for path in paths for value in values])
+def test_a_wrong_field_is_named(path: str, value: object) -> None:
+    name = _key(path).removeprefix("remote_").replace("seal_index", "(seal_index|Expected `int`)")
+    with pytest.raises(RequestError, match=rf"^ticket: .*\b(remote_)?{name}\b") as caught:
+        Ticket.from_params(changed(path, value))
+    assert len(str(caught.value)) < 300
 
 
 @each("path", REQUIRED)
@@ -263,93 +253,8 @@ def test_a_missing_field_is_named(path: str) -> None:
     params = TICKET.to_params()
     where, name = where_of(params, path)
     del where[name]
-    with pytest.raises(RequestError, match=rf"^ticket: .*\b{name}\b"):
+    with pytest.raises(RequestError, match=rf"^ticket: .*{name}\b"):
         Ticket.from_params(params)
-
-
-@each("name", ["host", "port"])
-def test_a_rank_behind_the_first_needs_an_address(name: str) -> None:
-    params = TICKET.to_params()
-    del params["kvflow"]["ranks"][1][name]
-    with pytest.raises(RequestError, match=rf"^ticket: .*{name}"):
-        Ticket.from_params(params)
-
-
-WRONG_TYPES: list[tuple[str, object]] = [
-    *((path, value) for path in FIELDS for value in (None, [None], Ellipsis, {"x": 1}, b"bytes")),
-    *((path, value) for path in TEXT_FIELDS for value in (7, True, ["text"])),
-    *((path, value) for path in INTEGER_FIELDS for value in ("1", True, 1.5, [1])),
-    *(
-        (path, value)
-        for path in ("do_remote_prefill", "do_remote_decode", "kvflow.fixed_ports")
-        for value in (1, "true")
-    ),
-    *(
-        (path, value)
-        for path in ("remote_block_ids", "kvflow.ranks.1.block_ids")
-        for value in ("123", [1, "2"], [1, 2.5], [1, True], [[1]], {"0": 1}, [1, 2, 2**63], [2**70], [-(2**63) - 1])
-    ),
-    ("kvflow", []),
-    ("kvflow", "kvflow"),
-    ("kvflow.ttl_s", "30"),
-    ("kvflow.ttl_s", True),
-    ("kvflow.ranks", "ranks"),
-    ("kvflow.ranks", {"0": {}}),
-    ("kvflow.ranks", [[]]),
-]
-
-
-@each(("path", "value"), WRONG_TYPES)
-def test_a_field_of_another_type_is_named(path: str, value: object) -> None:
-    with pytest.raises(RequestError, match=rf"^ticket: .*\b{_key(path)}\b"):
-        Ticket.from_params(changed(path, value))
-
-
-LEASE_FIELDS = ["kvflow.ranks.0.lease_id", "kvflow.ranks.1.lease_id"]
-OUT_OF_RANGE: list[tuple[str, object]] = [
-    ("do_remote_prefill", False),
-    *(("remote_port", port) for port in (0, -1, 65536)),
-    *(("kvflow.ranks.1.port", port) for port in (0, -1, 65536)),
-    *((path, size) for path in ("tp_size", "kvflow.pp_size") for size in (0, -1, 1025, 2**63 - 1)),
-    *(("kvflow.version", version) for version in (0, 1, 2, 4, -1)),
-    *((f"kvflow.ranks.{rank}.seal_index", -1) for rank in (0, 1)),
-    *((f"kvflow.ranks.{rank}.expires_s", end_s) for rank in (0, 1) for end_s in (float("nan"), float("inf"))),
-    *((path, -1) for path in ("kvflow.num_tokens", "kvflow.dp_rank", "kvflow.model_kv_heads")),
-    *((path, size) for path in ("kvflow.block_size", "kvflow.kv_heads") for size in (0, -1)),
-    *(("kvflow.ttl_s", ttl_s) for ttl_s in (0, 0.0, -1.0, float("nan"), float("inf"), float("-inf"))),
-    *(
-        (path, text)
-        for path in LEASE_FIELDS
-        for text in (LEASE_ID[:-1], LEASE_ID + "0", LEASE_ID + "\n", "g" * 32, " " * 32, "０" * 32, "0" * 32)
-    ),
-    *((path, text) for path in NAME_FIELDS for text in ("", "a b", "a\n", "\t", "x" * 1025, "a\u2003b")),
-    *((path, host) for path in HOST_FIELDS for host in ("0.0.0.0", "*", "[::]", "h:1", "tcp://h")),
-    *(("kvflow.prompt_digest", text) for text in ("0" * 31, "0" * 33, "0" * 32 + "\n", "g" * 32, "٠" * 32)),
-    ("remote_request_id", ""),
-    ("remote_request_id", "x" * 1025),
-    ("kvflow.ranks", []),
-    ("kvflow.ranks", _PARAMS["kvflow"]["ranks"][1:] * 1025),
-    ("kvflow.ranks.0.tp_rank", 2),
-    ("kvflow.ranks.0.tp_rank", -1),
-    ("kvflow.ranks.1.tp_rank", 2),
-    ("kvflow.ranks.1.pp_rank", 3),
-    ("kvflow.ranks.1.pp_rank", -1),
-    ("kvflow.ranks.1.pp_rank", 2**63 - 1),
-    *((path, value) for path in INTEGER_FIELDS for value in (2**63, 2**70, 10**400, -(2**63) - 1)),
-]
-ALSO_CALLED = {
-    "seal_index": "seal_index|Expected `int`",
-    "host": r"remote_host|\bhost\b",
-    "port": r"remote_port|\bport\b",
-}
-
-
-@each(("path", "value"), OUT_OF_RANGE)
-def test_a_field_out_of_range_is_named(path: str, value: object) -> None:
-    name = _key(path)
-    with pytest.raises(RequestError, match=rf"^ticket: .*({ALSO_CALLED.get(name, name)})") as caught:
-        Ticket.from_params(changed(path, value))
-    assert len(str(caught.value)) < 300
 
 
 @each(
@@ -381,31 +286,6 @@ def test_a_rank_offers_as_many_blocks_as_the_ticket_names(rank: int, block_ids: 
         Ticket.from_params(changed(f"kvflow.ranks.{rank}.block_ids", block_ids))
 
 
-@each("path", NAME_FIELDS)
-@each("text", ["\ud800", "a\udfffb"])
-def test_text_that_no_message_can_carry_is_refused(path: str, text: str) -> None:
-    """JSON may carry half a surrogate pair; UTF-8, hence every message of ours, cannot."""
-    params = json.loads(json.dumps(changed(path, text)))
-    with pytest.raises(RequestError, match=_key(path)):
-        Ticket.from_params(params)
-
-
-@each("path", NAME_FIELDS)
-@each("text", ["a\x00b", "a\x1bb"])
-def test_names_with_characters_that_cannot_be_seen_are_refused(path: str, text: str) -> None:
-    """A NUL ends a host for C and breaks Python's resolver; control characters forge log lines."""
-    with pytest.raises(RequestError, match=_key(path)):
-        Ticket.from_params(changed(path, text))
-
-
-@each("path", HOST_FIELDS)
-@each("host", ["a..b", "a.b." + "c" * 64])
-def test_a_host_that_no_resolver_takes_is_refused(path: str, host: str) -> None:
-    """Python's resolver answers such a host with a UnicodeError instead of an OSError."""
-    with pytest.raises(RequestError, match="remote_host"):
-        Ticket.from_params(changed(path, host))
-
-
 class Ids(list[int]):
     """Block ids that nobody may look at."""
 
@@ -422,9 +302,7 @@ def test_too_many_block_ids_are_refused_before_they_are_read(path: str) -> None:
     params = changed(path, Ids(range(1000)))
     with pytest.raises(RequestError, match=r"^ticket: 100[036] block ids in all, at most 999 \(block_ids_max\)$"):
         read_ticket(params, 999)
-
-
-def test_block_ids_in_another_mapping_are_counted_too() -> None:
+    # those in another mapping, too
     assert read_ticket(MappingProxyType(TICKET.to_params()), 6) == TICKET
     with pytest.raises(RequestError, match=r"6 block ids in all, at most 5"):
         read_ticket(MappingProxyType(TICKET.to_params()), 5)
@@ -486,14 +364,6 @@ def test_a_field_that_no_message_can_carry_is_refused(where: str) -> None:
         Ticket.from_params(params)
 
 
-@each("path", TEXT_FIELDS)
-def test_a_text_of_another_class_is_refused(path: str) -> None:
-    """No message of ours can carry it: the load would die of it later."""
-    where, name = where_of(TICKET.to_params(), path)
-    with pytest.raises(RequestError, match=rf"^ticket: .*expected a str, got the Text '{where[name]}'"):
-        Ticket.from_params(changed(path, Text(where[name])))
-
-
 def test_a_value_of_the_wrong_type_is_shown() -> None:
     with pytest.raises(RequestError, match=r"num_tokens`, got nan$"):
         Ticket.from_params(changed("kvflow.num_tokens", float("nan")))
@@ -505,10 +375,6 @@ def test_a_value_of_the_wrong_type_is_shown() -> None:
         Ticket.from_params({"x": 1})
 
 
-class Text(str):
-    """A text of somebody else's class."""
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -517,7 +383,7 @@ JSON = st.recursive(
 
 
 @examples(200, 1000)
-@given(path=st.sampled_from([*FIELDS, "kvflow.ranks.0.block_ids", "kvflow.ranks.1.block_ids"]), value=JSON)
+@given(path=st.sampled_from([*REQUIRED, "kvflow.ranks.0.block_ids", *BLOCK_IDS]), value=JSON)
 @example(path="remote_engine_id", value="\ud800")
 @example(path="kvflow.num_tokens", value=2**64)
 @example(path="kvflow.dp_rank", value=2**64)
@@ -534,15 +400,8 @@ def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_tick
     target = messages.Target(ticket.engine_id, ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
     messages.encode(messages.MetadataRequest(reader="r", target=target))
     digest = messages.digest_of(ticket.block_ids)
-    messages.encode(
-        messages.LeaseRequest(
-            reader="r",
-            target=target,
-            request_id=ticket.request_id,
-            num_tokens=ticket.num_tokens,
-            blocks_digest=digest,
-        )
-    )
+    of_request = {"request_id": ticket.request_id, "num_tokens": ticket.num_tokens, "blocks_digest": digest}
+    messages.encode(messages.LeaseRequest(reader="r", target=target, **of_request))
     for lease in ticket.ranks:
         messages.encode(messages.ReadDone(lease_id=lease.lease_id, reader="r", numerator=1, denominator=1))
         assert 0 < lease.port < 65536
@@ -553,18 +412,12 @@ def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_tick
 # --- which ranks, and where they listen
 
 
-def test_a_rank_is_found_by_its_place() -> None:
-    assert TICKET.find(Rank(4, 0, 1)) == FIRST
-    assert TICKET.find(Rank(4, 1, 0)) == SECOND
-    assert TICKET.find(Rank(4, 0, 0)) is None
-    assert TICKET.find(Rank(4, 1, 1)) is None
-
-
-def test_a_named_rank_is_where_the_ticket_says() -> None:
-    for fixed_ports in (True, False):
-        ticket = msgspec.structs.replace(TICKET, fixed_ports=fixed_ports)
-        assert ticket.address_of(Rank(4, 0, 1)) == "tcp://10.0.0.7:5601"
-        assert ticket.address_of(Rank(4, 1, 0)) == "tcp://10.0.0.8:5602"
+@each("fixed_ports", [False, True])
+def test_a_named_rank_is_where_the_ticket_says(fixed_ports: bool) -> None:
+    ticket = msgspec.structs.replace(TICKET, fixed_ports=fixed_ports)
+    found = [ticket.find(Rank(4, pp, tp)) for pp in (0, 1) for tp in (0, 1)]
+    assert found == [None, FIRST, SECOND, None]
+    assert [ticket.address_of(Rank(4, 0, 1)), ticket.address_of(Rank(4, 1, 0))] == [FIRST.address, SECOND.address]
 
 
 @each(("tp_size", "pp_size"), [(1, 1), (4, 1), (1, 3), (2, 3), (8, 2)])
@@ -572,16 +425,9 @@ def test_a_named_rank_is_where_the_ticket_says() -> None:
 def test_fixed_ports_are_those_that_the_ranks_listen_at(tp_size: int, pp_size: int, dp_rank: int) -> None:
     """Worked out from any rank's ticket, for any other rank of the same replica."""
     ranks = list(itertools.product(range(pp_size), range(tp_size)))
+    cut = {"engine_id": "e", "tp_size": tp_size, "pp_size": pp_size}
     ports = {
-        (pp, tp): Config(
-            engine_id="e",
-            listen="tcp://h:5600",
-            tp_rank=tp,
-            tp_size=tp_size,
-            pp_rank=pp,
-            pp_size=pp_size,
-            dp_rank=dp_rank,
-        ).listen_port
+        (pp, tp): Config(**cut, listen="tcp://h:5600", tp_rank=tp, pp_rank=pp, dp_rank=dp_rank).listen_port
         for pp, tp in ranks
     }
     for (pp, tp), port in ports.items():
@@ -617,17 +463,7 @@ def test_a_rank_that_would_listen_at_no_port_is_refused(port: int, rank: Rank) -
 
 
 def test_a_ticket_says_how_its_engine_is_cut_in_the_words_of_a_cache_share() -> None:
-    cache_share = CacheShare(
-        tp_rank=1,
-        tp_size=2,
-        pp_rank=0,
-        pp_size=3,
-        layers=(0, 1),
-        kv_heads=8,
-        model_kv_heads=16,
-        latent=False,
-        block_size=16,
-    )
+    cache_share = msgspec.structs.replace(SHARE, tp_size=2, pp_size=3, kv_heads=8, model_kv_heads=16, block_size=16)
     assert TICKET.parallelism == cache_share.parallelism
     assert {name: getattr(cache_share, name) for name in TICKET.parallelism._fields} == TICKET.parallelism._asdict()
 
@@ -641,16 +477,11 @@ def ticket_of(rank: RankLease, **changes: Any) -> Ticket:
 
 def test_a_merged_ticket_names_all_ranks_in_order() -> None:
     merged = merge_tickets([ticket_of(FIRST), ticket_of(SECOND)])
-    assert merged == TICKET
+    assert merged == merge_tickets([TICKET]) == merge_tickets([TICKET, TICKET]) == TICKET
     assert merge_tickets([ticket_of(SECOND), ticket_of(FIRST)]).ranks == (SECOND, FIRST)
     third = msgspec.structs.replace(FIRST, tp_rank=0, lease_id="ab" * 16, port=5600)
     assert merge_tickets([merged, ticket_of(third)]).ranks == (FIRST, SECOND, third)
     assert Ticket.from_params(merged.to_params()) == merged
-
-
-def test_one_ticket_is_merged_already() -> None:
-    assert merge_tickets([TICKET]) == TICKET
-    assert merge_tickets([TICKET, TICKET]) == TICKET
 
 
 def test_a_merged_ticket_lives_as_long_as_the_first_of_its_leases() -> None:
