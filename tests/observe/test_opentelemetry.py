@@ -46,7 +46,7 @@ async def test_a_failed_load_is_an_error() -> None:
         pass
     (failed,) = [span for span in exporter.get_finished_spans() if span.status.status_code is StatusCode.ERROR]
     assert failed.name == "kvflow.load"
-    assert "lease ended" in (failed.status.description or "")
+    assert "the offer is over" in (failed.status.description or "")
     assert failed.parent is None
 
 
