@@ -20,7 +20,7 @@ COMPUTING = ("core", "testing")
 """Tests that compute and wait for nothing, so the bound of those that hang is none for them."""
 
 PROCESSES = ("nixl", "bench", "examples", "doctor", "cli")
-"""Tests that start processes of their own: those of one folder run one after the other, and share what they make."""
+"""Tests that start processes of their own: those of one file run one after the other, and share what they make."""
 
 LOOPS = ("asyncio", "uvloop")
 VARIANTS = (*LOOPS, "shm", "tcp")
@@ -49,14 +49,19 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("kvflow")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Before xdist looks at the groups, which it does before `pytest_collection_modifyitems` here."""
+    path = item.path.relative_to(HERE)
+    if path.parts[0] in PROCESSES:
+        item.add_marker(pytest.mark.xdist_group(path.as_posix()))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(HERE).parts[0]
         if folder in COMPUTING:
             item.add_marker(pytest.mark.timeout(600))
-        if folder in PROCESSES:
-            item.add_marker(pytest.mark.xdist_group(folder))
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.budget)
     items.sort(key=lambda item: item.path.relative_to(HERE).parts[0] not in PROCESSES)  # the long groups begin first

@@ -23,11 +23,14 @@ class Exchange:
     def __init__(self) -> None:
         self.listeners: dict[str, InprocListener] = {}
         self._ports = itertools.count(20000)
+        """What the system gives where none is asked for."""
 
     def listen(self, config: Config, answer: Answer) -> InprocListener:
         """Bind a rank's address; ConfigError if somebody has it."""
-        port = config.listen_port or next(self._ports)
-        address = f"tcp://{config.advertise_host or config.listen_host}:{port}"
+        host = config.advertise_host or config.listen_host
+        free = (port for port in self._ports if f"tcp://{host}:{port}" not in self.listeners)
+        port = config.listen_port or next(free)
+        address = f"tcp://{host}:{port}"
         if address in self.listeners:
             raise ConfigError(f"listen: cannot bind {address}: it is in use")
         self.listeners[address] = listener = InprocListener(self, address, port, answer)

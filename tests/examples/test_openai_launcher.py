@@ -237,7 +237,11 @@ class TestService:
 class TestCommands:
     @pytest.mark.parametrize(
         "words",
-        [("serve",), ("prefill", "--name", "p"), ("router", "--prefill", "p=http://x", "--decode", "d=http://y")],
+        [
+            ("serve",),
+            pytest.param(("prefill", "--name", "p"), marks=pytest.mark.thorough),
+            pytest.param(("router", "--prefill", "p=http://x", "--decode", "d=http://y"), marks=pytest.mark.thorough),
+        ],
         ids=lambda words: words[0],
     )
     def test_a_taken_port_is_said_in_a_line(
@@ -254,7 +258,11 @@ class TestCommands:
         ("words", "message"),
         [
             (("--port", "70000"), r"argument --port: expected 0 to 65535, got '70000'"),
-            (("--checkpoint", "/nowhere"), r"there is no unpacked model in '/nowhere'; the command `unpack` makes one"),
+            pytest.param(
+                ("--checkpoint", "/nowhere"),
+                r"there is no unpacked model in '/nowhere'; the command `unpack` makes one",
+                marks=pytest.mark.thorough,
+            ),
         ],
         ids=["port", "checkpoint"],
     )

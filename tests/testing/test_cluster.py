@@ -63,6 +63,19 @@ async def test_addresses_of_a_cluster_are_taken_and_freed() -> None:
         assert again.address == "tcp://10.0.0.1:5600"
 
 
+async def test_a_port_that_the_cluster_chooses_is_nobody_elses() -> None:
+    first = int((await _address_of(InprocCluster(), 0)).rpartition(":")[2])
+    cluster = InprocCluster()
+    async with Runtime(Config(engine_id="one", listen=f"tcp://127.0.0.1:{first}"), world=cluster.world()):
+        assert await _address_of(cluster, 0) == f"tcp://127.0.0.1:{first + 1}"
+
+
+async def _address_of(cluster: InprocCluster, port: int) -> str:
+    config = Config(engine_id="two", listen=f"tcp://127.0.0.1:{port}")
+    async with Runtime(config, world=cluster.world()) as runtime:
+        return runtime.address
+
+
 async def test_an_engine_that_has_gone_is_refused() -> None:
     cluster = InprocCluster()
     async with cluster.engine("consumer") as consumer:

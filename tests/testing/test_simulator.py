@@ -15,9 +15,9 @@ from kvflow.testing.simulator import describe, simulate
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE
 
 ROOT = Path(__file__).parents[2]
-SEEDS = budget(100, 2000)
+SEEDS = budget(100, 600)
 SEEDS_PER_TEST = 100
-SEEDS_TWICE = budget(3, 25)
+SEEDS_TWICE = budget(2, 10)
 
 PRINT_DIGESTS = f"""
 from kvflow.testing.simulator import simulate
