@@ -123,8 +123,7 @@ def setup(options: list[str]) -> int:
 def ensure(extras: str) -> Path:
     """The environment's Python, with kvflow and `extras` installed; quick when nothing has changed."""
     folder = Path(os.environ.get("KVFLOW_VENV", ROOT / ".venv"))
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "pycache"))
+    keep_bytecode(folder)
     python = folder / "bin" / "python"
     if not python.exists():
         print(f"making a virtual environment in {folder}", flush=True)
@@ -139,8 +138,15 @@ def ensure(extras: str) -> Path:
     return python
 
 
+def keep_bytecode(folder: Path) -> None:
+    """Each process that a test starts imports torch: it must not compile it anew."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "pycache"))
+
+
 def ensure_vllm(folder: Path) -> Path:
     """The Python of vLLM's environment. What vLLM asks for beyond its requirements are GPU libraries: --no-deps."""
+    keep_bytecode(folder)
     python = folder / "bin" / "python"
     requirements = ROOT / "tests_vllm" / "requirements.txt"
     wanted = f"{requirements.read_text()}{VLLM} {MODEL}"
