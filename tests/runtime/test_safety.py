@@ -122,6 +122,23 @@ async def test_one_failed_slice_fails_the_load_after_the_others_have_stopped(can
             await task
 
 
+async def test_a_cancel_is_not_lost_while_a_failed_load_waits_for_its_last_slice() -> None:
+    """The third slice waits for a permit; it gets the failed one's, finds the failure, and the second is still out."""
+    async with open_pair(limited(SLICED, slices_in_flight_max=3, in_flight_reads_max=2)) as pair:
+        task = await pair.hold(pair.offer(range(8)), range(8))
+        pair.transport.perform()
+        await until(lambda: len(pair.transport.held) == 2)
+        pair.transport.faults.fail_next.append(TransportError("scripted"))
+        pair.transport.perform(1)
+        await turns(50)
+        task.cancel()
+        await turns(5)
+        assert not task.done(), "ended while another slice could still land"
+        pair.transport.perform()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
 @in_virtual_time
 async def test_a_lost_notification_costs_time_and_nothing_else() -> None:
     async with virtual_pair() as pair:
