@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from os import PathLike, fspath
+from typing import cast
 
 from kvflow import checks
 from kvflow.checks import is_name, shown
@@ -199,7 +200,7 @@ def _check_modes(config: Config) -> None:
 
 def _path(value: object, name: str) -> object:
     """A path as it was given, if the system can be asked for it."""
-    path = checks.answer(lambda: fspath(value))  # type: ignore[call-overload]
+    path = checks.answer(lambda: fspath(cast("PathLike[str]", value)))
     plain = checks.text(path, name, error=ConfigError) if isinstance(path, str) else "\0"
     if "\0" in plain:
         raise ConfigError(f"{name}: expected a path, got {shown(value)}")

@@ -159,26 +159,10 @@ TICKET = Ticket(
 
 
 def any_ticket(engine_id: str = "prefill", **changes: Any) -> Ticket:
-    """A ticket of an engine of one rank, with these values in it or in its rank."""
-    rank = RankLease(
-        pp_rank=0, tp_rank=0, lease_id="ab" * 16, seal_index=3, incarnation="life", expires_s=0.0, host="h", port=5600
-    )
-    ticket = Ticket(
-        engine_id=engine_id,
-        request_id="req-1",
-        block_ids=(),
-        num_tokens=0,
-        ttl_s=1.0,
-        tp_size=1,
-        pp_size=1,
-        dp_rank=0,
-        block_size=4,
-        kv_heads=1,
-        model_kv_heads=0,
-        fixed_ports=False,
-        ranks=(rank,),
-    )
-    return altered(ticket, **changes)
+    """A ticket of an engine of one rank that offers nothing, with these values in it or in its rank."""
+    rank = msgspec.structs.replace(TICKET.first, block_ids=None)
+    nothing = {"block_ids": (), "num_tokens": 0, "prompt_digest": "", "ranks": (rank,)}
+    return altered(msgspec.structs.replace(TICKET, engine_id=engine_id, **nothing), **changes)
 
 
 def altered(ticket: Ticket, **changes: Any) -> Ticket:

@@ -69,7 +69,7 @@ def _add(name: str, kind: type[Scenario]) -> None:
 
     parameters = list(_parameters(kind))
     # Typer reads the options off these.
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    vars(command)["__signature__"] = Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     bench.command(name, help=kind.__doc__)(command)
 

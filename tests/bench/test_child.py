@@ -32,7 +32,7 @@ def process_state(pid: int) -> str:
 
 
 def wait_for_state(pid: int, states: str) -> str:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while (state := process_state(pid)) and state not in states and time.monotonic() < end:
         time.sleep(0.01)
     return state
