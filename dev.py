@@ -75,7 +75,7 @@ def serve(options: list[str]) -> int:
 
 def test(options: list[str]) -> int:
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
-    return run(ensure("examples,dev"), "-m", "pytest", "-n", "3", "--dist", "loadgroup", *options)
+    return run(ensure("examples,dev"), "-m", "pytest", "-n", "3", *options)
 
 
 def vllm(options: list[str]) -> int:

@@ -351,3 +351,13 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
             assert thorough_of(sibling_path).get(said[1]) is False, f"{path}: {node.name}: {said[1]} is no fast test"
             seen += 1
     assert seen
+
+
+def test_tests_that_start_processes_share_a_worker_file_by_file() -> None:
+    """Else each worker starts what a module shares, such as a service with its model, for itself."""
+    file = "tests/cli/test_keys.py"
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-v", file]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)
+    workers = re.findall(rf"\[(gw\d)\].*{file}::", done.stdout)
+    assert len(workers) > 1, done.stdout
+    assert len(set(workers)) == 1, done.stdout
