@@ -111,15 +111,23 @@ def smollm2_packages() -> None:
 
 
 @pytest.fixture(scope="session")
-def smollm2(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """SmolLM2 as the demo writes it; loading it takes some seconds."""
-    from paged_engine.weights import GGUF_NAME, package_directory, write_checkpoint
-    from transformers import LlamaForCausalLM
+def smollm2_checkpoint(smollm2_packages: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 as the demo writes it."""
+    from paged_engine.weights import write_checkpoint
 
     directory = tmp_path_factory.mktemp("smollm2")
     write_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_checkpoint: Path) -> Model:
+    """SmolLM2, and what transformers makes of it, which takes long to load."""
+    from paged_engine.weights import GGUF_NAME, package_directory
+    from transformers import LlamaForCausalLM
+
     model = LlamaForCausalLM.from_pretrained(package_directory(), gguf_file=GGUF_NAME, dtype=torch.float32)
-    return Model(directory, partial(greedy_answer, model))
+    return Model(smollm2_checkpoint, partial(greedy_answer, model))
 
 
 @pytest.fixture

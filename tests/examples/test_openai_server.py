@@ -31,7 +31,7 @@ from paged_engine import Sampling
 from paged_engine.tokenizer import ChatTokenizer, TextStream
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-from tiny_model import EXAMPLES, Model, RunPython
+from tiny_model import EXAMPLES, RunPython
 
 import kvflow
 
@@ -98,8 +98,8 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(smollm2: Model) -> Iterator[Running]:
-    with service(smollm2.checkpoint, workers_each=2) as running:
+def running(smollm2_checkpoint: Path) -> Iterator[Running]:
+    with service(smollm2_checkpoint, workers_each=2) as running:
         yield running
 
 
@@ -163,8 +163,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2: Model, one_thread: None) -> Alone:
-    return Alone(ChatTokenizer(smollm2.checkpoint), uvloop.run(tokens_alone(smollm2.checkpoint, ASKED, 60)))
+def alone(smollm2_checkpoint: Path, one_thread: None) -> Alone:
+    return Alone(ChatTokenizer(smollm2_checkpoint), uvloop.run(tokens_alone(smollm2_checkpoint, ASKED, 60)))
 
 
 class Piece(NamedTuple):
@@ -237,7 +237,7 @@ class TestService:
         assert joined(pieces) == right
         assert len([piece for piece in pieces if piece.text]) > 5
 
-    def test_answers_look_as_openais(self, client: openai.OpenAI, alone: Alone, smollm2: Model) -> None:
+    def test_answers_look_as_openais(self, client: openai.OpenAI, alone: Alone, smollm2_checkpoint: Path) -> None:
         assert [model.id for model in client.models.list()] == [MODEL]
         assert client.models.retrieve(MODEL).id == MODEL
         usage = client.completions.create(model=MODEL, prompt=FRANCE.text, max_tokens=12).usage
@@ -255,7 +255,7 @@ class TestService:
         )
         first, *_, last = chunks
         assert (first.choices[0].delta.role, last.usage) == ("assistant", answer.usage)
-        prompt = ChatTokenizer(smollm2.checkpoint).encode_text(STORY.text)
+        prompt = ChatTokenizer(smollm2_checkpoint).encode_text(STORY.text)
         assert client.completions.create(model=MODEL, prompt=prompt, max_tokens=8).choices[0].text == alone(STORY, 8)
 
     def test_health_and_metrics_tell_what_happened(self, running: Running, client: openai.OpenAI) -> None:
@@ -285,11 +285,11 @@ class TestService:
 
     @pytest.mark.parametrize("question", [STORY, SMILEY], ids=["completion", "chat"])
     def test_a_seed_gives_what_one_process_draws(
-        self, client: openai.OpenAI, alone: Alone, smollm2: Model, question: Question
+        self, client: openai.OpenAI, alone: Alone, smollm2_checkpoint: Path, question: Question
     ) -> None:
         """Also the first token, which the prefill worker draws, and whichever workers the answer comes from."""
         parameters: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "seed": 7}
-        tokens = uvloop.run(tokens_alone(smollm2.checkpoint, [question], 12, Sampling(**parameters)))[question]
+        tokens = uvloop.run(tokens_alone(smollm2_checkpoint, [question], 12, Sampling(**parameters)))[question]
         right = TextStream(alone.tokenizer, tokens).text
         assert right != alone(question, 12)
         assert {whole_of(client, question, **parameters, max_tokens=12).text for _ in range(3)} == {right}
@@ -458,8 +458,10 @@ class TestService:
         running.expect("router: decode-0 is up")
         running.until_idle()
 
-    def test_no_wrong_answer_while_a_worker_is_killed(self, running: Running, smollm2: Model, one_thread: None) -> None:
-        right = uvloop.run(answers_alone(smollm2.checkpoint, ALL_QUESTIONS[:8], 8))
+    def test_no_wrong_answer_while_a_worker_is_killed(
+        self, running: Running, smollm2_checkpoint: Path, one_thread: None
+    ) -> None:
+        right = uvloop.run(answers_alone(smollm2_checkpoint, ALL_QUESTIONS[:8], 8))
         service = Service(
             url=running.url,
             prefill={name: url for name, url in running.workers.items() if name.startswith("prefill")},
