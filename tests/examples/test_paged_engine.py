@@ -10,7 +10,7 @@ from threading import Event, get_ident
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from paged_engine import (
     GREEDY,
@@ -85,6 +85,7 @@ class TestPages:
 
 class TestSampling:
     # Not of subnormal numbers: a library in the same process may have torch take them for 0.
+    @example(logits=[-8.496598081819727e-17, 0.0], position=0)
     @given(
         logits=st.lists(st.floats(-30, 30, width=32, allow_subnormal=False), min_size=1, max_size=9),
         position=st.integers(0, 9),
@@ -93,7 +94,8 @@ class TestSampling:
         row = torch.tensor(logits)
         assert GREEDY.choose(row, position) == int(row.argmax())
         for sampling in (Sampling(temperature=2.0, top_p=0.0), Sampling(temperature=1e-300)):
-            assert row[sampling.choose(row, position)] == row.max()
+            # Probabilities are doubles: of logits that lie closer than they tell, either is the likeliest.
+            assert row[sampling.choose(row, position)] >= row.max() - 1e-12
 
     @pytest.mark.parametrize(
         ("temperature", "top_p", "wanted"),
