@@ -6,6 +6,7 @@ The public names; everything else may change. Errors live in `kvflow.errors`.
 from kvflow import errors
 from kvflow.config import Config
 from kvflow.core.cache.backends import layout_for_backend
+from kvflow.core.cache.groups import CacheGroup, GroupKind
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
@@ -19,9 +20,11 @@ from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheGroup",
     "CacheLayout",
     "Config",
     "DrainReport",
+    "GroupKind",
     "KVStyle",
     "Lease",
     "LeaseOutcome",

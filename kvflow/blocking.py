@@ -24,6 +24,7 @@ import uvloop
 
 from kvflow import checks
 from kvflow.config import Config
+from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.policy.states import LeaseState
@@ -137,6 +138,11 @@ class Load(Pending[LoadReport]):
         return self._load.block_ids if self._load else ()
 
     @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The same, by group of layers."""
+        return self._load.block_tables if self._load else ()
+
+    @property
     def safe(self) -> bool:
         """Whether it has ended and no byte can land in its blocks any more."""
         return self.done and (self._load is None or self._load.safe)
@@ -175,6 +181,7 @@ class Lease:
 
     def __init__(self, lease: AsyncLease, host: _Host) -> None:
         self.request_id, self.ticket, self.block_ids = lease.request_id, lease.ticket, lease.block_ids
+        self.block_tables = lease.block_tables
         self._lease = lease
         self._loop = host.loop
         self.outcome: Pending[LeaseOutcome] = host.start(lambda _: lease.wait())
@@ -253,8 +260,8 @@ class Runtime:
 
     def register_kv_caches(
         self,
-        kv_caches: KVCaches,
-        layout: CacheLayout,
+        kv_caches: KVCaches | Sequence[CacheGroup],
+        layout: CacheLayout | None = None,
         *,
         copy_blocks: BlockCopier | None = None,
         timeout_s: float = 120.0,

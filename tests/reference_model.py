@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -147,14 +147,21 @@ class RankCache:
         return self._cache.snapshot()
 
     def difference(
-        self, source: Iterable[RankCache], offered: Sequence[int], loaded: Sequence[int], num_tokens: int
+        self,
+        source: Iterable[RankCache],
+        offered: Sequence[int],
+        loaded: Sequence[int],
+        num_tokens: int,
+        first_token: int = 0,
     ) -> str:
         """Where these blocks do not hold the last blocks of a prompt, or another byte was written; "" if all is right.
 
-        What was compared is overwritten.
+        Tokens before `first_token`, which are of blocks outside of a window, are not there. What was compared is
+        overwritten.
         """
+        facts: dict[str, Any] = {"num_tokens": num_tokens, "windowed": first_token > 0}
         for other in source:
-            problem = compare_blocks(self.pattern, loaded, other.pattern, offered, num_tokens=num_tokens)
+            problem = compare_blocks(self.pattern, loaded, other.pattern, offered, **facts)
             if problem is not None:
                 return f"{self.place}: {problem}"
         size = self.engine.block_size
@@ -162,7 +169,7 @@ class RankCache:
         for layer, part in itertools.product(range(len(self.layout.layer_names)), range(self.engine.model.parts)):
             slots = self.pattern.slots(layer, part)
             for index, block in enumerate(loaded, -(-num_tokens // size) - len(loaded)):
-                filled = slots[block, : num_tokens - index * size]
+                filled = slots[block, max(first_token - index * size, 0) : num_tokens - index * size]
                 if (filled == sentinel.view(slots.dtype)).any():
                     return f"{self.place}: layer {layer} part {part} block {block} was not written"
                 filled[:] = sentinel.view(slots.dtype)

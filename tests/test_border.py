@@ -30,6 +30,7 @@ from wrong_values import REFUSED, Hostile, HostileList, Text, alike
 
 import kvflow
 from kvflow import (
+    CacheGroup,
     CacheLayout,
     Config,
     Limits,
@@ -226,6 +227,19 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
         values_of(PeerAddress(engine_id="ghost", address="tcp://127.0.0.1:1")),
         use_peer_address,
         RequestError,
+    ),
+    CacheGroup: (
+        {
+            "name": "sliding",
+            "layers": small_cache(layers=1)[0],
+            "layout": small_cache(layers=1)[1],
+            "window": 8,
+            "kind": "sliding",
+            "pool": "all",
+            "num_kv_heads": 2,
+        },
+        lambda _, **values: CacheGroup(**values),
+        LayoutError,
     ),
     SchedulingConfig: (
         {

@@ -86,6 +86,7 @@ class PrometheusMetrics(Collector):
         )
         self._load_bytes = histogram("kvflow_load_bytes", "Bytes of successful loads.", buckets=_BYTES)
         self._descriptors = counter("kvflow_load_descriptors", "Descriptors of successful loads.")
+        self._blocks = counter("kvflow_load_blocks", "Blocks that successful loads have filled.", "group")
         self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
         self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
         registry.register(self)
@@ -102,6 +103,8 @@ class PrometheusMetrics(Collector):
         self._load_seconds.labels(*where).observe(sum(record.seconds.values()))
         self._load_bytes.labels(*where).observe(record.bytes)
         self._descriptors.labels(*where).inc(record.descriptors)
+        for group, count in record.blocks_by_group.items():
+            self._blocks.labels(*where, group).inc(count)
         for phase, seconds in record.seconds.items():
             self._phase_seconds.labels(*where, phase).observe(seconds)
 

@@ -39,7 +39,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     outcome: str
     seconds: dict[str, float]
-    details: dict[str, str | int]
+    details: dict[str, str | int | dict[str, int]]
 
 
 class BadRecords(InvalidInput):

@@ -6,24 +6,25 @@ Registering happens once; nothing here changes afterwards but the parts themselv
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
 from kvflow import checks
-from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import Regions, map_regions, map_spans
-from kvflow.core.cache.tensors import KVCaches, checked_caches
-from kvflow.core.plan.topology import Rank, cache_share_of
-from kvflow.core.policy.ledger import BlockLedger
+from kvflow.config import Config
+from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets
+from kvflow.core.cache.regions import check_sets_apart, device_of, map_regions, map_spans
+from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
+from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
-from kvflow.errors import ConfigError, LayoutError, UsageError
+from kvflow.errors import ConfigError, UsageError
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers
+from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.handshake import Handshakes
@@ -61,7 +62,7 @@ class RegisteredCache:
         self.reach = Reach(context, local, self.peers)
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach)
         self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
-        self.serving = Serving(context, local.cache_share, offered)
+        self.serving = Serving(context, local, offered)
         self.readers = Farewells(context, local)
         self._rank = context.identity.rank
         self._clock = context.clock
@@ -105,7 +106,7 @@ def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = Fa
         version=messages.PROTOCOL_VERSION,
         transient=transient,
         compatibility=local.compatibility if local else None,
-        cache_share=local.cache_share if local else None,
+        cache_shares=local.cache_shares if local else (),
     )
 
 
@@ -113,63 +114,73 @@ async def register(
     context: RankContext,
     poller: Poller,
     copy_thread: CopyThread,
-    kv_caches: KVCaches,
-    layout: CacheLayout,
+    groups: Sequence[CacheGroup],
     copy_blocks: BlockCopier | None,
 ) -> RegisteredCache:
     """See `Runtime.register_kv_caches`."""
     config = context.config
-    checks.instance(layout, CacheLayout, "layout", error=LayoutError)
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
-    kv_caches = checked_caches(kv_caches)
-    device = map_regions(layout, kv_caches).device
+    sets = layer_sets(groups)
+    device = device_of([layer for one in sets for layer in one.caches.items()])
     staging: list[HostBuffers] = []
     try:
+        _check_apart(groups, sets)
         if is_staged(device.kind, config.staging):  # on the copy thread, since that touches all their pages
-            await copy_thread.run(lambda: staging.append(HostBuffers(kv_caches, layout, config, copy_blocks)))
-        host_buffers = staging[0] if staging else None
-        registered = await _register(context, poller, copy_thread, kv_caches, layout, host_buffers)
+            await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks)))
+        registered = await _register(context, poller, copy_thread, groups, staging)
     except TransportError as error:
-        raise ConfigError(f"cannot register {len(layout.layer_names)} layers: {error}") from error
-    logger.info(
-        "engine %r (%s): registered a KV cache of %s layers, %s blocks of %s bytes on %s%s",
-        config.engine_id,
-        context.identity.rank,
-        len(layout.layer_names),
-        layout.num_blocks,
-        layout.block_size_bytes,
-        f"{device.kind}:{device.number}",
-        ", through host buffers" if staging else "",
-    )
+        raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
+    for group in groups:
+        logger.info(
+            "engine %r (%s): registered a KV cache of %s layers, %s blocks of %s bytes on %s%s%s",
+            config.engine_id,
+            context.identity.rank,
+            len(group.layers),
+            group.num_blocks,
+            group.block_size_bytes,
+            f"{device.kind}:{device.number}",
+            "" if len(groups) == 1 else f", group {group.name!r}",
+            ", through host buffers" if staging else "",
+        )
     return registered
+
+
+def _check_apart(groups: Sequence[CacheGroup], sets: Sequence[LayerSet]) -> None:
+    """LayoutError if loads of different layers could write the same bytes."""
+    named = ((groups[one.group].name, str(groups[one.group].pool), map_regions(one.layout, one.caches)) for one in sets)
+    check_sets_apart(tuple(named))
 
 
 async def _register(
     context: RankContext,
     poller: Poller,
     copy_thread: CopyThread,
-    kv_caches: KVCaches,
-    layout: CacheLayout,
-    staging: HostBuffers | None,
+    groups: Sequence[CacheGroup],
+    staging: Sequence[HostBuffers],
 ) -> RegisteredCache:
     config, limits, transport = context.config, context.config.limits, context.transport
     seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
-    caches = kv_caches if staging is None else staging.caches
-    regions = map_regions(layout, kv_caches) if staging is None else staging.regions
-    await transport.register(map_spans(caches), regions.device, [kv_caches, *caches.values()])
+    sets = layer_sets(groups)
+    if staging:
+        sets = tuple(one for at, buffers in enumerate(staging) for one in buffers.sets(at))
+    regions = tuple(map_regions(one.layout, one.caches) for one in sets)
+    layers = [layer for one in sets for layer in one.caches.items()]
+    device = regions[0].device
+    await transport.register(map_spans(layers), device, [groups, *layers])
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
-    metadata = _metadata(context, layout, regions, seals, await transport.metadata(), staged=staging is not None)
     own = messages.Target(config.engine_id, *context.identity.rank)
     local = LocalRank(
         reader=context.identity.agent_name,
         caller=messages.Caller(target=own, address=context.identity.address),
-        compatibility=messages.compatibility_of(layout, model=config.model),
-        cache_share=metadata.cache_share,
+        compatibility=messages.compatibility_of([one.layout for one in sets], model=config.model),
+        cache_shares=tuple(_share_of(config, groups, one) for one in sets),
         regions=regions,
+        groups=tuple(group.facts for group in groups),
     )
+    metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(staging))
     gear = Gear(
-        ledger=BlockLedger(layout.num_blocks),
+        ledger=BlockLedger([GroupBlocks(group.name, group.num_blocks, str(group.pool)) for group in groups]),
         seals=fetched,
         queue=reads_in_flight(config),
         poller=poller,
@@ -177,37 +188,31 @@ async def _register(
         clock=context.clock,
         reads_max=limits.slices_in_flight_max,
     )
-    scratch = Scratch(transport, regions.device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
-    route = Route(config, kv_caches, layout, scratch, staging, copy_thread)
-    offered = OfferedBlocks(layout, gear.ledger, seals, staging, copy_thread, limits.slice_bytes_max)
+    scratch = Scratch(transport, device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
+    route = Route(config, sets, scratch, staging, copy_thread)
+    offered = OfferedBlocks(local.groups, gear.ledger, seals, staging, copy_thread, limits.slice_bytes_max)
     return RegisteredCache(context, local, metadata, gear, route, offered)
 
 
+def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
+    said = groups[one.group].num_kv_heads
+    heads = config.num_kv_heads if said is None else said
+    return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
+
+
 def _metadata(
-    context: RankContext,
-    layout: CacheLayout,
-    regions: Regions,
-    seals: SealTable,
-    agent_metadata: bytes,
-    *,
-    staged: bool,
+    context: RankContext, local: LocalRank, seals: SealTable, agent_metadata: bytes, *, staged: bool
 ) -> messages.Metadata:
     config = context.config
     return messages.Metadata(
         engine_id=config.engine_id,
         incarnation=context.identity.incarnation,
         clock_s=0.0,
-        cache_share=cache_share_of(
-            layout,
-            tp_rank=config.tp_rank,
-            tp_size=config.tp_size,
-            pp_rank=config.pp_rank,
-            pp_size=config.pp_size,
-            model_kv_heads=config.num_kv_heads,
-        ),
+        cache_shares=local.cache_shares,
         agent_metadata=agent_metadata,
         agent_metadata_crc32=messages.checksum(agent_metadata),
-        regions=messages.regions_to_wire(regions),
+        regions=tuple(map(messages.regions_to_wire, local.regions)),
+        groups=local.groups,
         seals=messages.SealLocation(address=seals.address(0), count=seals.count, hold_s=config.limits.seal_hold_s),
         staged=staged,
     )

@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -48,6 +48,8 @@ class LoadRecord:
     """Address of the rank that the ticket names first."""
     bytes: int = 0
     blocks: int = 0
+    blocks_by_group: Mapping[str, int] = field(default_factory=dict)
+    """The same, by the names of the cache's groups of layers."""
     descriptors: int = 0
     traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
@@ -65,6 +67,8 @@ class LeaseRecord:
     request_id: str
     outcome: str
     blocks: int
+    blocks_by_group: Mapping[str, int]
+    """The same, by the names of the cache's groups of layers."""
     tokens: int
     readers: int
     """Ranks of consumers that said they have read."""

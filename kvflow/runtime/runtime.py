@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
+from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
@@ -120,16 +121,24 @@ class Runtime:
             await self._supervisor.aclose()
 
     async def register_kv_caches(
-        self, kv_caches: KVCaches, layout: CacheLayout, *, copy_blocks: BlockCopier | None = None
+        self,
+        kv_caches: KVCaches | Sequence[CacheGroup],
+        layout: CacheLayout | None = None,
+        *,
+        copy_blocks: BlockCopier | None = None,
     ) -> None:
         """Make the cache readable by peers and writable by loads; once per runtime.
+
+        A cache whose layers all share a block table is a dict of tensors and its `layout`. One with several block
+        tables, such as for layers with a sliding window, is a list of `CacheGroup`s.
 
         Where the transport cannot reach the cache's device, or with Config.staging "always", blocks go through host
         buffers. `copy_blocks` copies between those and the cache (see `staging.BlockCopier`); without it kvflow copies
         itself, which needs tensors that torch can index.
 
-        The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as `layout`
-        says, ConfigError if the transport cannot reach their device. Cancelling leaves the runtime unregistered.
+        The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as their layout
+        says or groups do not go together, ConfigError if the transport cannot reach their device. Cancelling leaves
+        the runtime unregistered.
         """
         self._require("register_kv_caches", new_work=True)
         if self._supervisor.cache is not None or self._registering:

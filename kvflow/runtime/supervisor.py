@@ -17,10 +17,11 @@ import atexit
 import enum
 import importlib.metadata
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
 from kvflow.config import Config
+from kvflow.core.cache.groups import CacheGroup, groups_of
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
@@ -205,8 +206,14 @@ class Supervisor:
             raise RuntimeBroken(f"the runtime {self} broke: {self._cause}") from self._cause
         raise RuntimeClosed(f"the runtime {self} is {self.state}")
 
-    async def register(self, kv_caches: KVCaches, layout: CacheLayout, copy_blocks: BlockCopier | None) -> None:
+    async def register(
+        self,
+        kv_caches: KVCaches | Sequence[CacheGroup],
+        layout: CacheLayout | None,
+        copy_blocks: BlockCopier | None,
+    ) -> None:
         """See `Runtime.register_kv_caches`."""
+        groups = groups_of(kv_caches, layout)
         context = RankContext(
             config=self.config,
             identity=Identity(
@@ -223,7 +230,7 @@ class Supervisor:
             side_channel=self._side_channel,
             token_hex=self._world.token_hex,
         )
-        self.cache = await register(context, self._poller, self._copier, kv_caches, layout, copy_blocks)
+        self.cache = await register(context, self._poller, self._copier, groups, copy_blocks)
 
     def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
         """See `context.Spawn`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kvflow.runtime.consumer.load import Load
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.supervisor import RuntimeStatistics
@@ -21,15 +22,22 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
         return
     parts = blocks.free + blocks.leased + blocks.in_flight + blocks.quarantined
     assert parts == blocks.total, f"{parts} of {blocks.total} blocks are accounted for: {blocks}"
-    leased = {block for lease in leases if not lease.done for block in lease.block_ids}
+    leased = _entries(runtime, [lease for lease in leases if not lease.done])
     assert blocks.leased == len(leased), f"leased are {blocks.leased} blocks, by open leases {sorted(leased)}"
     known = sum(not lease.done for lease in leases)
     assert serving.open_leases == known, f"open are {serving.open_leases} leases, {known} are known"
-    quarantined = {block for quarantine in runtime.quarantines for block in quarantine.block_ids}
+    quarantined = _entries(runtime, runtime.quarantines)
     assert blocks.quarantined == len(quarantined), f"{blocks}, in quarantine are {sorted(quarantined)}"
     assert loading.open_loads or not blocks.in_flight, f"blocks in flight without a load: {blocks}"
     under_way = loading.open_loads + len(runtime.quarantines)
     assert under_way or not statistics.transport.open_reads, f"reads without a load: {statistics.transport}"
+
+
+def _entries(runtime: Runtime, holders: Collection[Lease] | Collection[Load]) -> set[int]:
+    """The blocks that leases or loads hold, numbered as the runtime's ledger does it: by pool."""
+    cache = runtime._supervisor.cache
+    assert cache is not None, "there are statistics of blocks"
+    return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}
 
 
 def assert_quiet(statistics: RuntimeStatistics) -> None:

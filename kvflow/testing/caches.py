@@ -129,6 +129,7 @@ def compare_blocks(
     their_ids: Sequence[int],
     *,
     num_tokens: int | None = None,
+    windowed: bool = False,
 ) -> str | None:
     """What is wrong with blocks that were loaded: None, or the first place that differs and what lies there instead.
 
@@ -138,16 +139,21 @@ def compare_blocks(
         theirs: The producer's. Layers and heads that both ranks have are compared; their block sizes may differ.
         their_ids: The blocks that were offered.
         num_tokens: How long the prompt is; None stands for full blocks.
+        windowed: Whether the offered blocks are the prompt's last ones, as of a group with a window, which needs
+            `num_tokens`. Tokens before them are not compared.
 
     Returns:
         A sentence that names engine, layer, block and slot on both sides; None if every element is right.
     """
     size, their_size = ours.layout.block_size, theirs.layout.block_size
-    stop = min(len(their_ids) * their_size, len(their_ids) * their_size if num_tokens is None else num_tokens)
-    start = min(max(-(-stop // size) - len(our_ids), 0) * size, stop)
-    tokens = torch.arange(start, stop)
-    places = torch.tensor(our_ids, dtype=torch.int64)[(tokens - start) // size], (tokens - start) % size
-    their_places = torch.tensor(their_ids, dtype=torch.int64)[tokens // their_size], tokens % their_size
+    full = len(their_ids) * their_size
+    stop = full if num_tokens is None else num_tokens if windowed else min(full, num_tokens)
+    offered_from = max(-(-stop // their_size) * their_size - full, 0)
+    first = -(-stop // size) - len(our_ids)
+    tokens = torch.arange(min(max(first * size, offered_from, 0), stop), stop)
+    places = torch.tensor(our_ids, dtype=torch.int64)[tokens // size - max(first, 0)], tokens % size
+    their_blocks = (tokens - offered_from) // their_size
+    their_places = torch.tensor(their_ids, dtype=torch.int64)[their_blocks], tokens % their_size
     heads = [head for head in ours.heads if head in theirs.heads]
     here, there = ([cache.heads.index(head) for head in heads] for cache in (ours, theirs))
     for layer, index in enumerate(ours.layout.layer_indices):
@@ -161,8 +167,9 @@ def compare_blocks(
                 token, head, _ = wrong[0]
                 mine, other = ((int(blocks[token]), int(slots[token])) for blocks, slots in (places, their_places))
                 holds = theirs.find(found[token, head]) or f"no place of engine {theirs.engine_id!r}"
+                which = int(tokens[token])
                 return (
-                    f"{ours.name_of(layer, part, *mine, here[head])} is not token {start + token} of the prompt, as in "
+                    f"{ours.name_of(layer, part, *mine, here[head])} is not token {which} of the prompt, as in "
                     f"{theirs.name_of(their_layer, part, *other, there[head])}; it holds what is in {holds}"
                 )
     return None

@@ -77,7 +77,11 @@ def check_planning(report: Report) -> None:
     assert report["planning"][0]["descriptors"] >= 100_000
     for plan in report["planning"]:
         assert 0 < plan["first_s"] < plan["plan_s"]["p50"] <= plan["plan_s"]["max"]
-    assert {plan["descriptors"] for plan in report["planning"][1:]} == {8192 * 160}
+    *whole, windowed = report["planning"][1:]
+    assert {plan["descriptors"] for plan in whole} == {8192 * 160}
+    assert windowed["descriptors"] == 8192 * 20 + 64 * 100
+    assert [plan["moved"] for plan in whole] == [1.0, 1.0, 1.0]
+    assert windowed["moved"] == pytest.approx((10 * 8192 + 50 * 64) / (60 * 8192))
 
 
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {

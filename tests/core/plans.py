@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, KVStyle
 from kvflow.core.cache.regions import Device, Regions, Span, map_regions
-from kvflow.core.plan.block_map import BlockMap, HeadSlice
+from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, match_chunks
 from kvflow.core.plan.topology import CacheShare
 from tests.core.caches import Cache, Recipe, Sides, sides
@@ -49,7 +49,7 @@ def pair_whole(local: Regions, remote: Regions) -> BlockMap:
     """All heads and all regions, in order: two ranks that hold the same."""
     layers = range(len(local) // len(local.parts))
     heads = HeadSlice(0, 0, local.block.heads)
-    return BlockMap(local, remote, heads=heads, local_layers=layers, remote_layers=layers)
+    return BlockMap(local, remote, heads=heads, layers=LayersOf(layers, layers))
 
 
 def pair(local: Cache, remote: Cache) -> BlockMap:
@@ -62,8 +62,7 @@ def pair_sides(case: Sides, local: Cache, remote: Cache) -> BlockMap:
         regions_of(local),
         regions_of(remote),
         heads=HeadSlice(case.local_start, case.remote_start, case.heads),
-        local_layers=local.infer().layer_indices,
-        remote_layers=remote.infer().layer_indices,
+        layers=LayersOf(local.infer().layer_indices, remote.infer().layer_indices),
     )
 
 

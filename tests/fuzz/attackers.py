@@ -22,11 +22,17 @@ def source(rng: Random) -> str:
 
 
 def send_messages(
-    seed: str, port: int, fingerprint: bytes, cache_share: CacheShare, bytes_max: int, count: int, server_key: bytes
+    seed: str,
+    port: int,
+    fingerprint: bytes,
+    cache_shares: tuple[CacheShare, ...],
+    bytes_max: int,
+    count: int,
+    server_key: bytes,
 ) -> int:
     """Send messages of all kinds over ZeroMQ; with a `server_key` they try to get in with keys that nobody knows."""
     rng = Random(seed)
-    messages = listener_messages(rng, fingerprint, cache_share, bytes_max)
+    messages = listener_messages(rng, fingerprint, cache_shares, bytes_max)
     curve, address = server_key != b"", source(rng)
     sent = 0
     with zmq.Context() as context:

@@ -85,7 +85,7 @@ def mutant(rng: Random, message: msgspec.Struct) -> bytes:
             continue
 
 
-def requests(rng: Random, cache_share: CacheShare) -> list[messages.Request]:
+def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages.Request]:
     """One of each kind. The caller's address is one that nobody listens at."""
     digest = rng.randbytes(16)
     caller = messages.Caller(target=messages.Target("fuzz", 0, 0, 0), address="tcp://127.0.0.1:1")
@@ -100,7 +100,7 @@ def requests(rng: Random, cache_share: CacheShare) -> list[messages.Request]:
             num_tokens=8,
             blocks_digest=digest,
             lease_id=rng.choice((None, "0" * 32)),
-            cache_share=cache_share,
+            cache_shares=cache_shares,
         ),
         messages.ClockRequest(reader=READER, target=TARGET),
         messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0"),
@@ -118,12 +118,12 @@ def strangers() -> list[msgspec.Struct]:
 
 
 def listener_messages(
-    rng: Random, fingerprint: bytes, cache_share: CacheShare, bytes_max: int
+    rng: Random, fingerprint: bytes, cache_shares: tuple[CacheShare, ...], bytes_max: int
 ) -> Iterator[list[bytes]]:
     """Messages without end, for a listener: noise, mutants, wrong frames, sizes around its limit."""
     header = messages.our_header(fingerprint)
     while True:
-        body = rng.choice([*requests(rng, cache_share), *strangers()])
+        body = rng.choice([*requests(rng, cache_shares), *strangers()])
         match rng.randrange(10):
             case 0:
                 yield [rng.randbytes(rng.choice((0, 1, 30, 3000))) for _ in range(rng.randrange(1, 7))]

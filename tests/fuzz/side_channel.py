@@ -218,7 +218,10 @@ async def ask_a_liar(rng: Random, producer: Engine, reader: Engine, count: int) 
     errors: Counter[str] = Counter()
     honest, local = producer.cache.metadata, producer.cache.local
     refusal = messages.Refusal(
-        reason="no", version=messages.PROTOCOL_VERSION, compatibility=local.compatibility, cache_share=local.cache_share
+        reason="no",
+        version=messages.PROTOCOL_VERSION,
+        compatibility=local.compatibility,
+        cache_shares=local.cache_shares,
     )
     shown = messages.ClockShown(incarnation=honest.incarnation, clock_s=1.0)
 
@@ -386,7 +389,7 @@ async def send(on: Scene, seed: str, count: int) -> int:
     bytes_max = on.producer.runtime.config.limits.side_channel_request_bytes_max
     fingerprint = local.compatibility.fingerprint()
     port = port_of(on.producer)
-    return await run(on, send_messages, seed, port, fingerprint, local.cache_share, bytes_max, count, server_key)
+    return await run(on, send_messages, seed, port, fingerprint, local.cache_shares, bytes_max, count, server_key)
 
 
 async def run(on: Scene, attacker: Callable[..., int], *arguments: Any) -> int:

@@ -72,7 +72,9 @@ def test_a_rank_is_three_numbers_that_can_be_summed_over(scraped: Scraped) -> No
     for tp in (6, 7):
         rank = Rank(3, 1, tp)
         whose = {"engine_id": "prefill", "rank": rank, "request_id": "r", "traceparent": ""}
-        record = LeaseRecord(**whose, outcome="read", blocks=1, tokens=4, readers=1, seconds={})
+        record = LeaseRecord(
+            **whose, outcome="read", blocks=1, blocks_by_group={"kv": 1}, tokens=4, readers=1, seconds={}
+        )
         scraped.metrics.lease_ended(record)
     text = generate_latest(scraped.registry).decode()
     assert 'kvflow_leases_total{dp="3",engine="prefill",outcome="read",pp="1",tp="7"} 1.0' in text

@@ -438,7 +438,7 @@ def answer_to_release(timed: TimedPair, lease: Lease, *, named: bool = True, **c
         num_tokens=lease.ticket.num_tokens,
         blocks_digest=messages.digest_of(lease.ticket.block_ids),
         lease_id=lease.ticket.lease_id if named else None,
-        cache_share=msgspec.structs.replace(local.cache_share, **change),
+        cache_shares=(msgspec.structs.replace(local.cache_shares[0], **change),),
     )
     return timed.writer._supervisor._answer(messages.our_header(local.compatibility.fingerprint()), question)
 

@@ -145,6 +145,10 @@ async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
     [
         ("", {"engine_id": "other"}, PeerRefused, "expected engine 'producer', found 'other'"),
         ("", {"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
+        ("groups", {"block_size": 8}, ProtocolError, "cache share: group 0 of 1, block_size 4"),
+        ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
+        ("cache_shares", {"group": 1}, ProtocolError, "cache share: group 1 of 1"),
+        ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours float32, theirs int8"),
         ("", {"clock_s": float("nan")}, ProtocolError, "clock: nan s"),
         ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, "table: 5 seals at 0"),
         ("regions", {"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
@@ -162,7 +166,8 @@ async def test_metadata_that_cannot_be_true_or_does_not_fit(
 ) -> None:
     honest = metadata_of(pair)
     if part:
-        changes = {part: msgspec.structs.replace(getattr(honest, part), **changes)}
+        (only,) = getattr(honest, part)
+        changes = {part: (msgspec.structs.replace(only, **changes),)}
     lie = msgspec.structs.replace(honest, **changes)
     async with fake_peer(lambda _: reply_frames(lie)) as port:
         await pair.fails(error, ticket_for(pair, port), match=message)
@@ -176,8 +181,8 @@ async def test_metadata_that_cannot_be_true_or_does_not_fit(
 async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
     pair: EnginePair, changes: dict[str, object]
 ) -> None:
-    share = msgspec.structs.replace(metadata_of(pair).cache_share, **changes)
-    lie = refusal(compatibility=cache_of(pair.reader).local.compatibility, cache_share=share)
+    share = msgspec.structs.replace(metadata_of(pair).cache_shares[0], **changes)
+    lie = refusal(compatibility=cache_of(pair.reader).local.compatibility, cache_shares=(share,))
     async with fake_peer(lambda _: reply_frames(lie)) as port:
         await pair.fails(ProtocolError, ticket_for(pair, port), match="cache share: ")
     await pair.load(pair.offer([3]))
@@ -186,12 +191,12 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
 async def test_another_protocol_version_is_refused_by_both_sides(pair: EnginePair) -> None:
     """The listener does so before it reads the body."""
     async with fake_peer(lambda _: reply_frames(refusal(7), version=7)) as port:
-        await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 3, theirs 7")
+        await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 4, theirs 7")
     header = messages.Header(magic=messages.MAGIC, version=9, fingerprint=b"")
     reply = await exchange(pair.writer.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
     answer = messages.decode_reply(reply[1])
     assert isinstance(answer, messages.Refusal)
-    assert answer.reason == "kvflow protocol version: ours 3, theirs 9"
+    assert answer.reason == "kvflow protocol version: ours 4, theirs 9"
 
 
 async def test_another_engine_at_the_address_is_named(pair: EnginePair) -> None:

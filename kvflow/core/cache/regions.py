@@ -6,6 +6,8 @@ block. What a block looks like inside is the layout's `BlockShape`.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -73,18 +75,18 @@ def map_regions(layout: CacheLayout, kv_caches: KVCaches) -> Regions:
         block=layout.block_shape,
         parts=layout.parts,
         num_blocks=layout.num_blocks,
-        device=device_of(kv_caches),
+        device=device_of(kv_caches.items()),
     )
     _check_apart(regions, layout.layer_names)
     return regions
 
 
-def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
-    """The memory to register: one span per tensor, overlapping ones joined.
+def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
+    """The memory to register: one span per tensor of the named layers, overlapping ones joined.
 
     Tensors that only touch stay apart: they may be separate allocations, which some devices cannot register as one.
     """
-    pieces = sorted({_extent(tensor) for name, layer in kv_caches.items() for tensor in tensors_of(name, layer)})
+    pieces = sorted({_extent(tensor) for name, layer in layers for tensor in tensors_of(name, layer)})
     joined: list[tuple[int, int]] = []
     for start, end in pieces:
         if joined and start < joined[-1][1]:
@@ -94,11 +96,45 @@ def map_spans(kv_caches: KVCaches) -> tuple[Span, ...]:
     return tuple(Span(address=start, size_bytes=end - start) for start, end in joined)
 
 
-def device_of(kv_caches: KVCaches) -> Device:
-    """The one device that holds all tensors; LayoutError if there are several."""
+def check_sets_apart(sets: Sequence[tuple[str, str, Regions]]) -> None:
+    """LayoutError if a load of one set of layers may write into another; each has its group's name and pool.
+
+    Sets of one group may have their blocks in common rows, each its own bytes of every row. Groups of one pool may lie
+    over the same rows, since a block is one group's at a time. Pools share nothing.
+    """
+    for (name, pool, ours), (other, other_pool, theirs) in itertools.combinations(sets, 2):
+        rows, others = _extents(ours), _extents(theirs)
+        for at, where in zip(*np.nonzero(_meet(rows, others)), strict=True):
+            stride, offset = int(ours.strides[at]), int(theirs.bases[where]) - int(ours.bases[at])
+            first, last = (ours, theirs) if offset >= 0 else (theirs, ours)
+            if pool == other_pool and stride == theirs.strides[where]:
+                inside = abs(offset) + last.block_size_bytes <= stride
+                if inside and (name != other or abs(offset) >= first.block_size_bytes):
+                    continue
+            raise LayoutError(
+                f"group {name!r} and group {other!r} overlap: regions begin {offset} bytes apart, block strides are "
+                f"{stride} and {theirs.strides[where]} bytes, blocks have {ours.block_size_bytes} and "
+                f"{theirs.block_size_bytes}, pools are {pool!r} and {other_pool!r}"
+            )
+
+
+def _extents(regions: Regions) -> npt.NDArray[np.int64]:
+    """The first byte of each region, and one past its last."""
+    bases = regions.bases.astype(np.int64)
+    ends = bases + (regions.num_blocks - 1) * regions.strides.astype(np.int64) + regions.block_size_bytes
+    return np.stack((bases, ends))
+
+
+def _meet(ours: npt.NDArray[np.int64], theirs: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    meet: npt.NDArray[np.bool_] = (ours[0][:, None] < theirs[1]) & (theirs[0] < ours[1][:, None])
+    return meet
+
+
+def device_of(layers: Iterable[tuple[str, LayerCache]]) -> Device:
+    """The one device that holds all tensors of the named layers; LayoutError if there are several."""
     found = {
         Device(tensor.device.type, tensor.device.index or 0): name
-        for name, layer in kv_caches.items()
+        for name, layer in layers
         for tensor in tensors_of(name, layer)
     }
     if len(found) != 1:

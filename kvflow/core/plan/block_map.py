@@ -31,6 +31,24 @@ class HeadSlice(NamedTuple):
     heads: int
 
 
+class LayersOf(NamedTuple):
+    """The layers of two sets, in the order of their regions."""
+
+    local: Sequence[int]
+    remote: Sequence[int]
+
+
+class SetPair(NamedTuple):
+    """Which set of our layers is read from theirs, and the groups whose block ids say where the blocks are."""
+
+    local_set: int
+    local_group: int
+    remote_group: int
+
+
+ONE_SET = SetPair(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionMap:
     """Pairs of regions with equal strides on each side, and the pieces of a chunk. Everything in bytes.
@@ -89,11 +107,17 @@ class BlockMap:
         remote: Regions,
         *,
         heads: HeadSlice,
-        local_layers: Sequence[int],
-        remote_layers: Sequence[int],
+        layers: LayersOf,
         opaque: bool = False,
+        of: SetPair = ONE_SET,
     ) -> None:
         ours, theirs = _same_parts(local, remote)
+        self.local_set, self.local_group, self.remote_group = of
+        self.of_groups = of[1:]
+        """Whose block ids it takes, here and there."""
+        self.remote_whole = remote
+        """Their regions as they are: K and V of a fused cache together."""
+        local_layers, remote_layers = layers
         positions = {layer: index for index, layer in enumerate(remote_layers)}
         self.places = tuple((index, positions[layer]) for index, layer in enumerate(local_layers) if layer in positions)
         """(our position, their position) of each layer that both have, in our order."""

@@ -8,19 +8,22 @@ an address (invariant I8).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvflow import checks
 from kvflow.checks import whole_numbers
 from kvflow.core.cache.regions import Device, UInt64Array
 from kvflow.core.plan.block_map import BlockMap, Int64Array, RegionMap
 from kvflow.errors import RequestError
 
 BlockIds: TypeAlias = Int64Array
+GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]"
+"""Block ids of a request: a list, or one for each group of layers, in order or by the groups' names."""
 
 _PLANNED_AT_ONCE = 1 << 16  # descriptors; a slice alone costs some 15 us, many at once a third of that
 
@@ -106,6 +109,19 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
     return _judge_block_ids(block_ids, num_blocks, what)
 
 
+def count_block_ids(given: object, most: int) -> int:
+    """How many block ids a request has. RequestError if that cannot be told, or there are more than `most`."""
+    if isinstance(given, Mapping):
+        tables = list(checks.mapping(given, "block_ids").values())
+    else:
+        nested = isinstance(given, tuple | list) and given and isinstance(given[0], tuple | list | np.ndarray)
+        tables = list(given) if nested and isinstance(given, tuple | list) else [given]
+    count = 0
+    for ids in tables:
+        count += checks.count(ids, "block_ids", most=most - count)
+    return count
+
+
 def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     ids = whole_numbers(block_ids, what)
     outside = (ids < 0) | (ids >= num_blocks)
@@ -172,32 +188,41 @@ def match_chunks(
     local_block_size: int,
     remote_block_size: int,
     num_tokens: int,
+    needed_from: int = 0,
+    whole: bool = True,
     what: str = "load",
 ) -> tuple[Chunks, ...]:
     """Which chunks fill `local_ids`, the last of our blocks that the offered tokens take; the rest are cached already.
 
-    `offered` blocks hold the prompt from its first token on, `num_tokens` says how far. One block size divides the
-    other. Gives the full chunks and, if the last one is filled partly, that one, as far as there are any. Raises
-    RequestError if there are more local blocks than the tokens take.
+    `offered` blocks hold the prompt from its first token on, `num_tokens` says how far; those of a window (not
+    `whole`) hold the prompt's end up to there. One block size divides the other. Tokens before `needed_from` are read
+    where they are offered. Gives the full chunks and, if the last one is filled partly, that one, as far as there are
+    any. Raises RequestError if there are more local blocks than the tokens take, or more are needed than are offered.
     """
     if not len(local_ids):
         return ()
-    tokens = min(num_tokens, offered * remote_block_size)
+    tokens = min(num_tokens, offered * remote_block_size) if whole else num_tokens
     first_block = -(-tokens // local_block_size) - len(local_ids)
     if first_block < 0:
         offer = f"{tokens} tokens in {offered} blocks of {remote_block_size}"
         raise RequestError(
             f"{what}: {len(local_ids)} local blocks of {local_block_size} tokens, but only {offer} are offered"
         )
+    first_offered = 0 if whole else max(-(-tokens // remote_block_size) - offered, 0)
+    start_token = max(first_block * local_block_size, first_offered * remote_block_size)
+    needed = max(first_block * local_block_size, needed_from)
+    if start_token > needed:
+        raise RequestError(f"{what}: tokens from {needed} on are needed, only those from {start_token} on are offered")
     size = min(local_block_size, remote_block_size)
     ours, theirs = local_block_size // size, remote_block_size // size
-    first, full, tail = first_block * local_block_size // size, tokens // size, tokens % size
+    first, full, tail = start_token // size, tokens // size, tokens % size
     found = []
     for start, stop, length in ((first, full, size), (full, full + 1, tail)):
         if stop > start and length:
             chunk = np.arange(start, stop, dtype=np.int64)
             local_at, local_parts = (chunk, None) if ours == 1 else np.divmod(chunk, ours)
             remote_at, remote_parts = (chunk, None) if theirs == 1 else np.divmod(chunk, theirs)
+            remote_at = remote_at - first_offered if first_offered else remote_at
             found.append(Chunks(local_ids[local_at - first_block], local_parts, remote_at, remote_parts, length, start))
     return tuple(found)
 
@@ -250,20 +275,19 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
 
 
 def plan_slices(
-    block_map: BlockMap,
-    chunks: Sequence[Chunks],
+    reads: Iterable[tuple[BlockMap, Chunks]],
     *,
     bytes_max: int,
     descriptors_max: int,
     head: Piece | None = None,
 ) -> Iterator[Descriptors]:
-    """Plan a read in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
+    """Plan reads in slices of at most `bytes_max` bytes and `descriptors_max` descriptors, each when asked for.
 
     `head` is one more piece to read, between the same devices; it comes first in the first slice and does not count.
     Chunks are taken in the order of their remote ids: reading a peer's memory in order is a few per cent faster than
     writing our own in order (shared memory).
     """
-    for some in chunks:
+    for block_map, some in reads:
         groups = block_map.groups[some.tokens]
         if len(some) > 1:
             parts = some.remote_parts

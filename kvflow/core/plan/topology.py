@@ -5,6 +5,11 @@ Rank r of n holds heads r*H/n to (r+1)*H/n of the model's H. With more ranks tha
 neighbours; the latent cache of MLA counts as one head, which all ranks hold. So one rule covers them all: a reader
 takes each of its heads once, from one of the ranks that hold it, and the readers of a head spread over its holders.
 
+A rank holds layers of several kinds where the model has them: those of another group (a sliding window beside full
+attention) or with another number of heads. Each kind is a `CacheShare` of its own and finds its sources by itself; what
+two ranks have in common is the union over the kinds, layer by layer, so the two engines may group their layers
+differently.
+
 A lease is released by reports: each reader reports a *share* of the lease as read (`ReportShare`), and when the shares
 add up to 1 the lease ends, whatever the parallelism of the readers' engine. The producer needs to know nothing about
 its readers. A replica that nobody reads from still has to be released: the first reader of the nearest lower replica
@@ -14,14 +19,15 @@ that is read does it. So every rank of the producer has at least one reader that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
 
 from kvflow.config import RANKS_MAX, Config
-from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.layout import PLAIN, CacheLayout
 
 
 class Rank(NamedTuple):
@@ -48,12 +54,21 @@ class Parallelism(NamedTuple):
     block_size: int
     kv_heads: int
     model_kv_heads: int
+    more: tuple[tuple[int, int, int], ...] = ()
+    """(block_size, kv_heads, model_kv_heads) of the further kinds of layers, if there are several."""
+
+    @property
+    def kinds(self) -> Iterator[dict[str, int]]:
+        """What each kind of layers is cut by, as fields of a `CacheShare`."""
+        for kind in (self[2:5], *self.more):
+            yield dict(zip(self._fields, (*self[:2], *kind), strict=False))
 
 
 class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank holds of its model's cache, and how its engine is cut. Two sides may differ in all of it.
+    """What one rank holds of its model's layers of one kind, and how its engine is cut. Two sides may differ in all.
 
-    `kv_heads` is this rank's; `model_kv_heads` is the model's, or 0 if the engine did not say.
+    `kv_heads` is this rank's; `model_kv_heads` is the model's, or 0 if the engine did not say. Layers of one kind have
+    their blocks in common (`group`) and as many heads as each other.
     """
 
     tp_rank: int
@@ -65,10 +80,15 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     model_kv_heads: int
     latent: bool
     block_size: int
+    dtype: str = ""
+    kv_format: str = PLAIN
+    group: int = 0
+    """Which of the rank's groups: whose block ids say where the layers' blocks are."""
 
     @property
-    def parallelism(self) -> Parallelism:
-        return Parallelism(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
+    def plain(self) -> bool:
+        """Whether its bytes are values at strides and nothing else."""
+        return self.kv_format == PLAIN
 
     @property
     def kv_head_slots(self) -> int:
@@ -76,21 +96,29 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.tp_size
 
 
-def cache_share_of(
-    layout: CacheLayout, *, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, model_kv_heads: int | None
-) -> CacheShare:
-    """What a rank with this cache holds."""
+def cache_share_of(layout: CacheLayout, config: Config, *, model_kv_heads: int | None, group: int = 0) -> CacheShare:
+    """What the rank that a config describes holds with this cache."""
     return CacheShare(
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        pp_rank=pp_rank,
-        pp_size=pp_size,
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
         layers=layout.layer_indices,
         kv_heads=layout.num_kv_heads,
         model_kv_heads=model_kv_heads or 0,
         latent=layout.latent,
         block_size=layout.block_size,
+        dtype=layout.dtype,
+        kv_format=layout.kv_format,
+        group=group,
     )
+
+
+def parallelism_of(shares: Sequence[CacheShare]) -> Parallelism:
+    """How the engine of a rank that holds these is cut."""
+    first = shares[0]
+    kinds = dict.fromkeys((one.block_size, one.kv_heads, one.model_kv_heads) for one in shares)
+    return Parallelism(first.tp_size, first.pp_size, *next(iter(kinds)), tuple(kinds)[1:])
 
 
 class HeadSource(NamedTuple):
@@ -128,38 +156,68 @@ def kv_heads_of_model(ours: CacheShare, theirs: CacheShare) -> int:
     return ours.model_kv_heads or theirs.model_kv_heads or min(ours.kv_head_slots, theirs.kv_head_slots)
 
 
-def stages_max(ours: CacheShare) -> int:
+def stages_max(ours: Sequence[CacheShare]) -> int:
     """More pipeline stages than this no engine can have that holds our model: each has one layer at least.
 
     A rank of one stage knows all layers; one of several knows its own only.
     """
-    return len(ours.layers) if ours.pp_size == 1 else RANKS_MAX
+    return len(layers_of(ours)) if ours[0].pp_size == 1 else RANKS_MAX
 
 
-def differences(ours: CacheShare, theirs: CacheShare) -> list[str]:
-    """Why blocks cannot be planned between the two, one "field: ours X, theirs Y" each; empty if they can."""
-    found = []
-    for name, a, b in (
-        ("tp_size", ours.tp_size, theirs.tp_size),
-        ("block_size", ours.block_size, theirs.block_size),
-    ):
-        if not _divides(a, b):
-            found.append(f"{name}: ours {a}, theirs {b}: neither divides the other")
-    if ours.pp_size == theirs.pp_size == 1 and set(ours.layers) != set(theirs.layers):
-        found.append(f"layers: ours {_layers_text(ours.layers)}, theirs {_layers_text(theirs.layers)}")
-    if not ours.latent and not theirs.latent:
-        found += _head_differences(ours, theirs)
-    return found
+def layers_of(shares: Sequence[CacheShare]) -> tuple[int, ...]:
+    """All layers that a rank holds."""
+    if len(shares) == 1:
+        return shares[0].layers
+    return tuple(dict.fromkeys(layer for share in shares for layer in share.layers))
 
 
-def _head_differences(ours: CacheShare, theirs: CacheShare) -> list[str]:
+def in_common(
+    ours: Sequence[CacheShare], theirs: Sequence[CacheShare]
+) -> Iterator[tuple[int, int, CacheShare, CacheShare]]:
+    """(our position, their position, ours, theirs) of the shares that have layers in common."""
+    for at, mine in enumerate(ours):
+        for where, other in enumerate(theirs):
+            if not set(mine.layers).isdisjoint(other.layers):
+                yield at, where, mine, other
+
+
+def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> list[str]:
+    """Why blocks cannot be planned between two ranks, one "field: ours X, theirs Y" each; empty if they can."""
+    pairs = [pair[2:] for pair in in_common(ours, theirs)] or [(ours[0], theirs[0])]
+    found = [_apart("tp_size", ours[0].tp_size, theirs[0].tp_size)]
+    found += (_apart("block_size", mine.block_size, other.block_size) for mine, other in pairs)
+    found.append(_layer_differences(ours, theirs))
+    found += (_head_difference(mine, other) for mine, other in pairs)
+    for name in ("latent", "dtype", "kv_format"):
+        found += (_difference(name, getattr(mine, name), getattr(other, name)) for mine, other in pairs)
+    return [problem for problem in dict.fromkeys(found) if problem]
+
+
+def _difference(name: str, ours: object, theirs: object) -> str:
+    return "" if ours == theirs else f"{name}: ours {ours}, theirs {theirs}"
+
+
+def _apart(name: str, ours: int, theirs: int) -> str:
+    return "" if _divides(ours, theirs) else f"{name}: ours {ours}, theirs {theirs}: neither divides the other"
+
+
+def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> str:
+    mine, other = layers_of(ours), layers_of(theirs)
+    if ours[0].pp_size == theirs[0].pp_size == 1 and set(mine) != set(other):
+        return f"layers: ours {_layers_text(mine)}, theirs {_layers_text(other)}"
+    return ""
+
+
+def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
+    if ours.latent or theirs.latent:
+        return ""
     if ours.model_kv_heads and theirs.model_kv_heads and ours.model_kv_heads != theirs.model_kv_heads:
-        return [f"model's num_kv_heads: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"]
+        return f"model's num_kv_heads: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"
     heads = kv_heads_of_model(ours, theirs)
     if all(_divides(side.tp_size, heads) and side.kv_heads == max(heads // side.tp_size, 1) for side in (ours, theirs)):
-        return []
+        return ""
     ours_text, theirs_text = (f"{side.kv_heads} on each of {side.tp_size} ranks" for side in (ours, theirs))
-    return [f"num_kv_heads: ours {ours_text}, theirs {theirs_text}"]
+    return f"num_kv_heads: ours {ours_text}, theirs {theirs_text}"
 
 
 @lru_cache(maxsize=4096)
@@ -192,15 +250,18 @@ def source_at(ours: CacheShare, theirs: CacheShare) -> HeadSource | None:
     return next((one for one in sources_of(ours, theirs) if one.tp_rank == theirs.tp_rank), None)
 
 
-def report_share(ours: CacheShare, theirs: CacheShare) -> ReportShare:
+def report_share(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> ReportShare:
     """Which share we report to a rank when we are done with its lease.
 
-    Counted in layers times reporters: the stages of one engine split its layers, so the shares of all who report to a
-    rank add up to 1. A rank that has no layer of ours is released by others.
+    Counted in layers, each divided by its reporters: the stages of one engine split its layers, so the shares of all
+    who report to a rank add up to 1. A rank that has no layer of ours is released by others.
     """
-    source = source_at(ours, theirs)
-    common = len(set(ours.layers) & set(theirs.layers))
-    return ReportShare(common, source.reporters * len(theirs.layers)) if source and common else NO_REPORT
+    share = Fraction(0)
+    for _, _, mine, other in in_common(ours, theirs):
+        source = source_at(mine, other)
+        if source is not None:
+            share += Fraction(len(set(mine.layers) & set(other.layers)), source.reporters)
+    return ReportShare(*(share / sum(len(other.layers) for other in theirs)).as_integer_ratio())
 
 
 def missing_layers(ours: Sequence[int], stages: Sequence[Sequence[int]], *, whole: bool = False) -> str:

@@ -1,19 +1,25 @@
 """Who uses which local block: the accounts behind conservation (invariant I5).
 
+Groups of layers that have their block ids in common share an account, others have their own; *entries* number the
+blocks of all accounts. With one group a block's id is its entry.
+
 Every block is free, leased (one or more leases read-protect it), in flight (one load writes it) or quarantined (a
 load has ended, its bytes may still land). Leases share blocks; a write excludes everything else.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from kvflow.core.plan.descriptors import BlockIds
-from kvflow.errors import BlocksBusy
+from kvflow import checks
+from kvflow.checks import shown
+from kvflow.core.plan.descriptors import BlockIds, check_block_ids
+from kvflow.errors import BlocksBusy, RequestError
 
 # How a block is used: the number of its leases, or one of these.
 _FREE, _IN_FLIGHT, _QUARANTINED = 0, -1, -2
@@ -31,12 +37,64 @@ class BlockCounts:
     quarantined: int
 
 
-class BlockLedger:
-    """The use of each local block. Ids were checked by the caller (`plan.check_block_ids`)."""
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """A group whose block ids are counted: its name, how many there are, and whose they are."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._use: npt.NDArray[np.int32] = np.zeros(num_blocks, dtype=np.int32)
+    name: str
+    num_blocks: int
+    pool: str
+
+
+class BlockLedger:
+    """The use of each local block, by its entry: see `find`."""
+
+    def __init__(self, groups: Sequence[GroupBlocks]) -> None:
+        self._groups = tuple(groups)
+        self._names = [group.name for group in groups]
+        self._first: dict[str, int] = {}
+        """The first entry of each pool."""
+        total = 0
+        for group in groups:
+            if group.pool not in self._first:
+                self._first[group.pool] = total
+                total += group.num_blocks
+        self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
+
+    def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
+        """Block ids as somebody gives them, by group, and their entries.
+
+        They are a sequence for one group; for several a mapping by the groups' names, where a missing one has none, or
+        a sequence for each. RequestError names an id that cannot be right, or that two groups of one pool have.
+        """
+        if len(self._groups) == 1 and not isinstance(block_ids, Mapping):
+            ids = check_block_ids(block_ids, num_blocks=self._groups[0].num_blocks, what=what)
+            return (ids,), ids
+        tables, found = self._by_group(block_ids, what), []
+        for group, given in zip(self._groups, tables, strict=True):
+            found.append(check_block_ids(given, num_blocks=group.num_blocks, what=f"{what} of group {group.name!r}"))
+        entries = self.entries(found)
+        ordered = np.sort(entries)
+        if (ordered[1:] == ordered[:-1]).any():
+            twice = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
+            raise RequestError(f"{what}: block {twice} of one pool is given for two groups")
+        return tuple(found), entries
+
+    def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
+        """The entries of block ids that are right, by group."""
+        pairs = zip(self._groups, tables, strict=True)
+        return np.concatenate([np.asarray(ids, dtype=np.int64) + self._first[group.pool] for group, ids in pairs])
+
+    def _by_group(self, block_ids: Any, what: str) -> Sequence[Any]:
+        if isinstance(block_ids, Mapping):
+            by_name = checks.mapping(block_ids, what)
+            unknown = next((name for name in by_name if name not in self._names), None)
+            if unknown is not None:
+                raise RequestError(f"{what}: no group {shown(unknown)}, there are {self._names}")
+            return [by_name.get(name, ()) for name in self._names]
+        if not isinstance(block_ids, tuple | list) or len(block_ids) != len(self._names):
+            raise RequestError(f"{what}: expected block ids for each of {self._names}, got {shown(block_ids)}")
+        return block_ids
 
     def lease(self, ids: BlockIds) -> None:
         """Protect blocks for readers; BlocksBusy if one is being written."""
@@ -77,12 +135,14 @@ class BlockLedger:
             quarantined=int((self._use == _QUARANTINED).sum()),
         )
 
-    def use_of(self, block: int) -> str:
+    def use_of(self, entry: int) -> str:
         """How a block is used now, as messages say it; "" for a free one, or one that is not of this cache."""
-        use = int(self._use[block]) if 0 <= block < len(self._use) else _FREE
+        use = int(self._use[entry]) if 0 <= entry < len(self._use) else _FREE
         return "leased to readers" if use > _FREE else _WRITER_TEXT.get(use, "")
 
     def _refuse(self, ids: BlockIds, busy: npt.NDArray[np.bool_], verb: str) -> NoReturn:
-        block = int(ids[busy][0])
-        by_whom = " by another request" if self._use[block] < _FREE else ""
-        raise BlocksBusy(f"block {block} cannot be {verb}: it is {self.use_of(block)}{by_whom}")
+        entry = int(ids[busy][0])
+        pool, first = max(((name, at) for name, at in self._first.items() if at <= entry), key=lambda found: found[1])
+        block = f"block {entry - first}" if len(self._first) == 1 else f"block {entry - first} of pool {pool!r}"
+        by_whom = " by another request" if self._use[entry] < _FREE else ""
+        raise BlocksBusy(f"{block} cannot be {verb}: it is {self.use_of(entry)}{by_whom}")

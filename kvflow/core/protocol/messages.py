@@ -13,19 +13,21 @@ from __future__ import annotations
 import hashlib
 import math
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvflow.config import RANKS_MAX
+from kvflow.core.cache.groups import GROUPS_MAX, WINDOW_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.tensors import LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.limits import SEAL_HOLD_S_MAX, SEALS_MAX
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 LEASE_ID_CHARS = 32
@@ -55,7 +57,7 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_format: str
     attention: str
-    head_size: int
+    head_size: str
 
     def fingerprint(self) -> bytes:
         """A 16-byte digest, equal exactly for equal facts."""
@@ -67,14 +69,18 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
 
-def compatibility_of(layout: CacheLayout, *, model: str) -> Compatibility:
-    """The facts of one rank's cache."""
+def compatibility_of(layouts: Sequence[CacheLayout], *, model: str) -> Compatibility:
+    """The facts of one rank's cache; where layers differ, all that there are."""
+
+    def facts(fact: Callable[[CacheLayout], object]) -> str:
+        return " and ".join(sorted({str(fact(layout)) for layout in layouts}))
+
     return Compatibility(
         model=model,
-        dtype=layout.dtype,
-        kv_format=layout.kv_format,
-        attention="latent" if layout.latent else "K and V",
-        head_size=layout.kv_head_size,
+        dtype=facts(lambda layout: layout.dtype),
+        kv_format=facts(lambda layout: layout.kv_format),
+        attention=facts(lambda layout: "latent" if layout.latent else "K and V"),
+        head_size=facts(lambda layout: layout.kv_head_size),
     )
 
 
@@ -143,7 +149,7 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     num_tokens: int
     blocks_digest: bytes
     lease_id: str | None
-    cache_share: CacheShare
+    cache_shares: tuple[CacheShare, ...]
 
 
 class ClockRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_clock"):
@@ -180,11 +186,15 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     engine_id: str
     incarnation: str
     clock_s: float
-    cache_share: CacheShare
+    cache_shares: tuple[CacheShare, ...]
+    """Of each set of layers that look alike."""
     agent_metadata: bytes
     agent_metadata_crc32: int
     """NIXL crashes on flipped bits in its metadata, so a reader compares this first."""
-    regions: RegionTable
+    regions: tuple[RegionTable, ...]
+    """Of the same sets."""
+    groups: tuple[GroupFacts, ...]
+    """Whose block ids the sets have (`CacheShare.group`)."""
     seals: SealLocation
     staged: bool
     """Whether blocks are copied to host buffers before they can be read, so that a lease's seal says how far it is."""
@@ -199,6 +209,7 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     lease_id: str
     seal_index: int
     block_ids: tuple[int, ...] | None
+    more_block_ids: tuple[tuple[int, ...], ...] = ()
 
 
 class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
@@ -228,7 +239,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     transient: bool = False
     """Whether the answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
-    cache_share: CacheShare | None = None
+    cache_shares: tuple[CacheShare, ...] = ()
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
@@ -356,38 +367,77 @@ def _is_dense(block: BlockShape) -> bool:
     return block[3:] in ((heads * run, run), (run, tokens * run))
 
 
-def check_cache_share(cache_share: CacheShare) -> None:
+def check_cache_shares(shares: Sequence[CacheShare]) -> None:
     """WireError unless a rank can hold that."""
-    tp_fits = 0 <= cache_share.tp_rank < cache_share.tp_size <= RANKS_MAX
-    pp_fits = 0 <= cache_share.pp_rank < cache_share.pp_size <= RANKS_MAX
+    if not 0 < len(shares) <= GROUPS_MAX:
+        raise WireError(f"cache shares: {len(shares)}, expected 1 to {GROUPS_MAX}")
+    for share in shares:
+        _check_cache_share(share)
+    if len(shares) == 1:
+        return
+    if len({(one.tp_rank, one.tp_size, one.pp_rank, one.pp_size) for one in shares}) > 1:
+        raise WireError("cache shares: of several ranks")
+    if len({layer for one in shares for layer in one.layers}) < sum(len(one.layers) for one in shares):
+        raise WireError("cache shares: some layer is in two of them")
+
+
+def _check_cache_share(share: CacheShare) -> None:
+    tp_fits = 0 <= share.tp_rank < share.tp_size <= RANKS_MAX
+    pp_fits = 0 <= share.pp_rank < share.pp_size <= RANKS_MAX
     if not tp_fits or not pp_fits:
-        sizes = (cache_share.tp_rank, cache_share.tp_size, cache_share.pp_rank, cache_share.pp_size)
+        sizes = (share.tp_rank, share.tp_size, share.pp_rank, share.pp_size)
         raise WireError(f"cache share: (tp_rank, tp_size, pp_rank, pp_size) are {sizes}")
-    if min(cache_share.block_size, cache_share.kv_heads) < 1 or cache_share.model_kv_heads < 0:
+    if min(share.block_size, share.kv_heads) < 1 or min(share.model_kv_heads, share.group) < 0:
         raise WireError(
-            f"cache share: block_size {cache_share.block_size}, kv_heads {cache_share.kv_heads}, "
-            f"model_kv_heads {cache_share.model_kv_heads}"
+            f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
+            f"model_kv_heads {share.model_kv_heads}, group {share.group}"
         )
-    count = len(cache_share.layers)
-    fits = 0 < count <= LAYERS_MAX and len(set(cache_share.layers)) == count
-    if not fits or not all(0 <= layer < LAYERS_MAX for layer in cache_share.layers):
+    count = len(share.layers)
+    fits = 0 < count <= LAYERS_MAX and len(set(share.layers)) == count
+    if not fits or not all(0 <= layer < LAYERS_MAX for layer in share.layers):
         raise WireError(f"cache share: {count} layers, of which some are there twice or no layer's number")
 
 
-def check_cache_share_of(cache_share: CacheShare, regions: Regions) -> None:
-    """WireError unless a rank with these regions can hold that."""
-    check_cache_share(cache_share)
-    if len(cache_share.layers) * len(regions.parts) != len(regions):
-        raise WireError(f"cache share: {len(cache_share.layers)} layers, {len(regions)} regions {regions.parts}")
+def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> None:
+    """WireError unless a rank with these groups and regions can hold that."""
+    check_cache_shares(shares)
+    _check_groups(groups)
+    if len(regions) != len(shares):
+        raise WireError(f"cache shares: {len(shares)}, but {len(regions)} region tables")
+    num_blocks: dict[int, int] = {}
+    for share, region in zip(shares, regions, strict=True):
+        _check_set(share, region)
+        if share.group >= len(groups) or groups[share.group].block_size != share.block_size:
+            raise WireError(f"cache share: group {share.group} of {len(groups)}, block_size {share.block_size}")
+        if num_blocks.setdefault(share.group, region.num_blocks) != region.num_blocks:
+            raise WireError(f"cache shares: group {share.group} has {num_blocks[share.group]} and other blocks")
+    if len(num_blocks) != len(groups):
+        raise WireError(f"cache shares: of {len(num_blocks)} groups, but there are {len(groups)}")
+    if len({region.device for region in regions}) > 1:
+        raise WireError("region tables: on several devices")
+
+
+def _check_groups(groups: Sequence[GroupFacts]) -> None:
+    if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):
+        raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")
+    for group in groups:
+        fits = group.window == 0 if group.kind is GroupKind.FULL else 0 < group.window <= WINDOW_MAX
+        if not fits or group.block_size < 1:
+            raise WireError(f"groups: kind {group.kind}, window {group.window}, block_size {group.block_size}")
+
+
+def _check_set(share: CacheShare, regions: Regions) -> None:
+    if len(share.layers) * len(regions.parts) != len(regions):
+        raise WireError(f"cache share: {len(share.layers)} layers, {len(regions)} regions {regions.parts}")
     block = regions.block
-    if (cache_share.block_size, cache_share.kv_heads) != (block.tokens, block.heads):
+    if (share.block_size, share.kv_heads) != (block.tokens, block.heads):
         raise WireError(
-            f"cache share: block_size {cache_share.block_size}, kv_heads {cache_share.kv_heads}, "
-            f"model_kv_heads {cache_share.model_kv_heads}, blocks of shape {tuple(block)}"
+            f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
+            f"model_kv_heads {share.model_kv_heads}, blocks of shape {tuple(block)}"
         )
-    if cache_share.latent != (regions.parts == ("latent",)) or (cache_share.latent and block.heads != 1):
+    if share.latent != (regions.parts == ("latent",)) or (share.latent and block.heads != 1):
         raise WireError(
-            f"cache share: latent is {cache_share.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
+            f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"
         )
 
 
@@ -419,6 +469,6 @@ def checksum(data: bytes) -> int:
     return zlib.crc32(data)
 
 
-def digest_of(block_ids: tuple[int, ...]) -> bytes:
-    """A short digest of block ids, to compare those of two ranks."""
+def digest_of(block_ids: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> bytes:
+    """A short digest of block ids, by group if there are several, to compare those of two ranks."""
     return hashlib.sha256(msgspec.msgpack.encode(block_ids)).digest()[:16]

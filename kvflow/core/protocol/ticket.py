@@ -24,6 +24,7 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
 from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_offset
+from kvflow.core.cache.groups import GROUPS_MAX, WINDOW_MAX, GroupFacts
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.errors import RequestError
@@ -36,6 +37,7 @@ _NAME_CHARS_MAX = 1024
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
+_MORE_BLOCK_IDS_OF = operator.attrgetter("more_block_ids")
 _BLOCK_IDS_OF = operator.attrgetter("block_ids")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
@@ -50,6 +52,9 @@ Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS_MAX)]
 Host: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX)]
+BlockIds: TypeAlias = tuple[Int64, ...]
+Groups: TypeAlias = Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
+Kinds: TypeAlias = Annotated[tuple[tuple[Size, Size, Count], ...], Meta(max_length=GROUPS_MAX)]
 RequestId: TypeAlias = Annotated[str, Meta(min_length=1, max_length=REQUEST_ID_CHARS_MAX)]
 
 
@@ -70,11 +75,18 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     expires_s: Annotated[float, Meta(ge=-_FINITE_MAX, le=_FINITE_MAX)]
     host: Host = ""
     port: Int64 = 0
-    block_ids: tuple[Int64, ...] | None = None
+    block_ids: BlockIds | None = None
+    more_block_ids: tuple[BlockIds, ...] = ()
+    """Those of the further groups, as in a ticket."""
 
     @property
     def address(self) -> str:
         return f"tcp://{self.host}:{self.port}"
+
+    @property
+    def block_tables(self) -> tuple[BlockIds, ...]:
+        """Block ids by group, if they differ from the engine's."""
+        return () if self.block_ids is None else (self.block_ids, *self.more_block_ids)
 
 
 class _Offer(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +102,8 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     fixed_ports: bool
     traceparent: str
     prompt_digest: str
+    groups: Groups = ()
+    more_kinds: Kinds = ()
 
 
 class _TicketExtension(_Offer, frozen=True, kw_only=True):
@@ -106,11 +120,17 @@ class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_decode: bool
     remote_engine_id: Name
     remote_request_id: RequestId
-    remote_block_ids: tuple[Int64, ...]
+    remote_block_ids: BlockIds
     remote_host: Host
     remote_port: Int64
     tp_size: RankCount
     kvflow: _TicketExtension
+
+
+class _GroupedTicketParams(_TicketParams, frozen=True, kw_only=True):
+    """The dict of a ticket of several groups: block ids are nested, a list per group, as others of this field do it."""
+
+    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=2, max_length=GROUPS_MAX)]  # type: ignore[assignment]
 
 
 class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
@@ -121,18 +141,21 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     the seal (`core.protocol.freshness`).
     `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
     `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
-    first one's.
+    first one's. An engine with several groups of layers (`CacheGroup`) has a block table for each: `block_ids` is the
+    first one's, `more_block_ids` are the others'; `groups` says what they are, and `more_kinds` what further kinds of
+    layers there are (block_size, kv_heads, model_kv_heads).
     """
 
     engine_id: Name
     request_id: RequestId
-    block_ids: tuple[Int64, ...]
+    block_ids: BlockIds
     tp_size: RankCount
     ranks: tuple[RankLease, ...]
     traceparent: str = ""
     """W3C trace context of the request, for what observes the load; "" if there is none."""
     prompt_digest: str = ""
     """Tells its tokens from those of another prompt (`core.protocol.prompts`); "" if the producer did not say."""
+    more_block_ids: tuple[BlockIds, ...] = ()
 
     @property
     def first(self) -> RankLease:
@@ -150,12 +173,27 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     @cached_property
     def parallelism(self) -> Parallelism:
         """How its engine is divided into ranks."""
-        return Parallelism(self.tp_size, self.pp_size, self.block_size, self.kv_heads, self.model_kv_heads)
+        kind = (self.block_size, self.kv_heads, self.model_kv_heads)
+        return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds)
+
+    @cached_property
+    def block_tables(self) -> tuple[BlockIds, ...]:
+        """Block ids by group; one group has one table."""
+        return (self.block_ids, *self.more_block_ids)
+
+    @cached_property
+    def offered_tokens(self) -> int:
+        """How many tokens the blocks hold: those of groups that hold the prompt from its first token on say it."""
+        if not self.groups:
+            return min(self.num_tokens, len(self.block_ids) * self.block_size)
+        tables = zip(self.groups, self.block_tables, strict=True)
+        whole = [len(ids) * group.block_size for group, ids in tables if group.whole]
+        return min([self.num_tokens, *whole]) if any(self.block_tables) else 0
 
     @cached_property
     def blocks_digest(self) -> bytes:
-        """What ranks compare of `block_ids`."""
-        return digest_of(self.block_ids)
+        """What ranks compare of the block ids."""
+        return digest_of(self.block_tables if self.more_block_ids else self.block_ids)
 
     @cached_property
     def leases(self) -> dict[tuple[int, int], RankLease]:
@@ -190,20 +228,31 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         return f"tcp://{self.first.host}:{port}"
 
     def without_leases(
-        self, *, request_id: str, block_ids: Sequence[int], num_tokens: int, ttl_s: float, prompt_digest: str = ""
+        self,
+        *,
+        request_id: str,
+        block_ids: Sequence[int] | Sequence[Sequence[int]],
+        num_tokens: int,
+        ttl_s: float,
+        prompt_digest: str = "",
     ) -> Ticket:
         """A ticket of the same ranks for another request, whose readers ask each rank for its lease.
 
-        Raises RequestError if no reader would take it.
+        `block_ids` are those of the one group, or of each group. Raises RequestError if no reader would take it.
         """
         ranks = tuple(
-            msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None)
+            msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None, more_block_ids=())
             for rank in self.typed().ranks
         )
+        tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
+        if len(tables) != len(self.block_tables):
+            raise RequestError(f"ticket: {len(tables)} block tables, but {len(self.block_tables)} groups")
+        first, *more = (tuple(checks.whole_numbers(ids, "ticket: remote_block_ids").tolist()) for ids in tables)
         ticket = msgspec.structs.replace(
             self,
             request_id=request_id,
-            block_ids=tuple(checks.whole_numbers(block_ids, "ticket: remote_block_ids").tolist()),
+            block_ids=first,
+            more_block_ids=tuple(more),
             num_tokens=checks.whole(num_tokens, "ticket: num_tokens"),
             ttl_s=checks.seconds(ttl_s, "ticket: ttl_s"),
             ranks=ranks,
@@ -218,20 +267,24 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         for rank in ranks:
             if "block_ids" in rank:
                 rank["block_ids"] = [*rank["block_ids"]]
+            if "more_block_ids" in rank:
+                rank["more_block_ids"] = [*map(list, rank["more_block_ids"])]
+        offer = {name: getattr(ticket, name) for name in _Offer.__struct_fields__}
+        groups, more_kinds = offer.pop("groups"), offer.pop("more_kinds")
+        if groups:
+            offer["groups"] = [msgspec.to_builtins(group) for group in groups]
+        if more_kinds:
+            offer["more_kinds"] = [*map(list, more_kinds)]
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": ticket.engine_id,
             "remote_request_id": ticket.request_id,
-            "remote_block_ids": [*ticket.block_ids],
+            "remote_block_ids": [*map(list, ticket.block_tables)] if ticket.more_block_ids else [*ticket.block_ids],
             "remote_host": ranks[0].pop("host", ""),
             "remote_port": ranks[0].pop("port", 0),
             "tp_size": ticket.tp_size,
-            "kvflow": {
-                "version": PROTOCOL_VERSION,
-                **{name: getattr(ticket, name) for name in _Offer.__struct_fields__},
-                "ranks": ranks,
-            },
+            "kvflow": {"version": PROTOCOL_VERSION, **offer, "ranks": ranks},
         }
 
     @classmethod
@@ -244,11 +297,17 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         ranks = self.ranks if isinstance(self.ranks, tuple) else ()
         if not ranks or not all(isinstance(rank, RankLease) for rank in ranks):
             raise RequestError(f"ticket: ranks: expected a tuple of RankLeases, got {shown(self.ranks)}")
-        for ids in (self.block_ids, *(rank.block_ids for rank in ranks if rank.block_ids is not None)):
-            if not isinstance(ids, tuple | list):  # msgspec would take a set, whose order is nobody's
-                raise RequestError(f"ticket: block_ids: expected a tuple of whole numbers, got {shown(ids)}")
+        more = [self.more_block_ids, *(rank.more_block_ids for rank in ranks)]
+        if not all(isinstance(tables, tuple | list) for tables in more):
+            raise RequestError(f"ticket: more_block_ids: expected a tuple, got {shown(self.more_block_ids)}")
+        first = [self.block_ids, *(rank.block_ids for rank in ranks if rank.block_ids is not None)]
+        for name, tables in (("block_ids", first), *zip(itertools.repeat("more_block_ids"), more)):
+            for ids in tables:
+                if not isinstance(ids, tuple | list):  # msgspec would take a set, whose order is nobody's
+                    raise RequestError(f"ticket: {name}: expected a tuple of whole numbers, got {shown(ids)}")
         values = msgspec.structs.asdict(self)
-        return _convert({**values, "ranks": tuple(map(msgspec.structs.asdict, ranks))}, Ticket)
+        plain = {"groups": _plain_groups(self.groups), "ranks": tuple(map(msgspec.structs.asdict, ranks))}
+        return _convert({**values, **plain}, Ticket)
 
 
 def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_MAX) -> Ticket:
@@ -259,11 +318,12 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         _check_values(read)
         return read
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
-    _check_sizes(params, block_ids_max)
+    nested = _check_sizes(params, block_ids_max)
     try:
-        raw = msgspec.convert(params, _TicketParams)
+        raw = msgspec.convert(params, _GroupedTicketParams if nested else _TicketParams)
     except Exception as error:
         raise _wrong(params, error) from error
+    tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
     offer = msgspec.structs.asdict(raw.kvflow)
     version, (first, *others) = offer.pop("version"), offer.pop("ranks")
     if version != PROTOCOL_VERSION:
@@ -273,7 +333,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     read = Ticket(
         engine_id=raw.remote_engine_id,
         request_id=raw.remote_request_id,
-        block_ids=raw.remote_block_ids,
+        block_ids=tables[0],
+        more_block_ids=tables[1:],
         tp_size=raw.tp_size,
         ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port), *others),
         **offer,
@@ -297,10 +358,32 @@ def _check_values(ticket: Ticket) -> None:
         raise RequestError(f"ticket: prompt_digest {ticket.prompt_digest[:80]!a} is not 32 hexadecimal digits")
     if len(ticket.ranks) > RANKS_MAX:
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, expected 1 to {RANKS_MAX}")
+    if ticket.groups or ticket.more_block_ids:
+        _check_groups(ticket)
     for lease in ticket.ranks:
         _check_lease(lease, ticket)
     if len(ticket.leases) < len(ticket.ranks):
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
+
+
+def _check_groups(ticket: Ticket) -> None:
+    groups = ticket.groups
+    if len(groups) != len(ticket.block_tables):
+        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
+    if groups[0].block_size != ticket.block_size:
+        raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
+    for group in groups:
+        window_fits = group.window == 0 if group.whole else 0 < group.window <= WINDOW_MAX
+        if not window_fits or not 0 < group.block_size <= INT64_MAX or not is_name(group.name, _NAME_CHARS_MAX):
+            what = f"kind {group.kind}, window {group.window}, block_size {group.block_size}"
+            raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
+
+
+def _plain_groups(groups: object) -> list[Any]:
+    """As `msgspec.convert` takes them."""
+    if not isinstance(groups, tuple) or not all(isinstance(group, GroupFacts) for group in groups):
+        raise RequestError(f"ticket: groups: expected a tuple of GroupFacts, got {shown(groups)}")
+    return [msgspec.structs.asdict(group) for group in groups]
 
 
 def check_lease(lease: RankLease, ticket: Ticket) -> None:
@@ -317,6 +400,10 @@ def _check_lease(lease: RankLease, ticket: Ticket) -> None:
     count = len(ticket.block_ids)
     if lease.block_ids is not None and len(lease.block_ids) != count:
         raise RequestError(f"ticket: {count} blocks, but {len(lease.block_ids)} of tp_rank {lease.tp_rank}")
+    if (ticket.more_block_ids or lease.more_block_ids) and lease.block_ids is not None:
+        counts, theirs = (tuple(map(len, tables)) for tables in (ticket.block_tables, lease.block_tables))
+        if counts != theirs:
+            raise RequestError(f"ticket: {counts} blocks by group, but {theirs} of tp_rank {lease.tp_rank}")
     if lease.tp_rank >= ticket.tp_size or lease.pp_rank >= ticket.pp_size:
         raise RequestError(
             f"ticket: tp_rank {lease.tp_rank} of {ticket.tp_size}, pp_rank {lease.pp_rank} of {ticket.pp_size}"
@@ -353,21 +440,27 @@ def _check_count(count: int, most: int) -> None:
 
 
 def _block_ids_in(ticket: Ticket) -> int:
-    return len(ticket.block_ids) + sum(map(len, filter(None, map(_BLOCK_IDS_OF, ticket.ranks))))
+    count = len(ticket.block_ids) + sum(map(len, filter(None, map(_BLOCK_IDS_OF, ticket.ranks))))
+    if ticket.more_block_ids or ticket.groups:
+        more = (ticket.more_block_ids, *map(_MORE_BLOCK_IDS_OF, ticket.ranks))
+        count += sum(len(ids) for tables in more for ids in tables)
+    return count
 
 
-def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> None:
+def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
     """RequestError if there are more block ids, ranks or fields than can be right: reading them would take long.
 
-    Judged before they are read, as far as it is a dict of a ticket.
+    Judged before they are read, as far as it is a dict of a ticket. Whether it has a block table for each of several
+    groups.
     """
     extra = params.get("kvflow")
     ranks = dict.get(extra, "ranks") if isinstance(extra, dict) else None
     ranks = ranks if isinstance(ranks, list | tuple) else ()
     if len(ranks) > RANKS_MAX:
         raise RequestError(f"ticket: it names {len(ranks)} ranks, expected 1 to {RANKS_MAX}")
-    count = 0
-    for part, name in ((params, "remote_block_ids"), (extra, ""), *zip(ranks, itertools.repeat("block_ids"))):
+    count, nested = 0, False
+    of_ranks = itertools.product(ranks, ("block_ids", "more_block_ids"))
+    for part, name in ((params, "remote_block_ids"), (extra, ""), *of_ranks):
         if not isinstance(part, dict):
             continue
         if dict.__len__(part) > _FIELDS_MAX:
@@ -375,10 +468,14 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> None:
         found = dict.get(part, name)
         if type(found) is list or type(found) is tuple:
             count += len(found)
+            if found and type(found[0]) in (list, tuple) and len(found) <= GROUPS_MAX:
+                count += sum(len(ids) for ids in found if isinstance(ids, list | tuple))
+                nested = nested or part is params
         elif isinstance(found, list | tuple | set | frozenset):
             count += checks.answer(found.__len__) or 0
     if count > block_ids_max:
         _check_count(count, block_ids_max)
+    return nested
 
 
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:

@@ -46,14 +46,15 @@ class SourceRead:
 
     origin: Source
     """The rank, connected, and its lease."""
-    block_map: BlockMap
+    tables: Sequence[BlockIds]
+    """The lease's blocks, by group."""
     seal: Piece
     """Where its seal is, and the word of ours that it is fetched to."""
     seal_index: int
     """Which word that is."""
     freshness: Freshness
-    chunks: list[Chunks] = field(default_factory=list)
-    """With that rank's block ids."""
+    chunks: list[tuple[BlockMap, Chunks]] = field(default_factory=list)
+    """With that rank's block ids, group after group."""
 
 
 class Read(NamedTuple):

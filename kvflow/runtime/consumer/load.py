@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvflow import checks
-from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.runtime.clock import Clock
@@ -25,14 +25,16 @@ class LoadRequest:
     """Fill `block_ids`, in prompt order, from the blocks that `ticket` offers.
 
     With fewer local than offered blocks (a prefix was cached), the tail of the offer is read; with none (all was
-    cached), nothing is read and the producer is told at once. `ticket` is a Ticket or its dict. `deadline_s` covers
-    every phase and defaults to Config.load_deadline_s. Where loads have to wait for each other, a smaller `priority`
-    goes first; loads of equal priority take turns.
+    cached), nothing is read and the producer is told at once. For a cache of several groups they are a list for each,
+    in order, or by the groups' names, where one that is missing has nothing to load.
+
+    `ticket` is a Ticket or its dict. `deadline_s` covers every phase and defaults to Config.load_deadline_s. Where
+    loads have to wait for each other, a smaller `priority` goes first; loads of equal priority take turns.
     """
 
     request_id: str
     ticket: Ticket | Mapping[str, Any]
-    block_ids: Sequence[int]
+    block_ids: GivenBlockIds
     deadline_s: float | None = None
     priority: int = 0
     prompt: Sequence[int] | None = None
@@ -52,7 +54,7 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
     given = checks.instance(request, LoadRequest, "load_blocks")
     request_id = checks.request_id(given.request_id, id_chars_max)
     try:
-        checks.count(given.block_ids, "block_ids", most=block_ids_max)
+        count_block_ids(given.block_ids, block_ids_max)
         deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
         priority = checks.whole(given.priority, "priority")
     except RequestError as error:
@@ -103,9 +105,9 @@ class Load:
     any task; `asyncio.shield(load)` keeps it going.
     """
 
-    def __init__(self, request_id: str, block_ids: BlockIds | tuple[int, ...]) -> None:
+    def __init__(self, request_id: str, tables: Sequence[BlockIds]) -> None:
         self.request_id = request_id
-        self._ids = block_ids
+        self._tables = tables
         self._task: asyncio.Task[LoadReport] | None = None
         self.flight: Flight | None = None
         """Only for `Loader`: what it has posted."""
@@ -122,8 +124,13 @@ class Load:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """The local blocks that it fills."""
-        return tuple(int(block) for block in self._ids)
+        """The local blocks that it fills; those of the first group, if there are several."""
+        return self.block_tables[0] if self._tables else ()
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The local blocks that it fills, by group."""
+        return tuple(tuple(ids.tolist()) for ids in self._tables)
 
     @property
     def done(self) -> bool:

@@ -15,6 +15,7 @@ from functools import partial
 from operator import attrgetter
 
 from kvflow.config import Config
+from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, Freshness
@@ -48,7 +49,7 @@ from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.memory.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 from kvflow.transport.base import TransportError
 
@@ -64,7 +65,10 @@ class _Load:
 
     request: LoadRequest
     ticket: Ticket
-    local_ids: BlockIds
+    tables: tuple[BlockIds, ...]
+    """The local blocks, by group."""
+    entries: BlockIds
+    """The same, as the ledger counts them."""
     timeout: asyncio.Timeout
     watch: Stopwatch
     handle: Load
@@ -91,7 +95,7 @@ class _Load:
         return LoadReport(
             request_id=self.request.request_id,
             bytes=flight.size_bytes if flight else 0,
-            blocks=len(self.local_ids) if flight else 0,
+            blocks=len(self.entries) if flight else 0,
             tokens=tokens,
             descriptors=flight.descriptor_count if flight else 0,
             sources=tuple(map(_LABEL_OF, self.read_from)),
@@ -209,14 +213,13 @@ class Loader:
             ticket = read_ticket(plain.ticket, ids_max)
             if plain.prompt is not None:
                 check_prompt(ticket, plain.prompt, what)
-            num_blocks = self._gear.ledger.num_blocks
-            local_ids = check_block_ids(plain.block_ids, num_blocks=num_blocks, what=f"{what}: block_ids")
+            tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
         except KVFlowError as error:
             self.refuse(request, error)
             raise
         deadline_s = self._config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
         timeout = asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s)
-        load = _Load(plain, ticket, local_ids, timeout, watch, Load(plain.request_id, local_ids))
+        load = _Load(plain, ticket, tables, entries, timeout, watch, Load(plain.request_id, tables))
         self._loads[load] = None
         self._quiet.clear()
         return load
@@ -251,28 +254,20 @@ class Loader:
             task.exception()  # seen: it is logged, and whoever awaits the load gets it
 
     async def _run(self, load: _Load) -> LoadReport:
-        request, ticket = load.request, load.ticket
+        ticket = load.ticket
         try:
             async with load.timeout:
                 if self._closed:
                     raise self._closed_error(load)
-                if not ticket.block_ids:
+                if not ticket.block_ids and not any(ticket.more_block_ids):
                     return load.report()
-                if len(load.local_ids) == 0:
+                if len(load.entries) == 0:
                     # A full hit: tell the producer. If it cannot be told its lease runs out, which costs us nothing.
                     load.watch.enter("notify")
                     return load.report(notified=await self._remote_leases.release(ticket))
                 load.watch.enter("handshake")
                 sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
-                chunks = match_chunks(
-                    load.local_ids,
-                    len(ticket.block_ids),
-                    local_block_size=self._local.cache_share.block_size,
-                    remote_block_size=ticket.block_size,
-                    num_tokens=ticket.num_tokens,
-                    what=f"request {request.request_id!r}",
-                )
-                return await self._read(load, sources, chunks)
+                return await self._read(load, sources)
         except TimeoutError:
             if self._closed:
                 raise self._closed_error(load) from None
@@ -283,23 +278,32 @@ class Loader:
         why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {load.watch.phase!r}"
         return RuntimeClosed(f"request {load.request.request_id!r}: {why}")
 
-    async def _read(self, load: _Load, sources: Sequence[Source], chunks: Sequence[Chunks]) -> LoadReport:
+    async def _read(self, load: _Load, sources: Sequence[Source]) -> LoadReport:
         load.watch.enter("plan")
         ticket = load.ticket
-        remote_ids = []
+        chunks: dict[tuple[int, int], tuple[Chunks, ...]] = {}
+        offered: list[Sequence[BlockIds]] = []
         for source in sources:
-            if source.connection.block_map is not None:
+            connection, wanted = source.connection, False
+            for block_map in connection.block_maps:
+                if block_map.of_groups not in chunks:
+                    chunks[block_map.of_groups] = self._match(load, block_map, connection.whole)
+                wanted = wanted or len(chunks[block_map.of_groups]) > 0
+            if wanted:
                 load.read_from.append(source)
-                offered = ticket.block_ids if source.lease.block_ids is None else source.lease.block_ids
+                given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
                 what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-                num_blocks = source.connection.regions.num_blocks
-                remote_ids.append(check_block_ids(offered, num_blocks=num_blocks, what=what))
-        flight = self._take_off(load, await self._admit(load))
+                tables = []
+                for ids, count in zip(given, connection.num_blocks, strict=True):
+                    tables.append(check_block_ids(ids, num_blocks=count, what=what))
+                offered.append(tables)
+        flight = self._take_off(load, await self._admit(load), offered)
         try:
-            for read, ids in zip(load.reads, remote_ids, strict=True):
-                for some in chunks:
-                    read.chunks.append(some.locate(ids))
-            groups = self._route.groups(load.reads, load.local_ids)
+            for read in load.reads:
+                for block_map in read.origin.connection.block_maps:
+                    for some in chunks[block_map.of_groups]:
+                        read.chunks.append((block_map, some.locate(read.tables[block_map.remote_group])))
+            groups = self._route.groups(load.reads, load.tables)
             load.watch.enter("wire")
             fresh = await flight.read(load.reads, groups)
         except (TransportError, CopyFailed) as error:
@@ -316,9 +320,30 @@ class Loader:
         load.watch.enter("notify")
         self._remote_leases.tell(sources)
         tokens = 0
-        for some in chunks:
-            tokens += len(some) * some.tokens
+        for found in chunks.values():
+            count = 0
+            for some in found:
+                count += len(some) * some.tokens
+            tokens = max(tokens, count)
         return load.report(tokens=tokens, notified=True)
+
+    def _match(self, load: _Load, block_map: BlockMap, wholes: Sequence[bool]) -> tuple[Chunks, ...]:
+        """Which chunks of one of their groups go to one of ours. RequestError if they do not go together.
+
+        `wholes` says of each of theirs whether its blocks hold the prompt from its first token on.
+        """
+        ticket, whole = load.ticket, wholes[block_map.remote_group]
+        tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
+        return match_chunks(
+            load.tables[block_map.local_group],
+            len(ticket.block_tables[block_map.remote_group]),
+            local_block_size=block_map.local.block.tokens,
+            remote_block_size=block_map.remote.block.tokens,
+            num_tokens=tokens,
+            needed_from=0 if whole else self._local.groups[block_map.local_group].first_needed(tokens),
+            whole=whole,
+            what=f"request {load.request.request_id!r}",
+        )
 
     async def _admit(self, load: _Load) -> Permit:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
@@ -341,24 +366,23 @@ class Loader:
                 self._reach.release(load.read_from)
         return permit
 
-    def _take_off(self, load: _Load, admission: Permit) -> Flight:
+    def _take_off(self, load: _Load, admission: Permit, offered: Sequence[Sequence[BlockIds]]) -> Flight:
         """Claim what a flight needs, now that it is admitted: its blocks, a word for each rank's seal, connections."""
         gear, request = self._gear, load.request
         load.admission = admission
         try:
             enter = load.watch.enter
-            flight = Flight(request.request_id, load.local_ids, request.priority, gear, enter, self._landed)
+            flight = Flight(request.request_id, load.entries, request.priority, gear, enter, self._landed)
         except KVFlowError:
             self._admissions.end(admission)
             raise
-        for source in load.read_from:
+        for source, tables in zip(load.read_from, offered, strict=True):
             connection, index = source.connection, gear.seals.take()
             assert index is not None, "there are as many words as ranks may be read from"
-            assert connection.block_map is not None, "something is read from it"
             seal = Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES)
             sure_s, quick_s = source.not_expired_before_s, connection.quick_read_max_s
             freshness = Freshness(staged=connection.staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
-            load.reads.append(SourceRead(source, connection.block_map, seal, index, freshness))
+            load.reads.append(SourceRead(source, tables, seal, index, freshness))
         self._reach.hold(load.read_from)
         self._unsafe[flight] = load
         load.flight = load.handle.flight = flight
@@ -401,7 +425,8 @@ class Loader:
                 error=error,
                 phase=load.watch.phase,
                 bytes=flight.size_bytes if flight else 0,
-                blocks=len(load.local_ids),
+                blocks=len(load.entries),
+                blocks_by_group=blocks_by_group(self._local.groups, load.tables),
                 descriptors=flight.descriptor_count if flight else 0,
                 seconds=load.watch.seconds,
                 traceparent=load.ticket.traceparent,

@@ -202,7 +202,7 @@ class RemoteLeases:
             num_tokens=ticket.num_tokens,
             blocks_digest=ticket.blocks_digest,
             lease_id=lease.lease_id if lease else None,
-            cache_share=self._local.cache_share,
+            cache_shares=self._local.cache_shares,
         )
         reply = await self._reach.when_served(partial(self._peers.release, peer, question))
         if isinstance(reply, messages.NoLease):

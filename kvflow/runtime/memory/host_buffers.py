@@ -8,13 +8,13 @@ there. The copies run on the copy thread: by kvflow's own function for torch dev
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
 from kvflow.config import Config
-from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import Regions, map_regions
+from kvflow.core.cache.groups import CacheGroup, LayerSet
+from kvflow.core.cache.regions import map_regions
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import ConfigError
@@ -34,28 +34,52 @@ called on kvflow's copy thread and returns when the bytes are there."""
 
 
 class HostBuffers:
-    """The host blocks of one runtime: their memory, which of them are free, and the copies to and from them."""
+    """The host blocks of one group: their memory, which of them are free, and the copies to and from them."""
 
-    def __init__(self, kv_caches: KVCaches, layout: CacheLayout, config: Config, copier: BlockCopier | None) -> None:
-        count = min(config.host_buffer_bytes_max // layout.block_size_bytes, layout.num_blocks)
-        if count < 1:
-            most, size = config.host_buffer_bytes_max, layout.block_size_bytes
-            raise ConfigError(f"host_buffer_bytes_max: {most} bytes hold no block, which has {size}")
-        self.layout = replace(layout, num_blocks=count)
-        pin = map_regions(layout, kv_caches).device.kind == "cuda"
-        self.caches = allocate_host_caches(cast(CacheTensors, kv_caches), layout, count, pin=pin)
-        self.regions: Regions = map_regions(self.layout, self.caches)
+    def __init__(self, group: CacheGroup, count: int, copier: BlockCopier | None) -> None:
+        self.block_size_bytes = group.block_size_bytes
         self.pool = Pool(count)
-        self._kv_caches = kv_caches
-        self._own_layout = layout
+        self._device = group.sets
         self._copier = copier
+        self._host = []
+        for caches, layout in group.sets:
+            pin = map_regions(layout, caches).device.kind == "cuda"
+            host_caches = allocate_host_caches(cast(CacheTensors, caches), layout, count, pin=pin)
+            self._host.append((host_caches, replace(layout, num_blocks=count)))
+
+    def sets(self, group: int) -> Iterator[LayerSet]:
+        """The host blocks as sets of layers of that group."""
+        for caches, layout in self._host:
+            yield LayerSet(group, caches, layout)
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks to the host or to the device; on the copy thread."""
-        device_caches = cast(CacheTensors, self._kv_caches)
         if self._copier is not None:
-            self._copier(self.caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
-        elif direction is CopyDirection.TO_HOST:
-            copy_blocks(device_caches, self.caches, self._own_layout, device_ids, host_ids)
-        else:
-            copy_blocks(self.caches, device_caches, self._own_layout, host_ids, device_ids)
+            host_caches = {name: layer for caches, _ in self._host for name, layer in caches.items()}
+            self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
+            return
+        for (device_layers, layout), (host_layers, _) in zip(self._device, self._host, strict=True):
+            device_caches = cast(CacheTensors, device_layers)
+            if direction is CopyDirection.TO_HOST:
+                copy_blocks(device_caches, host_layers, layout, device_ids, host_ids)
+            else:
+                copy_blocks(host_layers, device_caches, layout, host_ids, device_ids)
+
+
+def host_buffers(groups: Sequence[CacheGroup], config: Config, copier: BlockCopier | None) -> tuple[HostBuffers, ...]:
+    """Host blocks of each group, within Config.host_buffer_bytes_max in all: shared out by the groups' sizes.
+
+    ConfigError if a group gets no block.
+    """
+    sizes = [group.num_blocks * group.block_size_bytes for group in groups]
+    found = []
+    for group, size in zip(groups, sizes, strict=True):
+        bytes_max = config.host_buffer_bytes_max * size // sum(sizes)
+        count = min(bytes_max // group.block_size_bytes, group.num_blocks)
+        if count < 1:
+            most, what = config.host_buffer_bytes_max, "" if len(groups) == 1 else f" of group {group.name!r}"
+            raise ConfigError(
+                f"host_buffer_bytes_max: {most} bytes hold no block{what}, which has {group.block_size_bytes}"
+            )
+        found.append(HostBuffers(group, count, copier))
+    return tuple(found)

@@ -8,19 +8,19 @@ when all reads have landed. While one group is copied others are read.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kvflow.config import Config
-from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import Regions
-from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.cache.groups import LayerSet
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
@@ -31,9 +31,11 @@ from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
 
 
 class _Part(NamedTuple):
-    """What a load reads from one rank, and how to get at it through scratch memory; None reads it straight."""
+    """What a load reads of one set of a rank's layers, and how it gets there through scratch memory; None: straight."""
 
     source: SourceRead
+    block_map: BlockMap
+    chunks: Sequence[Chunks]
     permutation: Permutation | None
 
 
@@ -43,15 +45,14 @@ class Route:
     def __init__(
         self,
         config: Config,
-        kv_caches: KVCaches,
-        layout: CacheLayout,
+        sets: Sequence[LayerSet],
         scratch: Scratch,
-        staging: HostBuffers | None,
+        staging: Sequence[HostBuffers],
         copier: CopyThread,
     ) -> None:
+        """`sets` are where loads go: the cache's own or, with `staging`, those of the host blocks of each group."""
         self._config = config
-        self._kv_caches = kv_caches
-        self._layout = layout
+        self._sets = sets
         self._scratch = scratch
         self._staging = staging
         self._copier = copier
@@ -60,61 +61,60 @@ class Route:
     @property
     def buffers_used(self) -> int:
         """Host blocks and scratch buffers that are in use now."""
-        return self._scratch.used + (self._staging.pool.used if self._staging else 0)
+        return self._scratch.used + sum(buffers.pool.used for buffers in self._staging)
 
-    def _permutation(self, source: SourceRead) -> Permutation | None:
-        """How blocks of a peer are permuted, if they ever may be; made once per peer."""
-        block_map = source.block_map
+    def _permutation(self, block_map: BlockMap) -> Permutation | None:
+        """How blocks of a peer are permuted, if they ever may be; made once per peer and set of layers."""
         if block_map not in self._permutations:
-            self._permutations[block_map] = self._make_permutation(block_map, source.origin.connection.regions)
+            self._permutations[block_map] = self._make_permutation(block_map)
         return self._permutations[block_map]
 
-    def _make_permutation(self, block_map: BlockMap, remote: Regions) -> Permutation | None:
+    def _make_permutation(self, block_map: BlockMap) -> Permutation | None:
         if block_map.opaque or self._config.scratch == "never":
             return None
         if len(block_map.groups[block_map.chunk_tokens][0].local_offsets) == 1 and self._config.scratch == "auto":
             return None  # every block is one piece already
-        caches, layout = self._kv_caches, self._layout
-        if self._staging is not None:
-            caches, layout = self._staging.caches, self._staging.layout
+        remote = block_map.remote_whole
         whole = WholeBlocks(remote, block_map.heads, [theirs for _, theirs in block_map.places])
+        _, caches, layout = self._sets[block_map.local_set]
         return Permutation(caches, layout, block_map, whole, remote.parts)
 
-    def groups(self, sources: Sequence[SourceRead], local_ids: BlockIds) -> AsyncGenerator[CopyGroup, None]:
-        """Everything to read for a load into `local_ids`, in groups that take buffers when they are asked for."""
+    def groups(self, sources: Sequence[SourceRead], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
+        """Everything to read for a load into these blocks of each group, in groups that take buffers when asked for."""
         parts = []
-        straight = self._staging is None
+        straight = not self._staging
         for source in sources:
-            permutation = self._permutation(source)
-            if permutation is not None and not self._scratch_pays(source, permutation):
-                permutation = None
-            parts.append(_Part(source, permutation))
-            straight = straight and permutation is None and not source.origin.connection.staged
-        if straight:
-            return self._straight(sources)
-        grouping = Grouping(parts, self._staging)
-        if not grouping.fits(self._scratch.slot_bytes):
-            parts = [_Part(source, None) for source in sources]
-            grouping = Grouping(parts, self._staging)
-        return self._grouped(parts, grouping, local_ids)
+            straight = straight and not source.origin.connection.staged
+            for block_map in source.origin.connection.block_maps:
+                chunks = []
+                for its_map, some in source.chunks:
+                    if its_map is block_map:
+                        chunks.append(some)
+                permutation = self._permutation(block_map)
+                if permutation is not None and not self._scratch_pays(block_map, chunks, permutation):
+                    permutation = None
+                straight = straight and permutation is None
+                if chunks:
+                    parts.append(_Part(source, block_map, chunks, permutation))
+        return self._straight(sources) if straight else self._grouped(parts, tables)
 
-    def _scratch_pays(self, source: SourceRead, permutation: Permutation) -> bool:
+    def _scratch_pays(self, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation) -> bool:
         """Whether it is better to read a rank's blocks through scratch memory."""
         if self._config.scratch == "always":
             return True
-        block_map, whole = source.block_map, permutation.whole_blocks
-        chunks = sum(map(len, source.chunks))
-        remote_blocks = -(-chunks * block_map.chunk_tokens // whole.rows.tokens)
+        whole, count = permutation.whole_blocks, sum(map(len, chunks))
+        remote_blocks = -(-count * block_map.chunk_tokens // whole.rows.tokens)
         batches = -(-remote_blocks * whole.block_bytes // self._scratch.slot_bytes)
-        return prefer_scratch(block_map, whole, chunks=chunks, blocks=remote_blocks, batches=batches)
+        return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches)
 
-    def _slices(self, source: SourceRead, chunks: Sequence[Chunks], not_staged_max: int) -> Iterator[Read]:
+    def _slices(
+        self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]], not_staged_max: int
+    ) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
         carries_seal = source.origin.connection.carries_seals and not source.freshness.asked
         head: Piece | None = source.seal if carries_seal else None
         for descriptors in plan_slices(
-            source.block_map,
-            chunks,
+            reads,
             bytes_max=self._config.limits.slice_bytes_max,
             descriptors_max=self._config.limits.slice_descriptors_max,
             head=head,
@@ -134,28 +134,35 @@ class Route:
                 waiting.append(reads)
                 yield CopyGroup((read,))
 
-    async def _grouped(
-        self, parts: Sequence[_Part], grouping: Grouping, local_ids: BlockIds
-    ) -> AsyncGenerator[CopyGroup, None]:
-        """Groups of whole blocks of both sides."""
-        units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
-        for span in grouping.spans(local_ids, units):
-            yield await self._group(parts, span)
+    async def _grouped(self, parts: Sequence[_Part], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
+        """Group after group of layers, in spans of whole blocks of both sides."""
+        for at, local_ids in enumerate(tables):
+            of_group = [part for part in parts if part.block_map.local_group == at]
+            if not of_group:
+                continue
+            staging = self._staging[at] if self._staging else None
+            grouping = Grouping(of_group, staging)
+            if not grouping.fits(self._scratch.slot_bytes):
+                of_group = [part._replace(permutation=None) for part in of_group]
+                grouping = Grouping(of_group, staging)
+            units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
+            for span in grouping.spans(local_ids, units):
+                yield await self._group(of_group, span, staging)
 
-    async def _group(self, parts: Sequence[_Part], span: PromptSpan) -> CopyGroup:
+    async def _group(self, parts: Sequence[_Part], span: PromptSpan, staging: HostBuffers | None) -> CopyGroup:
         """Take the buffers of one group and say what to do with it. Gives them back if it is cancelled meanwhile."""
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:
-            host_ids = await self._take_host_blocks(span, releases)
+            host_ids = await self._take_host_blocks(span, staging, releases)
             slot: ScratchBuffer | None = None
             reads: list[Read] = []
             offset = 0
             for part in parts:
-                chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part.source)]
-                not_staged_max = span.not_staged_max(part.source)
+                chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
+                not_staged_max = span.not_staged_max(part)
                 if part.permutation is None:
-                    reads += self._slices(part.source, chunks, not_staged_max)
+                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks), not_staged_max)
                     continue
                 if slot is None:
                     slot = await self._scratch.take()
@@ -169,18 +176,20 @@ class Route:
             _run_all(releases)
             raise
         if host_ids is not None:
-            assert self._staging is not None
-            jobs.append(partial(self._staging.copy, CopyDirection.TO_DEVICE, span.local_ids, host_ids))
+            assert staging is not None
+            jobs.append(partial(staging.copy, CopyDirection.TO_DEVICE, span.local_ids, host_ids))
         return CopyGroup(reads, partial(_run_all, jobs) if jobs else None, partial(_run_all, releases))
 
-    async def _take_host_blocks(self, span: PromptSpan, releases: list[Callable[[], None]]) -> BlockIds | None:
-        """Host blocks for a group; a block that is not filled to its end is fetched first, so that its rest stays."""
-        if self._staging is None:
+    async def _take_host_blocks(
+        self, span: PromptSpan, staging: HostBuffers | None, releases: list[Callable[[], None]]
+    ) -> BlockIds | None:
+        """Host blocks for a group; a block that is written in part only is fetched first, so that its rest stays."""
+        if staging is None:
             return None
-        host_ids = await self._staging.pool.take(len(span.local_ids))
-        releases.append(partial(self._staging.pool.give_back, host_ids))
-        if span.partly_filled:
-            fetch = partial(self._staging.copy, CopyDirection.TO_HOST, span.local_ids[-1:], host_ids[-1:])
+        host_ids = await staging.pool.take(len(span.local_ids))
+        releases.append(partial(staging.pool.give_back, host_ids))
+        if kept := span.partly_written:
+            fetch = partial(staging.copy, CopyDirection.TO_HOST, span.local_ids[kept], host_ids[kept])
             fetching = asyncio.ensure_future(self._copier.run(fetch))
             try:
                 await asyncio.shield(fetching)
@@ -194,47 +203,53 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class PromptSpan:
-    """A stretch of the prompt: whole blocks of both sides, the last one possibly partly filled."""
+    """A stretch of the prompt: whole blocks of both sides, of which the first and the last may be written in part."""
 
     local_ids: BlockIds
     start_token: int
     stop_token: int
-    offered_tokens: int
+    read_tokens: range
+    """The tokens of the whole load: all of the prompt that is offered, or the end of it."""
 
     @property
-    def partly_filled(self) -> bool:
-        return self.stop_token > self.offered_tokens
+    def partly_written(self) -> list[int]:
+        """Positions among `local_ids` of blocks that keep some of what they hold."""
+        ends = {0: self.start_token < self.read_tokens.start, -1: self.stop_token > self.read_tokens.stop}
+        return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
 
-    def chunks_of(self, source: SourceRead) -> Iterator[Chunks]:
-        size = source.block_map.chunk_tokens
-        for some in source.chunks:
+    def chunks_of(self, part: _Part) -> Iterator[Chunks]:
+        size = part.block_map.chunk_tokens
+        for some in part.chunks:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
 
-    def not_staged_max(self, source: SourceRead) -> int:
-        """How many of the lease's blocks a staged rank need not have staged yet."""
-        size = source.block_map.remote.block.tokens
-        offered = -(-self.offered_tokens // size)
-        return max(offered - -(-self.stop_token // size), 0)
+    def not_staged_max(self, part: _Part) -> int:
+        """How many of the lease's blocks a staged rank need not have staged yet: its groups are staged in order."""
+        size = part.block_map.remote.block.tokens
+        offered = -(-self.read_tokens.stop // size)
+        later = sum(map(len, part.source.tables[part.block_map.remote_group + 1 :]))
+        return max(offered - -(-self.stop_token // size), 0) + later
 
 
 class Grouping:
-    """How a load is cut into groups: by units of the larger block where whole remote blocks are read, else by ours."""
+    """How a load of one group of layers is cut: by units of the larger block where whole remote blocks are read, else
+    by ours.
+    """
 
     def __init__(self, parts: Sequence[_Part], staging: HostBuffers | None) -> None:
-        self._local_tokens = parts[0].source.block_map.local.block.tokens
-        remote_tokens = parts[0].source.block_map.remote.block.tokens
-        whole = any(part.permutation for part in parts)
-        self._unit = max(self._local_tokens, remote_tokens) if whole else self._local_tokens
+        self._local_tokens = parts[0].block_map.local.block.tokens
+        permuted = [part for part in parts if part.permutation is not None]
+        self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
         self._host_blocks = None if staging is None else staging.pool.size
+        self._first = min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks)
         self._last = max(
-            (some.first + len(some) - 1) * part.source.block_map.chunk_tokens + some.tokens
+            (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
             for part in parts
-            for some in part.source.chunks
+            for some in part.chunks
         )
-        self._unit_bytes = sum(part.source.block_map.token_size_bytes for part in parts) * self._unit
+        self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * self._unit
         self.scratch_bytes = sum(
-            part.permutation.whole_blocks.block_bytes * (self._unit // remote_tokens)
-            for part in parts
+            part.permutation.whole_blocks.block_bytes * (self._unit // part.block_map.remote.block.tokens)
+            for part in permuted
             if part.permutation is not None
         )
         """Scratch memory that a unit takes."""
@@ -260,16 +275,13 @@ class Grouping:
 
     def spans(self, local_ids: BlockIds, units: int) -> Iterator[PromptSpan]:
         """Spans in prompt order; `local_ids` end with the block of the last token."""
-        blocks = -(-self._last // self._local_tokens)
-        first_block = blocks - len(local_ids)
-        step = units * self._unit
-        start = first_block * self._local_tokens // step * step
-        while start < self._last:
-            stop = min(start + step, blocks * self._local_tokens)
-            begin = max(start // self._local_tokens - first_block, 0)
-            end = stop // self._local_tokens - first_block
-            yield PromptSpan(local_ids[begin:end], start, stop, self._last)
-            start += step
+        size, step = self._local_tokens, units * self._unit
+        first_block = -(-self._last // size) - len(local_ids)
+        begin, end = self._first // size * size, -(-self._last // size) * size
+        for start in range(begin // step * step, end, step):
+            span_start, stop = max(start, begin), min(start + step, end)
+            ids = local_ids[span_start // size - first_block : stop // size - first_block]
+            yield PromptSpan(ids, span_start, stop, range(self._first, self._last))
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 
 from kvflow.checks import is_name
-from kvflow.core.cache.layout import PLAIN
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
-from kvflow.core.plan.block_map import BlockMap, HeadSlice
+from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import RemoteClock
@@ -66,9 +65,8 @@ class Handshakes:
             known = await self._agents.find(agent)
             if known is not None:
                 return known
-            share = topology.report_share(self._local.cache_share, reply.cache_share)
-            block_map = _block_map(reply, self._local, regions)
-            connection = Connection(agent, reply, regions, block_map, share)
+            share = topology.report_share(self._local.cache_shares, reply.cache_shares)
+            connection = Connection(agent, reply, regions, tuple(_block_maps(reply, self._local, regions)), share)
             try:
                 name = await self._agents.add(connection, reply.agent_metadata)
             except PeerGone as error:
@@ -197,12 +195,12 @@ def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerE
     """The error for a peer that said no."""
     if refusal.compatibility is not None:
         differences = ours.compatibility.differences(refusal.compatibility) or [_words(refusal.reason)]
-        if refusal.cache_share is not None:
+        if refusal.cache_shares:
             try:
-                messages.check_cache_share(refusal.cache_share)
+                messages.check_cache_shares(refusal.cache_shares)
             except messages.WireError as error:
                 return peer.failure(ProtocolError, str(error))
-            differences += topology.differences(ours.cache_share, refusal.cache_share)
+            differences += topology.differences(ours.cache_shares, refusal.cache_shares)
         return _incompatible(peer, differences)
     if refusal.version != messages.PROTOCOL_VERSION:
         versions = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {refusal.version}"
@@ -216,7 +214,7 @@ def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
     return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
-def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> Regions:
+def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
     """Check everything a peer says of itself before any of it is used."""
     if metadata.engine_id != peer.engine_id:
         raise peer.failure(PeerRefused, f"expected engine {peer.engine_id!r}, found {_words(metadata.engine_id)!r}")
@@ -227,27 +225,29 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> Regio
         sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
         raise peer.failure(ProtocolError, f"agent metadata checksum: {sums}")
     try:
-        regions = messages.regions_from_wire(metadata.regions)
-        messages.check_cache_share_of(metadata.cache_share, regions)
+        regions = tuple(map(messages.regions_from_wire, metadata.regions))
+        messages.check_sets(metadata.cache_shares, regions, metadata.groups)
         messages.check_seals(metadata.seals)
     except messages.WireError as error:
         raise peer.failure(ProtocolError, str(error)) from error
-    found = topology.differences(ours.cache_share, metadata.cache_share)
-    facts: list[tuple[str, object, object]] = [
-        ("attention", ours.cache_share.latent, metadata.cache_share.latent),
-        ("rank (pp, tp)", peer.rank[1:], (metadata.cache_share.pp_rank, metadata.cache_share.tp_rank)),
-        ("bytes of a head", _head_bytes(ours.regions), _head_bytes(regions)),
-    ]
-    if _opaque(ours):
-        mine, theirs = ((one.block, one.parts) for one in (ours.regions, regions))
-        facts.append(("opaque blocks (kv_format)", mine, theirs))
-    found += [f"{name}: ours {mine}, theirs {theirs}" for name, mine, theirs in facts if mine != theirs]
+    first = metadata.cache_shares[0]
+    found = topology.differences(ours.cache_shares, metadata.cache_shares)
+    found += _different("rank (pp, tp)", peer.rank[1:], (first.pp_rank, first.tp_rank))
+    for at, where, _, _ in topology.in_common(ours.cache_shares, metadata.cache_shares):
+        mine, theirs = ours.regions[at], regions[where]
+        found += _different("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
+        if _opaque(ours.cache_shares[at]):
+            found += _different("opaque blocks (kv_format)", (mine.block, mine.parts), (theirs.block, theirs.parts))
     reachable = {kind for kind, reached in DEVICES.items() if reached}
-    if regions.device.kind not in reachable:
-        found.append(f"device: ours {sorted(reachable)}, theirs {regions.device.kind}")
+    if regions[0].device.kind not in reachable:
+        found.append(f"device: ours {sorted(reachable)}, theirs {regions[0].device.kind}")
     if found:
-        raise _incompatible(peer, found)
+        raise _incompatible(peer, list(dict.fromkeys(found)))
     return regions
+
+
+def _different(name: str, ours: object, theirs: object) -> list[str]:
+    return [] if ours == theirs else [f"{name}: ours {ours}, theirs {theirs}"]
 
 
 def _head_bytes(regions: Regions) -> int:
@@ -255,22 +255,21 @@ def _head_bytes(regions: Regions) -> int:
     return regions.block.run * len(regions.parts)
 
 
-def _opaque(ours: LocalRank) -> bool:
+def _opaque(share: topology.CacheShare) -> bool:
     """Whether blocks mean more than values at strides, so that only whole ones of the same shape can be read."""
-    return ours.compatibility.kv_format != PLAIN
+    return not share.plain
 
 
-def _block_map(metadata: messages.Metadata, ours: LocalRank, regions: Regions) -> BlockMap | None:
-    """What we read from a rank; None if nothing."""
-    theirs = metadata.cache_share
-    source = topology.source_at(ours.cache_share, theirs)
-    if source is None or source.heads == 0 or set(ours.cache_share.layers).isdisjoint(theirs.layers):
-        return None
-    return BlockMap(
-        ours.regions,
-        regions,
-        heads=HeadSlice(source.local_start, source.remote_start, source.heads),
-        local_layers=ours.cache_share.layers,
-        remote_layers=theirs.layers,
-        opaque=_opaque(ours),
-    )
+def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
+    """What we read from a rank, for each pair of sets that have layers in common."""
+    for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
+        source = topology.source_at(mine, theirs)
+        if source is not None and source.heads:
+            yield BlockMap(
+                ours.regions[at],
+                regions[where],
+                heads=HeadSlice(source.local_start, source.remote_start, source.heads),
+                layers=LayersOf(mine.layers, theirs.layers),
+                opaque=_opaque(mine),
+                of=SetPair(at, mine.group, theirs.group),
+            )

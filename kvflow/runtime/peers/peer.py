@@ -6,13 +6,14 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.topology import CacheShare, Parallelism, ReportShare
+from kvflow.core.plan.topology import CacheShare, Parallelism, ReportShare, layers_of, parallelism_of
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
@@ -34,13 +35,17 @@ _QUESTIONS_AT_ONCE_MAX = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRank:
-    """What this rank tells peers and compares with theirs; complete once a cache is registered."""
+    """What this rank tells peers and compares with theirs; complete once a cache is registered.
+
+    There is a cache share and a table of regions for each set of layers that look alike.
+    """
 
     reader: str
     caller: messages.Caller
     compatibility: messages.Compatibility
-    cache_share: CacheShare
-    regions: Regions
+    cache_shares: tuple[CacheShare, ...]
+    regions: tuple[Regions, ...]
+    groups: tuple[GroupFacts, ...]
 
 
 class Connection:
@@ -50,24 +55,32 @@ class Connection:
         self,
         agent: AgentName,
         metadata: messages.Metadata,
-        regions: Regions,
-        block_map: BlockMap | None,
+        regions: Sequence[Regions],
+        block_maps: tuple[BlockMap, ...],
         report_share: ReportShare,
     ) -> None:
         self.agent = agent
         self.incarnation = metadata.incarnation
-        self.layers = metadata.cache_share.layers
-        self.parallelism = metadata.cache_share.parallelism
-        self.regions = regions
-        self.block_map = block_map
-        """What we read from it; None if we only report to it."""
+        self.layers = layers_of(metadata.cache_shares)
+        self.parallelism = parallelism_of(metadata.cache_shares)
+        self.groups = metadata.groups
+        self.told_groups = told_groups(metadata.groups)
+        of_group = {share.group: one.num_blocks for share, one in zip(metadata.cache_shares, regions, strict=True)}
+        self.num_blocks = tuple(of_group[at] for at in range(len(self.groups)))
+        """Of each of its groups."""
+        self.whole = tuple(group.whole for group in self.groups)
+        """Whether the blocks of each group hold a prompt from its first token on."""
+        self.block_maps = block_maps
+        """What we read from it, for each pair of sets of layers; none if we only report to it."""
         self.report_share = report_share
         self.staged = metadata.staged
         self.quick_read_max_s = quick_read_max_s(metadata.seals.hold_s)
         # Seals lie in host memory on both sides; a read is of one kind of memory on each. A staged rank's seal has to
         # be seen before anything is read.
         self.carries_seals = (
-            block_map is not None and not self.staged and block_map.local.device == block_map.remote.device == HOST
+            len(block_maps) > 0
+            and not self.staged
+            and block_maps[0].local.device == block_maps[0].remote.device == HOST
         )
         self.seals = metadata.seals
         self.users = 0
@@ -205,8 +218,21 @@ class Reaching(Protocol):
     def failed(self, source: Source, why: str) -> None: ...
 
 
+def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
+    """How many blocks of each group these are."""
+    return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
+
+
+def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
+    """What tickets say of an engine's groups: nothing where there is one, of full attention."""
+    return () if len(groups) == 1 and groups[0].whole else groups
+
+
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:
-    """PeerIncompatible unless a rank's engine is cut as the ticket says."""
+    """PeerIncompatible unless a rank's engine is cut, and its layers are grouped, as the ticket says."""
+    if ticket.groups != connection.told_groups:
+        told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
+        raise peer.at.failure(PeerIncompatible, f"groups: the ticket says {told}, the rank {has}")
     said, true = ticket.parallelism, connection.parallelism
     if said != true:
         fields = zip(Parallelism._fields, said, true, strict=True)

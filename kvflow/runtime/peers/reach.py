@@ -68,6 +68,7 @@ class Reach:
         self._config = context.config
         self._clock = context.clock
         self._local = local
+        self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self._plans: dict[tuple[Parallelism, int], _Plan] = {}
 
@@ -89,14 +90,13 @@ class Reach:
         if reached is None:
             await self.check(ticket)
             reached = await self._reach_in_steps(ticket, found)
-        ours = self._local.cache_share
         stages: dict[int, tuple[int, ...]] = {}
         sources: list[Source] = []
         for peer, connection, source in reached:
             stages[peer.rank.pp] = connection.layers
             if source is not None:
                 sources.append(source)
-        problem = _missing_layers(ours.layers, tuple(stages.values()), whole=ours.pp_size == 1)
+        problem = _missing_layers(self._layers, tuple(stages.values()), whole=self._config.pp_size == 1)
         if problem:
             raise self._incompatible(ticket, [problem])
         return sources
@@ -112,7 +112,9 @@ class Reach:
             connection = peer.current if peer is not None else None
             if lease is None or peer is None or connection is None or connection.incarnation != lease.incarnation:
                 return None
-            if connection.parallelism != parallelism or not 0 <= lease.seal_index < connection.seals.count:
+            if connection.parallelism != parallelism or connection.told_groups != ticket.groups:
+                return None
+            if not 0 <= lease.seal_index < connection.seals.count:
                 return None
             source, surely_s = None, -math.inf
             if connection.report_share.numerator > 0:
@@ -235,7 +237,7 @@ class Reach:
         if found is None:
             if len(self._plans) >= _PLANS_MAX:
                 self._plans.clear()
-            found = _make_plan(self._local.cache_share, parallelism, dp_rank, self._config.limits.load_ranks_max)
+            found = _make_plan(self._local.cache_shares, parallelism, dp_rank, self._config.limits.load_ranks_max)
             self._plans[parallelism, dp_rank] = found
         return found
 
@@ -292,6 +294,7 @@ class Reach:
             host=ticket.first.host,
             port=ticket.first.port,
             block_ids=reply.block_ids,
+            more_block_ids=reply.more_block_ids,
         )
         check_lease(lease, ticket)
         return lease
@@ -306,20 +309,33 @@ def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:
     return next((one for one in ranks if ticket.find(one.rank) is not None), ranks[0])
 
 
-def _make_plan(ours: topology.CacheShare, parallelism: Parallelism, dp_rank: int, ranks_max: int) -> _Plan:
-    """The ranks are counted before there is a list of them: a ticket can say a million."""
-    theirs = msgspec.structs.replace(ours, tp_rank=0, pp_rank=0, **parallelism._asdict())
+def _make_plan(ours: Sequence[topology.CacheShare], parallelism: Parallelism, dp_rank: int, ranks_max: int) -> _Plan:
+    """The ranks are counted before there is a list of them: a ticket can say a million.
+
+    A ticket says what kinds of layers there are, not which layers: each of ours is looked at beside each of theirs that
+    it could be, so that there may be ranks with which we turn out to have nothing to do.
+    """
     stages = topology.stages_max(ours)
     if parallelism.pp_size > stages:
         return _Plan(f"pp_size {parallelism.pp_size}, but the model has {stages} layers: each stage has one", (), ())
-    problems = tuple(topology.differences(ours, theirs))
-    sources = () if problems else topology.sources_of(ours, theirs)
-    count = parallelism.pp_size * len(sources)
+    problems: list[str] = []
+    tp_ranks: set[int] = set()
+    for mine in ours:
+        theirs = [msgspec.structs.replace(mine, tp_rank=0, pp_rank=0, **kind) for kind in parallelism.kinds]
+        differences = [topology.differences((mine,), (other,)) for other in theirs]
+        for other, found in zip(theirs, differences, strict=True):
+            if not found:
+                tp_ranks |= {source.tp_rank for source in topology.sources_of(mine, other)}
+        if all(differences):
+            problems += differences[0]
+    if problems:
+        return _Plan("", tuple(dict.fromkeys(problems)), ())
+    count = parallelism.pp_size * len(tp_ranks)
     if count > ranks_max:
         engine = f"tp_size {parallelism.tp_size}, pp_size {parallelism.pp_size}"
         return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {ranks_max} (load_ranks_max)", (), ())
-    ranks = (Rank(dp_rank, pp, source.tp_rank) for pp in range(parallelism.pp_size) for source in sources)
-    return _Plan("", problems, tuple(ranks))
+    ranks = (Rank(dp_rank, pp, tp) for pp in range(parallelism.pp_size) for tp in sorted(tp_ranks))
+    return _Plan("", (), tuple(ranks))
 
 
 def _expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:

@@ -305,7 +305,7 @@ class Peers:
         peer.met = True
         peer.tried_incarnations = {connection.incarnation}
         peer.last_error = ""
-        if connection.block_map is None:  # nothing will be read from it, which would end a row of failures
+        if not connection.block_maps:  # nothing will be read from it, which would end a row of failures
             peer.circuit = NEVER_FAILED
         if before is not None and before is not connection:
             self._leave(before)

@@ -11,8 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.plan.descriptors import BlockIds, check_block_ids
+from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.freshness import SealTable
 from kvflow.errors import RequestError
@@ -25,12 +25,15 @@ class HeldBlocks:
     """What one lease has taken."""
 
     lease_id: str
-    ids: BlockIds
+    tables: tuple[BlockIds, ...]
+    """Its blocks, by group."""
+    entries: BlockIds
+    """The same, as the ledger counts them."""
     seal_index: int
-    host_ids: BlockIds | None
+    host_tables: tuple[BlockIds, ...] | None
     """Where peers read the blocks, with host staging."""
     staged: int = 0
-    """How many of them are there."""
+    """How many of them are there, group after group."""
     copying: bool = False
     closed: bool = False
     on_free: Callable[[], None] | None = None
@@ -42,37 +45,61 @@ class OfferedBlocks:
 
     def __init__(
         self,
-        layout: CacheLayout,
+        groups: Sequence[GroupFacts],
         ledger: BlockLedger,
         seals: SealTable,
-        staging: HostBuffers | None,
+        staging: Sequence[HostBuffers],
         copy_thread: CopyThread,
         copy_bytes_max: int,
     ) -> None:
-        self._layout = layout
+        """`staging` has the host blocks of each group, or none if peers read the cache itself."""
+        self._groups = groups
         self._ledger = ledger
         self._seals = seals
         self._staging = staging
         self._copy_thread = copy_thread
-        self._copy_blocks_max = max(copy_bytes_max // layout.block_size_bytes, 1)
+        self._copy_bytes_max = copy_bytes_max
 
-    def take(self, block_ids: Sequence[int], num_tokens: int, what: str, lease_id: str) -> HeldBlocks:
+    def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str) -> HeldBlocks:
         """Take what a lease needs. Raises RequestError, and changes nothing then."""
-        size = self._layout.block_size
-        ids = check_block_ids(block_ids, num_blocks=self._layout.num_blocks, what=f"{what}: block_ids")
-        filled = -(-num_tokens // size)
-        if len(ids) > filled:
-            raise RequestError(f"{what}: {len(ids)} block ids, but {num_tokens} tokens fill {filled} blocks of {size}")
+        tables, entries = self._ledger.find(block_ids, f"{what}: block_ids")
+        self._check_counts(tuple(map(len, tables)), num_tokens, what)
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:
                 raise RequestError(f"{what}: {self._seals.count} leases are open (leases_max)")
             undo.callback(self._seals.give_back, seal_index)
-            self._ledger.lease(ids)
-            undo.callback(self._ledger.release, ids)
-            host_ids = self._take_host_blocks(what, len(ids))
+            self._ledger.lease(entries)
+            undo.callback(self._ledger.release, entries)
+            host_tables = self._take_host_blocks(what, tables, undo) if self._staging and len(entries) else None
             undo.pop_all()
-        return HeldBlocks(lease_id=lease_id, ids=ids, seal_index=seal_index, host_ids=host_ids)
+        return HeldBlocks(
+            lease_id=lease_id, tables=tables, entries=entries, seal_index=seal_index, host_tables=host_tables
+        )
+
+    def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> None:
+        """RequestError unless so many blocks of each group can hold so many tokens of a prompt, and its windows."""
+        tokens = num_tokens
+        for group, count in zip(self._groups, counts, strict=True):
+            self._check_filled(group, count, num_tokens, what)
+            tokens = min(tokens, count * group.block_size) if group.whole else tokens
+        for group, count in zip(self._groups, counts, strict=True):
+            if group.whole or not any(counts):
+                continue
+            self._check_filled(group, count, tokens, what)
+            needed = -(-tokens // group.block_size) - group.first_needed(tokens) // group.block_size
+            if count < needed:
+                why = f"{needed} hold what {tokens} tokens need ({group.kind}, window {group.window})"
+                raise RequestError(f"{what}: {count} block ids{self._of(group)}, but {why}")
+
+    def _check_filled(self, group: GroupFacts, count: int, tokens: int, what: str) -> None:
+        size, filled = group.block_size, -(-tokens // group.block_size)
+        if count > filled:
+            given = f"{count} block ids{self._of(group)}"
+            raise RequestError(f"{what}: {given}, but {tokens} tokens fill {filled} blocks of {size}")
+
+    def _of(self, group: GroupFacts) -> str:
+        return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
     def open(self, held: HeldBlocks, on_error: Callable[[BaseException], None]) -> None:
         """Set the seal, so that readers find the lease, and begin to stage the blocks.
@@ -80,8 +107,8 @@ class OfferedBlocks:
         `on_error` is told why they cannot be staged, if they cannot.
         """
         self._seal(held)
-        if held.host_ids is not None:
-            self._stage_next(held, held.host_ids, on_error)
+        if held.host_tables is not None:
+            self._stage_next(held, held.host_tables, on_error)
 
     def close(self, held: HeldBlocks) -> None:
         """Wipe the seal: no read that looks at it from now on succeeds."""
@@ -94,28 +121,37 @@ class OfferedBlocks:
         if not held.copying:
             self._free(held, on_free)
 
-    def _take_host_blocks(self, what: str, count: int) -> BlockIds | None:
+    def _take_host_blocks(self, what: str, tables: Sequence[BlockIds], undo: ExitStack) -> tuple[BlockIds, ...]:
         """Host blocks for a lease; RequestError if there are not enough now."""
-        if self._staging is None or count == 0:
-            return None
-        pool = self._staging.pool
-        host_ids = pool.take_nowait(count)
-        if host_ids is None:
-            room = f"{pool.size - pool.used} of {pool.size} are free (host_buffer_bytes_max)"
-            raise RequestError(f"{what}: {count} host blocks are needed, {room}")
-        return host_ids
+        found = []
+        for ids, buffers in zip(tables, self._staging, strict=True):
+            host_ids = buffers.pool.take_nowait(len(ids)) if len(ids) else ids
+            if host_ids is None:
+                free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
+                room = f"{free} of {size} are free (host_buffer_bytes_max)"
+                raise RequestError(f"{what}: {len(ids)} host blocks are needed, {room}")
+            undo.callback(buffers.pool.give_back, host_ids)
+            found.append(host_ids)
+        return tuple(found)
 
     def _seal(self, held: HeldBlocks) -> None:
-        self._seals.seal(held.seal_index, held.lease_id, 0 if held.host_ids is None else len(held.ids) - held.staged)
+        not_staged = 0 if held.host_tables is None else len(held.entries) - held.staged
+        self._seals.seal(held.seal_index, held.lease_id, not_staged)
 
-    def _stage_next(self, held: HeldBlocks, host_ids: BlockIds, on_error: Callable[[BaseException], None]) -> None:
-        """Copy the next group of blocks to the host, until all are there or the lease has ended."""
-        assert self._staging is not None
-        group = slice(held.staged, held.staged + self._copy_blocks_max)
-        count = len(held.ids[group])
-        if held.closed or count == 0:
+    def _stage_next(
+        self, held: HeldBlocks, host_tables: Sequence[BlockIds], on_error: Callable[[BaseException], None]
+    ) -> None:
+        """Copy the next blocks of a group to the host, until all are there or the lease has ended."""
+        if held.closed or held.staged == len(held.entries):
             return
-        copy = partial(self._staging.copy, CopyDirection.TO_HOST, held.ids[group], host_ids[group])
+        group, first = 0, held.staged
+        while first >= len(held.tables[group]):
+            first -= len(held.tables[group])
+            group += 1
+        buffers = self._staging[group]
+        some = slice(first, first + max(self._copy_bytes_max // buffers.block_size_bytes, 1))
+        count = len(held.tables[group][some])
+        copy = partial(buffers.copy, CopyDirection.TO_HOST, held.tables[group][some], host_tables[group][some])
 
         def copied(error: BaseException | None) -> None:
             held.copying = False
@@ -124,7 +160,7 @@ class OfferedBlocks:
             elif not held.closed:
                 held.staged += count
                 self._seal(held)
-                self._stage_next(held, host_ids, on_error)
+                self._stage_next(held, host_tables, on_error)
             if held.on_free is not None:
                 self._free(held, held.on_free)
 
@@ -133,7 +169,7 @@ class OfferedBlocks:
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """The producer may reuse the blocks (invariant I3)."""
-        self._ledger.release(held.ids)
-        if self._staging is not None and held.host_ids is not None:
-            self._staging.pool.give_back(held.host_ids)
+        self._ledger.release(held.entries)
+        for host_ids, buffers in zip(held.host_tables or (), self._staging, strict=False):
+            buffers.pool.give_back(host_ids)
         on_free()

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvflow import checks
 from kvflow.config import Config
+from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
@@ -21,6 +22,9 @@ from kvflow.runtime.own_loop import require_loop
 class ServeRequest:
     """Offer `block_ids`, in prompt order, which hold the first `num_tokens` tokens of a prompt.
 
+    For a cache of several groups they are a list for each, in order, or by the groups' names. A group with a window
+    gives the prompt's last blocks, at least those that hold tokens of the window.
+
     The last block may be partly filled. Engines that offer full blocks only may give fewer blocks than the tokens
     need; no blocks at all is legal too (a prompt shorter than one block). `ttl_s` defaults to Config.lease_ttl_s;
     the lease is over once `reader_count` engines have read: how many ranks each of them has, its readers say.
@@ -28,7 +32,7 @@ class ServeRequest:
     """
 
     request_id: str
-    block_ids: Sequence[int]
+    block_ids: GivenBlockIds
     num_tokens: int
     ttl_s: float | None = None
     reader_count: int = 1
@@ -46,7 +50,7 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
     given = checks.instance(request, ServeRequest, "serve_blocks")
     request_id = checks.request_id(given.request_id, config.limits.request_id_chars_max)
     try:
-        checks.count(given.block_ids, "block_ids", most=config.limits.block_ids_max)
+        count_block_ids(given.block_ids, config.limits.block_ids_max)
         return ServeRequest(
             request_id,
             given.block_ids,
@@ -110,7 +114,13 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
+        """Its blocks; those of the first group, if there are several."""
         return self.ticket.block_ids
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """Its blocks, by group."""
+        return self.ticket.block_tables
 
     @property
     def state(self) -> LeaseState:

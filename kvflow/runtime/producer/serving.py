@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvflow.core.plan import topology
-from kvflow.core.plan.topology import CacheShare
+from kvflow.core.plan.topology import parallelism_of
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent
 from kvflow.core.protocol import messages
@@ -34,6 +34,7 @@ from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, checked_serve_request
 from kvflow.runtime.records import LeaseRecord
@@ -53,11 +54,11 @@ class _Offer:
 class Serving:
     """All open leases of a runtime."""
 
-    def __init__(self, context: RankContext, cache_share: CacheShare, blocks: OfferedBlocks) -> None:
+    def __init__(self, context: RankContext, local: LocalRank, blocks: OfferedBlocks) -> None:
         self._context = context
         self._config = context.config
         self._clock = context.clock
-        self._cache_share = cache_share
+        self._local = local
         self._blocks = blocks
         self._book = LeaseBook(hold_s=context.config.limits.seal_hold_s, lifetime_s=context.config.lease_lifetime_s)
         self._offers: dict[LeaseEntry, _Offer] = {}
@@ -94,14 +95,14 @@ class Serving:
         lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
         held = self._blocks.take(request.block_ids, request.num_tokens, what, lease_id)
         offered_s = self._clock.now_s()
-        ticket = _ticket(self._context, self._cache_share, request, held, digest=digest, now_s=offered_s)
+        ticket = _ticket(self._context, self._local, request, held, digest=digest, now_s=offered_s)
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
                 request_id=request.request_id,
                 ttl_s=ticket.ttl_s,
                 reader_count=request.reader_count,
-                holds_blocks=len(held.ids) > 0,
+                holds_blocks=len(held.entries) > 0,
             ),
             offered_s,
         )
@@ -110,7 +111,7 @@ class Serving:
         self._offers[entry] = _Offer(lease, held, outcome)
         self._all_ended.clear()
         self._blocks.open(held, partial(self._not_staged, entry))
-        if len(held.ids) == 0:
+        if len(held.entries) == 0:
             self._end(entry, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
         else:
             self._set_timer()
@@ -139,7 +140,7 @@ class Serving:
         if entry is None:
             return messages.NoLease(ended=self._book.served(question.request_id))
         ticket = self._offers[entry].lease.ticket
-        if (ticket.num_tokens, messages.digest_of(ticket.block_ids)) != (question.num_tokens, question.blocks_digest):
+        if (ticket.num_tokens, ticket.blocks_digest) != (question.num_tokens, question.blocks_digest):
             return messages.NoLease(ended=True)
         own = ticket.first
         return messages.LeaseFound(
@@ -149,6 +150,7 @@ class Serving:
             lease_id=own.lease_id,
             seal_index=own.seal_index,
             block_ids=own.block_ids,
+            more_block_ids=own.more_block_ids,
         )
 
     def serves(self, request_id: str | None) -> bool:
@@ -157,11 +159,11 @@ class Serving:
 
     def release(self, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
         """A reader that is not connected needs a lease's blocks no more. WireError if it cannot be what it says."""
-        messages.check_cache_share(question.cache_share)
-        problems = topology.differences(self._cache_share, question.cache_share)
+        messages.check_cache_shares(question.cache_shares)
+        problems = topology.differences(self._local.cache_shares, question.cache_shares)
         if problems:
             raise messages.WireError("; ".join(problems))
-        share = topology.report_share(question.cache_share, self._cache_share)
+        share = topology.report_share(question.cache_shares, self._local.cache_shares)
         if share.numerator > 0:  # else other readers release it
             lease_id = question.lease_id
             if lease_id is None:
@@ -254,7 +256,8 @@ class Serving:
             rank=self._context.identity.rank,
             request_id=ticket.request_id,
             outcome=outcome,
-            blocks=len(ticket.block_ids),
+            blocks=sum(map(len, ticket.block_tables)),
+            blocks_by_group=blocks_by_group(self._local.groups, ticket.block_tables),
             tokens=ticket.num_tokens,
             readers=len(entry.readers),
             seconds={"offered": entry.ended_s - entry.offered_s, "held": self._clock.now_s() - entry.ended_s},
@@ -263,9 +266,12 @@ class Serving:
 
 
 def _ticket(
-    context: RankContext, share: CacheShare, request: ServeRequest, held: HeldBlocks, *, digest: str, now_s: float
+    context: RankContext, local: LocalRank, request: ServeRequest, held: HeldBlocks, *, digest: str, now_s: float
 ) -> Ticket:
     config, identity = context.config, context.identity
+    first, *more = (tuple(ids.tolist()) for ids in held.tables)
+    host = [tuple(ids.tolist()) for ids in held.host_tables or ()]
+    kinds = parallelism_of(local.cache_shares)
     ttl_s = config.lease_ttl_s if request.ttl_s is None else request.ttl_s
     own = RankLease(
         pp_rank=config.pp_rank,
@@ -276,20 +282,24 @@ def _ticket(
         expires_s=now_s + ttl_s,
         host=identity.host,
         port=identity.port,
-        block_ids=None if held.host_ids is None else tuple(held.host_ids.tolist()),
+        block_ids=host[0] if host else None,
+        more_block_ids=tuple(host[1:]),
     )
     return Ticket(
         engine_id=config.engine_id,
         request_id=request.request_id,
-        block_ids=tuple(held.ids.tolist()),
+        block_ids=first,
+        more_block_ids=tuple(more),
         num_tokens=request.num_tokens,
         ttl_s=ttl_s,
         tp_size=config.tp_size,
         pp_size=config.pp_size,
         dp_rank=config.dp_rank,
-        block_size=share.block_size,
-        kv_heads=share.kv_heads,
-        model_kv_heads=share.model_kv_heads,
+        block_size=kinds.block_size,
+        kv_heads=kinds.kv_heads,
+        model_kv_heads=kinds.model_kv_heads,
+        more_kinds=kinds.more,
+        groups=told_groups(local.groups),
         fixed_ports=config.listen_port > 0,
         ranks=(own,),
         traceparent=request.traceparent,

@@ -82,7 +82,7 @@ def test_the_layout_says_what_the_recipe_says(recipe: Recipe) -> None:
 def test_spans_hold_the_cache_and_nothing_of_other_allocations(recipe: Recipe) -> None:
     """Registering a byte too few breaks reads; a byte too many may belong to somebody else."""
     cache = Cache(recipe)
-    spans = map_spans(cache.tensors)
+    spans = map_spans(cache.tensors.items())
     allocations = [(storage.data_ptr(), storage.data_ptr() + storage.numel()) for storage in cache.storages]
     for span in spans:
         assert any(start <= span.address and span.address + span.size_bytes <= end for start, end in allocations)
@@ -116,7 +116,7 @@ def test_the_style_is_read_off_the_shape(
 def test_a_pair_may_be_a_list() -> None:
     caches: dict[str, Any] = {"l0": [torch.zeros(B, N, H, D), torch.zeros(B, N, H, D)]}
     assert CacheLayout.infer(caches, order="NHD", block_size=N).style is KVStyle.APART
-    assert len(map_spans(caches)) == 2
+    assert len(map_spans(caches.items())) == 2
 
 
 @each("style", [KVStyle.KV_FIRST, "blocks_first"])
@@ -143,14 +143,14 @@ WHOLE = torch.zeros(B, 3, 2, N, H, D)
     ],
 )
 def test_spans_are_joined_where_they_overlap(caches: dict[str, torch.Tensor], expected: list[torch.Tensor]) -> None:
-    assert [(span.address, span.size_bytes) for span in map_spans(caches)] == [
+    assert [(span.address, span.size_bytes) for span in map_spans(caches.items())] == [
         (tensor.data_ptr(), tensor.nbytes) for tensor in expected
     ]
 
 
 def test_the_device_is_named() -> None:
-    assert device_of({"l0": torch.zeros(2, B, N, H, D)}) == Device("cpu", 0)
-    assert device_of({"l0": torch.zeros(2, B, N, H, D, device="meta")}) == Device("meta", 0)
+    assert device_of([("l0", torch.zeros(2, B, N, H, D))]) == Device("cpu", 0)
+    assert device_of([("l0", torch.zeros(2, B, N, H, D, device="meta"))]) == Device("meta", 0)
 
 
 def kv_first(**changes: Any) -> torch.Tensor:

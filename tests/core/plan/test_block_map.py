@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
-from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap
+from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, RegionMap
 from kvflow.core.plan.descriptors import plan_read
 from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides, sides
@@ -142,7 +142,7 @@ def test_a_head_slice_is_not_fused_beyond_itself() -> None:
     hnd = replace(BLOCKS_TOGETHER, hnd_in_memory=True)
     for heads, expected in ((HeadSlice(1, 1, 1), 6), (HeadSlice(0, 0, 2), 1)):
         here, there = regions_of(Cache(hnd)), regions_of(Cache(hnd))
-        block_map = BlockMap(here, there, heads=heads, local_layers=(0, 1, 2), remote_layers=(0, 1, 2))
+        block_map = BlockMap(here, there, heads=heads, layers=LayersOf((0, 1, 2), (0, 1, 2)))
         assert pair_count(block_map.groups[4]) == expected
 
 
@@ -153,7 +153,7 @@ def test_layers_are_fused_whatever_the_order_of_their_names() -> None:
         return tensors, map_regions(CacheLayout.infer(tensors, order="NHD", block_size=4), tensors)
 
     (keep_here, here), (keep_there, there) = cache(), cache()
-    assert len(map_spans(keep_here)) == len(map_spans(keep_there)) == 1
+    assert len(map_spans(keep_here.items())) == len(map_spans(keep_there.items())) == 1
     assert pair_count(pair_whole(here, there).groups[4]) == 1
 
 
@@ -242,7 +242,11 @@ def test_opaque_blocks_are_read_whole_however_far_they_are_filled() -> None:
         here, there = Cache(recipe), Cache(recipe)
         heads = HeadSlice(0, 0, recipe.heads)
         block_map = BlockMap(
-            regions_of(here), regions_of(there), heads=heads, local_layers=(0,), remote_layers=(0,), opaque=True
+            regions_of(here),
+            regions_of(there),
+            heads=heads,
+            layers=LayersOf((0,), (0,)),
+            opaque=True,
         )
         for tokens in (1, 7, 16):
             groups = block_map.groups[tokens]
@@ -282,7 +286,7 @@ def test_the_lengths_of_tails_do_not_add_up() -> None:
     """Every prompt may end somewhere else in its last block."""
     block = BlockShape(tokens=512, heads=8, run=128, token_stride=8 * 128, head_stride=128)
     regions = large_regions(10, layers=1, block=block)
-    block_map = BlockMap(regions, regions, heads=HeadSlice(0, 4, 4), local_layers=[0], remote_layers=[0])
+    block_map = BlockMap(regions, regions, heads=HeadSlice(0, 4, 4), layers=LayersOf([0], [0]))
     assert len(block_map.groups[512]) == 1  # what numpy imports when it is first needed is not counted
     kept_bytes, _ = traced_bytes(
         lambda: [len(block_map.groups[tokens][0].local_offsets) for tokens in range(1, 513)].index(512)

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def planned(
     load: Load, local: Cache, remote: Cache, *, bytes_max: int = 1 << 40, descriptors_max: int = 1 << 20
 ) -> list[Descriptors]:
     block_map = pair_sides(load.sides, local, remote)
-    return list(plan_slices(block_map, load.chunks, bytes_max=bytes_max, descriptors_max=descriptors_max))
+    return list(plan_slices(zip(repeat(block_map), load.chunks), bytes_max=bytes_max, descriptors_max=descriptors_max))
 
 
 TAIL = Load(
@@ -221,7 +222,7 @@ def test_every_wanted_token_arrives_once_and_no_other_byte_changes(load: Load, s
     assert len(pairs) == tokens * pair_sides(load.sides, local, remote).token_size_bytes
 
     # What fusing and joining promise: memory that is registered separately is never read at once.
-    local_spans, remote_spans = map_spans(local.tensors), map_spans(remote.tensors)
+    local_spans, remote_spans = map_spans(local.tensors.items()), map_spans(remote.tensors.items())
     for mine, theirs, size in copies:
         assert inside_one(local_spans, mine, size)
         assert inside_one(remote_spans, theirs, size)
@@ -396,7 +397,7 @@ def test_slices_carry_every_byte_once_in_order_and_within_limits(
 def test_a_load_that_fits_is_one_slice() -> None:
     block_map = pair(Cache(RECIPE), Cache(RECIPE))
     chunks = whole_blocks([7, 2, 9], [7, 2, 9], 4)
-    (only,) = plan_slices(block_map, [chunks], bytes_max=3 * 6 * 4 * 2 * 8, descriptors_max=3 * 6)
+    (only,) = plan_slices([(block_map, chunks)], bytes_max=3 * 6 * 4 * 2 * 8, descriptors_max=3 * 6)
     assert sorted(rows(only)) == sorted(rows(plan_read(block_map.groups[4], chunks)))
 
 
@@ -445,7 +446,7 @@ def test_a_slice_is_planned_when_it_is_asked_for(
     bytes_max, descriptors_max = limits
     scattered = np.arange(0, 2 * blocks, 2, dtype=np.int64)
     chunks = [whole_blocks(scattered, scattered, tokens)]
-    slices = plan_slices(block_map, chunks, bytes_max=bytes_max, descriptors_max=descriptors_max)
+    slices = plan_slices(zip(repeat(block_map), chunks), bytes_max=bytes_max, descriptors_max=descriptors_max)
     first = []
     _, peak_bytes = traced_bytes(lambda: first.append(next(slices)))
     assert first[0].size_bytes == bytes_max or len(first[0]) == descriptors_max
@@ -469,7 +470,7 @@ def test_a_head_is_the_first_of_the_first_slice_and_changes_nothing_else(
     chunks = located_chunks(blocks[-count:], [block + 3 for block in blocks], 4, 4, tokens)
     head = Piece(local=5, remote=7, size_bytes=16)
     block_map, limits = pair_whole(regions, regions), {"bytes_max": bytes_max, "descriptors_max": descriptors_max}
-    plain, headed = (list(plan_slices(block_map, chunks, **limits, head=which)) for which in (None, head))
+    plain, headed = (list(plan_slices(zip(repeat(block_map), chunks), **limits, head=which)) for which in (None, head))
     first = headed[0]
     assert (int(first.local[0]), int(first.remote[0]), int(first.sizes[0])) == head
     tables = [np.concatenate([piece.table for piece in slices], axis=1) for slices in (plain, headed)]

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.config import RANKS_MAX
+from kvflow.config import RANKS_MAX, Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
@@ -165,11 +165,11 @@ def hold(
 def test_a_cache_share_is_what_the_layout_says() -> None:
     caches = {f"layers.{index}": torch.zeros(2, 5, 4, 3, 8) for index in (12, 11)}
     layout = CacheLayout.infer(caches, order="NHD", block_size=4)
-    found = cache_share_of(layout, tp_rank=1, tp_size=2, pp_rank=3, pp_size=4, model_kv_heads=6)
-    assert found == hold(1, 2, 6, pp=(3, 4), layers=(12, 11), block_size=4)
+    found = cache_share_of(layout, Config(engine_id="e", tp_rank=1, tp_size=2, pp_rank=3, pp_size=4), model_kv_heads=6)
+    assert found == hold(1, 2, 6, pp=(3, 4), layers=(12, 11), block_size=4, dtype="float32")
     assert found.kv_head_slots == 6
     latent = CacheLayout.infer({"l0": torch.zeros(5, 4, 8)}, order="NHD", block_size=4)
-    found = cache_share_of(latent, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, model_kv_heads=None)
+    found = cache_share_of(latent, Config(engine_id="e"), model_kv_heads=None)
     assert (found.latent, found.kv_heads, found.model_kv_heads) == (True, 1, 0)
 
 
@@ -188,7 +188,7 @@ def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_sai
         for rank in range(ours):
             mine, read = hold(rank, ours, heads, said=ours_said), []
             other = hold(0, theirs, heads, said=theirs_said)
-            assert topology.differences(mine, other) == []
+            assert topology.differences((mine,), (other,)) == []
             found = topology.kv_heads_of_model(mine, other)
             assert found == heads if known else found % heads == 0, cut
             for source in topology.sources_of(mine, other):
@@ -211,7 +211,7 @@ def test_whatever_is_known_of_the_models_heads_the_right_bytes_are_read(ours_sai
 )
 def test_the_models_heads_follow_from_what_both_sides_know(ours: CacheShare, theirs: CacheShare, expected: int) -> None:
     assert topology.kv_heads_of_model(ours, theirs) == expected
-    assert topology.differences(ours, theirs) == []
+    assert topology.differences((ours,), (theirs,)) == []
 
 
 # --- shares
@@ -253,7 +253,7 @@ def test_the_shares_of_all_readers_add_up_to_1(
                 for source in topology.sources_of(mine, hold(0, theirs_tp, heads, said=said, latent=latent)):
                     place = (pp, len(their_stages))
                     other = hold(source.tp_rank, theirs_tp, heads, latent=latent, pp=place, layers=their_layers)
-                    share = Fraction(*topology.report_share(mine, other))
+                    share = Fraction(*topology.report_share((mine,), (other,)))
                     assert (share == 0) == (not set(our_layers) & set(their_layers))
                     sums[source.tp_rank] += share
         assert set(sums.values()) == {1}, cut
@@ -261,10 +261,10 @@ def test_the_shares_of_all_readers_add_up_to_1(
 
 def test_a_reader_with_nothing_in_common_has_no_share() -> None:
     one, other = hold(0, 2, 8, layers=(0, 2)), hold(0, 1, 8, layers=(4, 3, 2))
-    assert topology.report_share(hold(0, 1, 8, layers=(0, 1)), other) == topology.NO_REPORT == (0, 1)
-    assert topology.report_share(one, other) == (1, 6)
-    assert topology.report_share(hold(0, 1, 8), hold(0, 1, 8)) == (2, 2)
-    assert topology.report_share(hold(0, 2, 8), hold(1, 2, 8)) == topology.NO_REPORT, "it holds other heads"
+    assert topology.report_share((hold(0, 1, 8, layers=(0, 1)),), (other,)) == topology.NO_REPORT == (0, 1)
+    assert topology.report_share((one,), (other,)) == (1, 6)
+    assert topology.report_share((hold(0, 1, 8),), (hold(0, 1, 8),)) == (1, 1)
+    assert topology.report_share((hold(0, 2, 8),), (hold(1, 2, 8),)) == topology.NO_REPORT, "it holds other heads"
 
 
 # --- why not
@@ -317,8 +317,8 @@ def test_a_reader_with_nothing_in_common_has_no_share() -> None:
 def test_differences_name_every_problem_with_both_values(
     ours: CacheShare, theirs: CacheShare, expected: list[str]
 ) -> None:
-    assert topology.differences(ours, theirs) == expected
-    assert len(topology.differences(theirs, ours)) == len(expected)
+    assert topology.differences((ours,), (theirs,)) == expected
+    assert len(topology.differences((theirs,), (ours,))) == len(expected)
 
 
 cache_shares = st.builds(
@@ -333,7 +333,7 @@ cache_shares = st.builds(
 @given(ours=cache_shares, theirs=cache_shares)
 def test_heads_that_pass_are_planned_within_bounds(ours: CacheShare, theirs: CacheShare) -> None:
     """Whatever a peer says of its heads: what `differences` lets pass never leads outside of a block."""
-    if topology.differences(ours, theirs):
+    if topology.differences((ours,), (theirs,)):
         return
     for rank in range(ours.tp_size):
         mine = msgspec.structs.replace(ours, tp_rank=rank)
@@ -370,8 +370,8 @@ def test_what_is_wrong_with_the_layers(
 
 
 def test_stages_are_as_many_as_layers_where_all_are_known() -> None:
-    assert topology.stages_max(hold(0, 1, 2, layers=tuple(range(16)))) == 16
-    assert topology.stages_max(hold(0, 1, 2, layers=tuple(range(16)), pp=(0, 2))) == RANKS_MAX
+    assert topology.stages_max((hold(0, 1, 2, layers=tuple(range(16))),)) == 16
+    assert topology.stages_max((hold(0, 1, 2, layers=tuple(range(16)), pp=(0, 2)),)) == RANKS_MAX
 
 
 # --- bounds

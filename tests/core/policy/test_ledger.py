@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.plan.descriptors import BlockIds
-from kvflow.core.policy.ledger import BlockCounts, BlockLedger
-from kvflow.errors import BlocksBusy
+from kvflow.core.policy.ledger import BlockCounts, BlockLedger, GroupBlocks
+from kvflow.errors import BlocksBusy, RequestError
 from tests.budgets import machine_test
 
 TOTAL = 7
@@ -25,7 +25,7 @@ class LedgerAgainstModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = BlockLedger(TOTAL)
+        self.ledger = BlockLedger([GroupBlocks("kv", TOTAL, "kv")])
         self.leases: list[list[int]] = []
         self.in_flight: list[list[int]] = []
         self.quarantined: list[list[int]] = []
@@ -130,7 +130,7 @@ TestLedgerAgainstModel = machine_test(LedgerAgainstModel, 20, 80, steps=25)
 @pytest.mark.parametrize("last", [1, 2, 3])
 def test_one_busy_block_refuses_the_whole_request(last: int) -> None:
     """The busy one comes last, so that a call that worked through its blocks would have changed the others."""
-    ledger = BlockLedger(6)
+    ledger = BlockLedger([GroupBlocks("kv", 6, "kv")])
     ledger.lease(array([1]))
     ledger.begin_load(array([2, 3]))
     ledger.quarantine(array([3]))
@@ -142,10 +142,51 @@ def test_one_busy_block_refuses_the_whole_request(last: int) -> None:
 
 
 def test_a_cache_of_many_blocks_is_counted_in_full() -> None:
-    ledger = BlockLedger(100_000)
+    ledger = BlockLedger([GroupBlocks("kv", 100_000, "kv")])
     for ids in np.array_split(np.arange(90_000, dtype=np.int64), 9):
         ledger.lease(ids)
         ledger.lease(ids)
     ledger.begin_load(np.arange(95_000, 100_000, dtype=np.int64))
     expected = BlockCounts(total=100_000, free=5_000, leased=90_000, in_flight=5_000, quarantined=0)
     assert ledger.counts() == expected
+
+
+# --- pools
+
+
+def grouped() -> BlockLedger:
+    return BlockLedger(
+        [GroupBlocks("full", 6, "shared"), GroupBlocks("local", 6, "shared"), GroupBlocks("cross", 4, "own")]
+    )
+
+
+def test_groups_of_one_pool_share_its_entries_and_others_have_their_own() -> None:
+    ledger = grouped()
+    tables, entries = ledger.find({"full": [1, 2], "cross": [3, 1]}, "block_ids")
+    assert [ids.tolist() for ids in tables] == [[1, 2], [], [3, 1]]
+    assert entries.tolist() == [1, 2, 9, 7]
+    ledger.lease(entries)
+    assert ledger.counts() == BlockCounts(total=10, free=6, leased=4, in_flight=0, quarantined=0)
+    _, taken = ledger.find([[], [2], []], "block_ids")
+    with pytest.raises(BlocksBusy, match="block 2 of pool 'shared' cannot be loaded: it is leased"):
+        ledger.begin_load(taken)
+    _, others = ledger.find([[], [], [2]], "block_ids")
+    ledger.begin_load(others)
+    with pytest.raises(BlocksBusy, match="block 2 of pool 'own' cannot be served: it is being loaded"):
+        ledger.lease(others)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([[1], [1], []], "block 1 of one pool is given for two groups"),
+        ([[1], [2], [4]], "group 'cross': block id 4 is not in 0..3"),
+        ([[1], [2, 2], []], "group 'local': block id 2 is given twice"),
+        ([[1], [2]], r"expected block ids for each of \['full', 'local', 'cross'\]"),
+        ([1, 2, 3], "group 'full': expected a flat list"),
+        ({"full": [1], "mamba": [2]}, "no group 'mamba', there are"),
+    ],
+)
+def test_block_ids_that_cannot_be_are_named(given: object, problem: str) -> None:
+    with pytest.raises(RequestError, match=problem):
+        grouped().find(given, "block_ids")

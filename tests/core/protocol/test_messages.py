@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
@@ -23,7 +24,7 @@ from tests.core.plans import SHARE
 from tests.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
-FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size=128)
+FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size="128")
 BLOCK = BlockShape(tokens=4, heads=2, run=8, token_stride=16, head_stride=8)
 REGIONS = messages.RegionTable(
     bases=[4096, 8192],
@@ -41,10 +42,11 @@ METADATA = messages.Metadata(
     engine_id="prefill-0",
     incarnation="8f14e45fceea167a",
     clock_s=86400.25,
-    cache_share=HOLDING,
+    cache_shares=(HOLDING,),
     agent_metadata=b"\x00agent\xff",
     agent_metadata_crc32=7,
-    regions=REGIONS,
+    regions=(REGIONS,),
+    groups=(GroupFacts(name="kv", block_size=4),),
     seals=messages.SealLocation(address=4096, count=16, hold_s=0.02),
     staged=False,
 )
@@ -53,7 +55,7 @@ REQUEST = messages.MetadataRequest(reader="decode-0/0.0.0#1", target=TARGET)
 OF_REQUEST = {"request_id": "req-1", "num_tokens": 41, "blocks_digest": messages.digest_of((3, 7))}
 QUESTION = messages.LeaseRequest(reader="decode-0/0.0.0#1", target=TARGET, **OF_REQUEST)
 RELEASE = messages.ReleaseRequest(
-    reader="decode-0/0.0.0#1", target=TARGET, **OF_REQUEST, lease_id=LEASE_ID, cache_share=HOLDING
+    reader="decode-0/0.0.0#1", target=TARGET, **OF_REQUEST, lease_id=LEASE_ID, cache_shares=(HOLDING,)
 )
 FOUND = messages.LeaseFound(
     incarnation="8f14e45f", clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
@@ -82,7 +84,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             messages.NoLease(ended=True),
             messages.NoLease(ended=False),
             messages.Refusal(reason="no such rank", version=1),
-            messages.Refusal(reason="differs", version=1, compatibility=FACTS, cache_share=HOLDING),
+            messages.Refusal(reason="differs", version=1, compatibility=FACTS, cache_shares=(HOLDING,)),
         ],
     ),
     "notification": (
@@ -172,7 +174,7 @@ def test_random_bytes_raise_wire_errors_only(payload: bytes) -> None:
     only_wire_errors(payload)
 
 
-NAMES = ["type", "engine_id", "regions", "seals", "reason", "version", "ended", "lease_id", "target", "cache_share"]
+NAMES = ["type", "engine_id", "regions", "seals", "reason", "version", "ended", "lease_id", "target", "cache_shares"]
 TAGS = ["kvflow", "get_metadata", "find_lease", "metadata", "lease", "no_lease", "refusal", "read_done", LEASE_ID]
 VALUES = st.recursive(
     st.none()
@@ -216,18 +218,18 @@ def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     ("path", "value"),
     [
         ("engine_id", b"prefill-0"),
-        ("cache_share.tp_rank", True),
-        ("cache_share.tp_rank", 0.0),
-        ("cache_share.layers", [7, "8"]),
-        ("regions.block", [4, 2, 8, 16]),
-        ("regions.block", [4, 2, 8, 16, 8, 1]),
+        ("cache_shares.0.tp_rank", True),
+        ("cache_shares.0.tp_rank", 0.0),
+        ("cache_shares.0.layers", [7, "8"]),
+        ("regions.0.block", [4, 2, 8, 16]),
+        ("regions.0.block", [4, 2, 8, 16, 8, 1]),
         ("seals", None),
         ("staged", 1),
     ],
 )
 def test_decoding_does_not_convert(path: str, value: object) -> None:
     raw = where = msgspec.to_builtins(METADATA, builtin_types=(bytes,))
-    *parents, field = path.split(".")
+    *parents, field = (int(part) if part.isdigit() else part for part in path.split("."))
     for parent in parents:
         where = where[parent]
     where[field] = value
@@ -370,13 +372,18 @@ def cache_share_and_regions(**changes: Any) -> tuple[CacheShare, Regions]:
     return msgspec.structs.replace(HOLDING, **changes), messages.regions_from_wire(REGIONS)
 
 
+def check_set(share: CacheShare, regions: Regions) -> None:
+    """Of a rank that has this set of layers only."""
+    messages.check_sets((share,), (regions,), (GroupFacts(name="kv", block_size=max(share.block_size, 1)),))
+
+
 def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
-    messages.check_cache_share_of(*cache_share_and_regions())
-    messages.check_cache_share_of(*cache_share_and_regions(model_kv_heads=0))
-    messages.check_cache_share_of(*cache_share_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
+    check_set(*cache_share_and_regions())
+    check_set(*cache_share_and_regions(model_kv_heads=0))
+    check_set(*cache_share_and_regions(tp_rank=1023, tp_size=1024, pp_rank=1023, pp_size=1024))
     latent = msgspec.structs.replace(REGIONS, parts=("latent",), block=shape_of(8, 1, 8, "NHD"))
     theirs = msgspec.structs.replace(HOLDING, layers=(3, 1), kv_heads=1, latent=True, block_size=8)
-    messages.check_cache_share_of(theirs, messages.regions_from_wire(latent))
+    check_set(theirs, messages.regions_from_wire(latent))
 
 
 @each(
@@ -404,7 +411,7 @@ def test_a_cache_share_that_goes_with_its_regions_passes() -> None:
 )
 def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(messages.WireError, match=r"^cache share: ") as caught:
-        messages.check_cache_share_of(*cache_share_and_regions(**changes))
+        check_set(*cache_share_and_regions(**changes))
     assert len(str(caught.value)) < 300
 
 
@@ -412,9 +419,9 @@ def test_a_latent_has_one_head() -> None:
     """A plan reads one: with more, the rest of a block would be left out."""
     latent = messages.regions_from_wire(msgspec.structs.replace(REGIONS, parts=("latent",)))
     with pytest.raises(messages.WireError, match=r"^cache share: .*latent.* 2 heads"):
-        messages.check_cache_share_of(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
+        check_set(msgspec.structs.replace(HOLDING, layers=(7, 8), latent=True), latent)
     with pytest.raises(messages.WireError, match=r"^cache share: .*latent is False"):
-        messages.check_cache_share_of(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
+        check_set(msgspec.structs.replace(HOLDING, layers=(7, 8)), latent)
 
 
 @each(
@@ -440,7 +447,7 @@ facts = st.builds(
     dtype=st.sampled_from(["float16", "int8"]),
     kv_format=st.sampled_from(["plain", "a"]),
     attention=st.sampled_from(["K and V", "latent"]),
-    head_size=st.integers(1, 3),
+    head_size=st.sampled_from(["1", "2", "1 and 2"]),
 )
 
 
@@ -462,7 +469,7 @@ def test_the_fingerprint_is_the_same_in_every_process() -> None:
     """Two machines compare it, so it must not depend on hashing seeds or on object identity."""
     copy = msgspec.msgpack.decode(messages.encode(FACTS), type=messages.Compatibility)
     assert copy.fingerprint() == FACTS.fingerprint()
-    assert FACTS.fingerprint().hex() == "bf4917b63e81423d18dceaf5679e5585"
+    assert FACTS.fingerprint().hex() == "f0290ec5871968c7c0d2da22d019a090"
 
 
 def facts_of(
@@ -470,7 +477,7 @@ def facts_of(
 ) -> messages.Compatibility:
     caches = {f"l{index}": tensor for index in range(layers)}
     layout = CacheLayout.infer(caches, order=order, block_size=block_size, **changes)
-    return messages.compatibility_of(layout, model=model)
+    return messages.compatibility_of([layout], model=model)
 
 
 def test_caches_between_which_blocks_can_be_planned_are_compatible() -> None:

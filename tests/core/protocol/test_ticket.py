@@ -13,7 +13,8 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
-from kvflow.core.plan.topology import Rank
+from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.plan.topology import Rank, parallelism_of
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
 from kvflow.errors import RequestError
@@ -125,7 +126,7 @@ WIRE = """{
     "remote_engine_id": "prefill-0", "remote_request_id": "req-1", "remote_block_ids": [3, 7, 9],
     "remote_host": "10.0.0.7", "remote_port": 5601, "tp_size": 2,
     "kvflow": {
-        "version": 3, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
+        "version": 4, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
         "model_kv_heads": 16, "fixed_ports": true, "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         "ranks": [
@@ -193,6 +194,10 @@ INTEGERS = ["kvflow.version", *PORTS, *PLACES, *SIZES, *RANK_COUNTS, *COUNTS]
 SECONDS = ["kvflow.ttl_s", *(f"{rank}expires_s" for rank in OF_RANKS)]
 
 
+OF_GROUPS = {"more_block_ids", "groups", "more_kinds"}
+"""Not in a ticket of one group."""
+
+
 def _key(path: str) -> str:
     return path.rpartition(".")[2]
 
@@ -202,7 +207,7 @@ def test_the_fields_below_are_all_there_are() -> None:
         *_PARAMS,
         *_PARAMS["kvflow"],
         *RankLease.__struct_fields__,
-    }
+    } - OF_GROUPS
     for paths, kind in ((INTEGERS, int), (TEXTS, str), (FLAGS, bool), (SECONDS, float)):
         assert {path for path in REQUIRED if type(where_of(_PARAMS, path)[0][_key(path)]) is kind} == set(paths)
 
@@ -219,7 +224,7 @@ WRONG: list[tuple[list[str], tuple[object, ...]]] = [
     (["kvflow.ranks"], ("ranks", {"0": {}}, [[]])),
     # values
     (["do_remote_prefill"], (False,)),
-    (["kvflow.version"], (0, 1, 2, 4, -1)),
+    (["kvflow.version"], (0, 1, 2, 3, 5, -1)),
     (["kvflow.ttl_s"], (0, 0.0, -1.0)),
     (PORTS, (0, -1, 65536)),
     (RANK_COUNTS, (0, -1, 1025, 2**63 - 1)),
@@ -464,8 +469,9 @@ def test_a_rank_that_would_listen_at_no_port_is_refused(port: int, rank: Rank) -
 
 def test_a_ticket_says_how_its_engine_is_cut_in_the_words_of_a_cache_share() -> None:
     cache_share = msgspec.structs.replace(SHARE, tp_size=2, pp_size=3, kv_heads=8, model_kv_heads=16, block_size=16)
-    assert TICKET.parallelism == cache_share.parallelism
-    assert {name: getattr(cache_share, name) for name in TICKET.parallelism._fields} == TICKET.parallelism._asdict()
+    assert TICKET.parallelism == parallelism_of((cache_share,))
+    (kind,) = TICKET.parallelism.kinds
+    assert {name: getattr(cache_share, name) for name in kind} == kind
 
 
 # --- merging
@@ -524,11 +530,13 @@ OTHERS: dict[str, object] = {
     "model_kv_heads": 0,
     "fixed_ports": False,
     "prompt_digest": "0" * 32,
+    "groups": (GroupFacts(name="local", block_size=16, kind=GroupKind.SLIDING, window=8),),
+    "more_kinds": ((16, 4, 8),),
 }
 
 
 def test_others_are_all_but_what_may_differ() -> None:
-    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent"}
+    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent", "more_block_ids"}
 
 
 @each("name", OTHERS)
@@ -538,7 +546,7 @@ def test_tickets_of_different_requests_or_engines_are_not_merged(name: str, at: 
     found[at] = ticket_of(SECOND, **{name: OTHERS[name]})
     with pytest.raises(RequestError) as caught:
         merge_tickets(found)
-    assert str(caught.value) == f"merge_tickets: {name}: {getattr(TICKET, name)} and {OTHERS[name]}"
+    assert str(caught.value) == f"merge_tickets: {name}: {str(getattr(TICKET, name))[:80]} and {str(OTHERS[name])[:80]}"
 
 
 def test_a_merge_error_does_not_repeat_a_million_ids() -> None:
@@ -556,3 +564,84 @@ def test_a_ticket_without_leases_names_the_ranks_to_ask() -> None:
         assert (rank.lease_id, rank.seal_index, rank.block_ids) == ("", 0, None)
         assert (rank.address, rank.incarnation) == (original.address, original.incarnation)
     assert Ticket.from_params(json.loads(json.dumps(ticket.to_params()))) == ticket
+
+
+# --- several groups
+
+GROUPED = msgspec.structs.replace(
+    TICKET,
+    more_block_ids=((40, 41),),
+    groups=(
+        GroupFacts(name="full", block_size=16),
+        GroupFacts(name="local", block_size=16, kind=GroupKind.SLIDING, window=20),
+    ),
+    more_kinds=((16, 4, 8),),
+    ranks=(FIRST, msgspec.structs.replace(SECOND, more_block_ids=((0, 9),))),
+)
+
+
+def test_block_ids_of_several_groups_are_nested_as_others_of_this_field_do_it() -> None:
+    params = json.loads(json.dumps(GROUPED.to_params()))
+    assert params["remote_block_ids"] == [[3, 7, 9], [40, 41]]
+    assert params["kvflow"]["groups"][1] == {"name": "local", "block_size": 16, "kind": "sliding", "window": 20}
+    assert Ticket.from_params(params) == GROUPED == read_ticket(GROUPED)
+    assert GROUPED.block_tables == ((3, 7, 9), (40, 41))
+    assert GROUPED.ranks[1].block_tables == ((30, 70, 90), (0, 9))
+    assert [*GROUPED.parallelism.kinds][1] == {
+        "tp_size": 2,
+        "pp_size": 3,
+        "block_size": 16,
+        "kv_heads": 4,
+        "model_kv_heads": 8,
+    }
+
+
+def test_how_far_a_prompt_is_offered_is_said_by_groups_that_hold_its_beginning() -> None:
+    assert GROUPED.offered_tokens == 41
+    assert msgspec.structs.replace(GROUPED, num_tokens=60).offered_tokens == 48
+    assert msgspec.structs.replace(GROUPED, block_ids=(), more_block_ids=((),)).offered_tokens == 0
+    only = msgspec.structs.replace(TICKET, groups=GROUPED.groups[1:], block_ids=(40, 41))
+    assert only.offered_tokens == 41, "a window says nothing of it"
+
+
+@each(
+    ("changes", "problem"),
+    [
+        ({"groups": ()}, "0 groups, but 2 block tables"),
+        ({"more_block_ids": ()}, "2 groups, but 1 block tables"),
+        ({"more_block_ids": ((1,), (2,))}, "2 groups, but 3 block tables"),
+        ({"more_block_ids": ((40, 41, 42),)}, r"\(3, 3\) blocks by group, but \(3, 2\) of tp_rank 0"),
+        ({"block_size": 8}, "block_size 8, but 16 of the first group"),
+        ({"groups": (GROUPED.groups[0], GroupFacts(name="a b", block_size=16))}, "group 'a b'"),
+        ({"groups": (GROUPED.groups[0], GroupFacts(name="b", block_size=0))}, "block_size 0"),
+        ({"groups": (GROUPED.groups[0], GroupFacts(name="b", block_size=2**70))}, "block_size"),
+        ({"groups": (GROUPED.groups[0], GroupFacts(name="b", block_size=16, window=4))}, "kind full, window 4"),
+        (
+            {"groups": (GROUPED.groups[0], GroupFacts(name="b", block_size=16, kind=GroupKind.CHUNKED))},
+            "kind chunked, window 0",
+        ),
+        ({"more_kinds": ((16, 0, 8),)}, "more_kinds"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(changes: dict[str, Any], problem: str) -> None:
+    ticket = msgspec.structs.replace(GROUPED, **changes)
+    for read in (lambda: read_ticket(ticket), lambda: Ticket.from_params(json.loads(json.dumps(ticket.to_params())))):
+        with pytest.raises(RequestError, match=problem):
+            read()
+
+
+def test_a_million_ids_in_groups_are_refused_before_they_are_read() -> None:
+    params = GROUPED.to_params()
+    for name, value in (("remote_block_ids", [[1], [2] * 1000]), ("remote_block_ids", [[2] * 1000, []])):
+        with pytest.raises(RequestError, match=r"100. block ids in all, at most 100"):
+            read_ticket({**params, name: value}, 100)
+    with pytest.raises(RequestError, match="block ids in all, at most 100"):
+        read_ticket(msgspec.structs.replace(GROUPED, more_block_ids=((1,) * 1000,)), 100)
+
+
+def test_a_ticket_without_leases_has_a_table_for_each_group() -> None:
+    other: dict[str, Any] = {"request_id": "other", "num_tokens": 3, "ttl_s": 2.0}
+    ticket = GROUPED.without_leases(block_ids=[[4], [5]], **other)
+    assert (ticket.block_tables, ticket.ranks[1].block_tables) == (((4,), (5,)), ())
+    with pytest.raises(RequestError, match="1 block tables, but 2 groups"):
+        GROUPED.without_leases(block_ids=[[4]], **other)

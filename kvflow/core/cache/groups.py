@@ -1,0 +1,223 @@
+"""Groups: layers whose blocks are found by one block table, and which tokens of a prompt those blocks hold.
+
+Most models have one group: every layer attends to the whole prompt, so one list of block ids per request says it all.
+Where some layers attend to a window only, an engine keeps the window's blocks for them and gives those layers a block
+table of their own. Groups may take their blocks from one pool, as an engine does that lays all layers over the same
+memory, or from pools of their own.
+
+A group may hold layers that look different, such as some with fewer heads. Layers that look alike are a `LayerSet`:
+that is what is registered, compared with a peer's and planned.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, cast
+
+import msgspec
+
+from kvflow import checks
+from kvflow.checks import shown
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, LayerCache, checked_caches
+from kvflow.errors import LayoutError
+
+GROUPS_MAX = 64
+WINDOW_MAX = 1 << 31
+DEFAULT_NAME = "kv"
+"""Of the one group of a cache that was registered as a dict."""
+
+
+class GroupKind(enum.StrEnum):
+    """Which of a prompt's tokens the layers of a group attend to, and so which blocks there are to move."""
+
+    FULL = "full"
+    """All of them."""
+    SLIDING = "sliding"
+    """The last `window` ones."""
+    CHUNKED = "chunked"
+    """Those since the last multiple of `window`: chunked local attention."""
+
+
+class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a peer has to know of a group. `window` is in tokens, 0 for full attention."""
+
+    name: str
+    block_size: int
+    kind: GroupKind = GroupKind.FULL
+    window: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether its blocks hold a prompt from its first token on; else they hold the end of it."""
+        return self.kind is GroupKind.FULL
+
+    def first_needed(self, tokens: int) -> int:
+        """The first token that matters once `tokens` are computed.
+
+        The last of them may be computed again, to get its logits: what it attends to is part of it.
+        """
+        match self.kind:
+            case GroupKind.FULL:
+                return 0
+            case GroupKind.SLIDING:
+                return max(tokens - self.window, 0)
+            case GroupKind.CHUNKED:
+                return max(tokens - 1, 0) // self.window * self.window
+
+
+ONE_GROUP = (GroupFacts(name=DEFAULT_NAME, block_size=1),)
+
+
+class LayerSet(NamedTuple):
+    """Layers of one group that look alike: their tensors, and how these look."""
+
+    group: int
+    caches: Mapping[str, LayerCache]
+    layout: CacheLayout
+
+
+def _name(value: object, what: str) -> str:
+    """A name as tickets and messages may carry it."""
+    name = checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
+    if not checks.is_name(name, NAME_CHARS_MAX):
+        raise LayoutError(f"{what}: expected a name without spaces, got {shown(name)}")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """Layers of a cache that share a block table.
+
+    `layers` are their tensors by name, as `Runtime.register_kv_caches` takes them for a cache of one group. `layout` is
+    theirs, or there are several, each of some of the layers, if they do not all look alike. With a `window` (in tokens)
+    the layers attend to that many last tokens, or with kind "chunked" to those since its last multiple; only blocks of
+    the window are offered and loaded. Groups with the same `pool` have their block ids in common: a block is in the
+    table of one group at a time, and the groups' tensors may be the same memory. By default a group has a pool of its
+    own. `num_kv_heads` is the model's for these layers, where it is not Config.num_kv_heads.
+
+    Raises LayoutError naming the group if the facts cannot be right.
+    """
+
+    name: str
+    layers: KVCaches = field(repr=False)
+    layout: CacheLayout | Sequence[CacheLayout]
+    window: int | None = None
+    kind: GroupKind | str | None = None
+    pool: str | None = None
+    num_kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        settle = partial(object.__setattr__, self)
+        settle("name", _name(self.name, "a group's name"))
+        what = f"group {self.name!r}"
+        settle("pool", self.name if self.pool is None else _name(self.pool, f"{what}: pool"))
+        settle("kind", _kind(self.kind, self.window, what))
+        if (self.kind is GroupKind.FULL) != (self.window is None):
+            raise LayoutError(f"{what}: kind is {str(self.kind)!r}, window is {shown(self.window)}")
+        for name, most in (("window", WINDOW_MAX), ("num_kv_heads", None)):
+            if (value := getattr(self, name)) is not None:
+                settle(name, checks.whole(value, f"{what}: {name}", least=1, error=LayoutError))
+                if most is not None and getattr(self, name) > most:
+                    raise LayoutError(f"{what}: {name}: expected at most {most}, got {value}")
+        try:
+            settle("layers", checked_caches(self.layers))
+        except LayoutError as error:
+            raise LayoutError(f"{what}: layers: {error}") from error
+        settle("layout", _layouts(self.layers, self.layout, what))
+
+    @property
+    def layouts(self) -> tuple[CacheLayout, ...]:
+        """Its layouts, however many there are."""
+        assert isinstance(self.layout, tuple), "settled"
+        return self.layout
+
+    @property
+    def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout], ...]:
+        """The layers of each layout."""
+        return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
+
+    @property
+    def facts(self) -> GroupFacts:
+        assert isinstance(self.kind, GroupKind), "settled"
+        block_size = self.layouts[0].block_size
+        return GroupFacts(name=self.name, block_size=block_size, kind=self.kind, window=self.window or 0)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layouts[0].num_blocks
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return sum(layout.block_size_bytes for layout in self.layouts)
+
+
+def _kind(kind: object, window: object, what: str) -> GroupKind:
+    if kind is None:
+        return GroupKind.FULL if window is None else GroupKind.SLIDING
+    found = checks.answer(lambda: GroupKind(kind))  # type: ignore[arg-type]
+    if found is None:
+        raise LayoutError(f"{what}: kind: expected one of {[str(one) for one in GroupKind]}, got {shown(kind)}")
+    return found
+
+
+def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout, ...]:
+    layouts = layout if isinstance(layout, tuple | list) else (layout,)
+    if not 0 < len(layouts) <= GROUPS_MAX or not all(isinstance(one, CacheLayout) for one in layouts):
+        raise LayoutError(f"{what}: layout: expected a CacheLayout or 1 to {GROUPS_MAX} of them, got {shown(layout)}")
+    first = layouts[0]
+    named = [name for one in layouts for name in one.layer_names]
+    if len(named) != len(set(named)) or set(named) != set(layers):
+        odd = next(iter(sorted(set(named) ^ set(layers)) or named))
+        raise LayoutError(f"{what}: {len(layers)} layers, layouts name {len(named)}: not one layout for {odd!r}")
+    for one in layouts:
+        for name in ("block_size", "num_blocks"):
+            if getattr(one, name) != getattr(first, name):
+                raise LayoutError(f"{what}: {name} is {getattr(first, name)} and {getattr(one, name)} in its layouts")
+    return tuple(layouts)
+
+
+def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | None) -> tuple[CacheGroup, ...]:
+    """What is registered, as groups: a dict of layers with its layout is one of full attention. LayoutError if not."""
+    if not isinstance(kv_caches, tuple | list):
+        if layout is None:
+            raise LayoutError("layout: a cache that is given as a dict of layers needs one")
+        checks.instance(layout, CacheLayout, "layout", error=LayoutError)
+        caches = checked_caches(cast(KVCaches, kv_caches))
+        layout.check(caches)
+        return (CacheGroup(DEFAULT_NAME, caches, layout),)
+    if layout is not None:
+        raise LayoutError("layout: groups have layouts of their own")
+    if not 0 < len(kv_caches) <= GROUPS_MAX or not all(isinstance(group, CacheGroup) for group in kv_caches):
+        raise LayoutError(f"kv_caches: expected 1 to {GROUPS_MAX} CacheGroups, got {shown(kv_caches)}")
+    groups = tuple(kv_caches)
+    _check_different([group.name for group in groups], "group")
+    _check_different([index for group in groups for _, one in group.sets for index in one.layer_indices], "layer")
+    pools: dict[str, CacheGroup] = {}
+    for group in groups:
+        assert group.pool is not None, "settled"
+        first = pools.setdefault(group.pool, group)
+        if first.num_blocks != group.num_blocks:
+            raise LayoutError(
+                f"group {group.name!r}: it has {group.num_blocks} blocks, group {first.name!r} of the same pool "
+                f"{group.pool!r} has {first.num_blocks}"
+            )
+    return groups
+
+
+def layer_sets(groups: Sequence[CacheGroup]) -> tuple[LayerSet, ...]:
+    """All sets of layers, group by group."""
+    return tuple(LayerSet(at, caches, layout) for at, group in enumerate(groups) for caches, layout in group.sets)
+
+
+def _check_different(values: Sequence[object], what: str) -> None:
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            hint = "; give each layout its layer_indices" if what == "layer" else ""
+            raise LayoutError(f"kv_caches: {what} {value!r} is there twice{hint}")
+        seen.add(value)

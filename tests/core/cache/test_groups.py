@@ -1,0 +1,163 @@
+"""Groups of layers: what they may hold, which of a prompt's tokens they need, and where their memory may lie."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, groups_of, layer_sets
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.regions import check_sets_apart, map_regions
+from kvflow.errors import LayoutError
+from tests.tests_support import each
+
+BLOCKS, SIZE, HEADS, DIM = 6, 4, 2, 8
+
+
+def layers(*numbers: int, heads: int = HEADS, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
+    return {f"layers.{number}": torch.zeros(2, blocks, SIZE, heads, DIM) for number in numbers}
+
+
+def layout_of(caches: dict[str, torch.Tensor]) -> CacheLayout:
+    return CacheLayout.infer(caches, order="NHD", block_size=SIZE)
+
+
+def group(name: str, *numbers: int, blocks: int = BLOCKS, **facts: Any) -> CacheGroup:
+    caches = layers(*numbers, blocks=blocks)
+    return CacheGroup(name, caches, layout_of(caches), **facts)
+
+
+# --- one group
+
+
+def test_a_dict_is_one_group_of_full_attention() -> None:
+    caches = layers(0, 1)
+    (only,) = groups_of(caches, layout_of(caches))
+    assert only.facts == GroupFacts(name="kv", block_size=SIZE)
+    assert (only.num_blocks, only.block_size_bytes) == (BLOCKS, 2 * 2 * SIZE * HEADS * DIM * 4)
+
+
+def test_a_window_makes_a_group_slide_unless_it_is_chunked() -> None:
+    assert group("a", 0, window=8).facts == GroupFacts(name="a", block_size=SIZE, kind=GroupKind.SLIDING, window=8)
+    assert group("a", 0, window=8, kind="chunked").facts.kind is GroupKind.CHUNKED
+
+
+def test_layers_that_look_different_are_sets_of_one_group() -> None:
+    many, few = layers(0, 2), layers(1, heads=1)
+    mixed = CacheGroup("mixed", {**many, **few}, [layout_of(many), layout_of(few)])
+    found = layer_sets([group("other", 3), mixed])
+    assert [(one.group, list(one.caches)) for one in found] == [
+        (0, ["layers.3"]),
+        (1, ["layers.0", "layers.2"]),
+        (1, ["layers.1"]),
+    ]
+    assert mixed.block_size_bytes == 2 * SIZE * DIM * 4 * (2 * HEADS + 1)
+
+
+def needed(facts: GroupFacts, tokens: int) -> set[int]:
+    """The slow way: what a query attends to, for the token that comes next and for the last one once more."""
+    found: set[int] = set()
+    for query in (tokens, tokens - 1):
+        for key in range(tokens):
+            match facts.kind:
+                case GroupKind.FULL:
+                    seen = True
+                case GroupKind.SLIDING:
+                    seen = query - key < facts.window
+                case GroupKind.CHUNKED:
+                    seen = query // facts.window == key // facts.window
+            if seen:
+                found.add(key)
+    return found
+
+
+@given(
+    kind=st.sampled_from([GroupKind.SLIDING, GroupKind.CHUNKED]), window=st.integers(1, 12), tokens=st.integers(1, 40)
+)
+def test_what_is_needed_is_what_the_next_token_and_the_last_one_attend_to(
+    kind: GroupKind, window: int, tokens: int
+) -> None:
+    facts = GroupFacts(name="a", block_size=SIZE, kind=kind, window=window)
+    assert facts.first_needed(tokens) == min(needed(facts, tokens))
+    assert GroupFacts(name="a", block_size=SIZE).first_needed(tokens) == 0
+
+
+# --- what does not go together
+
+FEWER = layers(1, blocks=7)
+
+
+@each(
+    ("make", "problem"),
+    [
+        (lambda: group("", 0), "name"),
+        (lambda: group("a", 0, window=0), "window"),
+        (lambda: group("a", 0, window=1 << 40), "window: expected at most"),
+        (lambda: group("a", 0, kind="sliding"), "kind is 'sliding', window is None"),
+        (lambda: group("a", 0, kind="full", window=3), "kind is 'full', window is 3"),
+        (lambda: group("a", 0, kind="latent"), r"kind: expected one of \['full', 'sliding', 'chunked'\]"),
+        (lambda: CacheGroup("a", layers(0, 1), layout_of(layers(0))), "not one layout for 'layers.1'"),
+        (lambda: CacheGroup("a", layers(0), [layout_of(layers(0))] * 2), "not one layout for 'layers.0'"),
+        (
+            lambda: CacheGroup("a", layers(0) | FEWER, [layout_of(layers(0)), layout_of(FEWER)]),
+            "num_blocks is 6 and 7",
+        ),
+        (lambda: groups_of([], None), "expected 1 to 64 CacheGroups"),
+        (lambda: groups_of([group("a", 0), group("a", 1)], None), "group 'a' is there twice"),
+        (lambda: groups_of([group("a", 0), group("b", 0)], None), "layer 0 is there twice; give each layout its"),
+        (
+            lambda: groups_of([group("a", 0, pool="p"), group("b", 1, blocks=7, pool="p")], None),
+            "group 'b': it has 7 blocks, group 'a' of the same pool 'p' has 6",
+        ),
+        (lambda: groups_of([group("a", 0)], layout_of(layers(0))), "groups have layouts of their own"),
+        (lambda: groups_of(layers(0), None), "layout: a cache that is given as a dict"),
+    ],
+)
+def test_what_cannot_be_is_named(make: Any, problem: str) -> None:
+    with pytest.raises(LayoutError, match=problem):
+        make()
+
+
+# --- memory
+
+
+def regions_at(tensor: torch.Tensor) -> Any:
+    caches = {"layers.0": tensor}
+    return map_regions(layout_of(caches), caches)
+
+
+def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
+    tensor = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM)
+    regions = regions_at(tensor)
+    check_sets_apart([("a", "all", regions), ("b", "all", regions)])
+    with pytest.raises(LayoutError, match=r"group 'a' and group 'b' overlap: .*pools are 'one' and 'two'"):
+        check_sets_apart([("a", "one", regions), ("b", "two", regions)])
+    with pytest.raises(LayoutError, match="group 'a' and group 'a' overlap"):
+        check_sets_apart([("a", "all", regions), ("a", "all", regions)])
+
+
+def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
+    """And not a byte more: whoever looks at blocks sees rows of one size."""
+    rows = torch.zeros(BLOCKS, 2 * SIZE * HEADS * DIM + SIZE * 1 * DIM)
+    large = rows[:, : 2 * SIZE * HEADS * DIM].view(BLOCKS, 2, SIZE, HEADS, DIM)
+    small = rows[:, 2 * SIZE * HEADS * DIM :].view(BLOCKS, SIZE, 1, DIM)
+    shared = rows[:, SIZE * HEADS * DIM : SIZE * HEADS * DIM + SIZE * DIM].view(BLOCKS, SIZE, 1, DIM)
+    for inner, fits in ((small, True), (shared, False)):
+        pairs = [("a", "a", regions_at(large)), ("a", "a", regions_at(inner))]
+        for order in itertools.permutations(pairs):
+            if fits:
+                check_sets_apart(order)
+            else:
+                with pytest.raises(LayoutError, match="overlap"):
+                    check_sets_apart(order)
+
+
+def test_facts_survive_the_wire() -> None:
+    facts = group("a", 0, window=8).facts
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(facts), type=GroupFacts) == facts
