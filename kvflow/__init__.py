@@ -8,6 +8,7 @@ from kvflow.config import Config
 from kvflow.core.cache.backends import layout_for_backend
 from kvflow.core.cache.groups import CacheGroup, GroupKind
 from kvflow.core.cache.layout import CacheLayout, KVStyle
+from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
@@ -37,7 +38,10 @@ __all__ = [
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",
+    "Segment",
     "ServeRequest",
+    "StateLayout",
+    "StateTensor",
     "Ticket",
     "errors",
     "layout_for_backend",

@@ -75,9 +75,9 @@ class GroupHandOver:
     """Whether the groups of the producer, and of the consumer, have their block ids in common."""
     by_name: bool = False
     """Whether block ids are given by the groups' names, or in order."""
-    merged: bool = False
-    """Whether the producer holds all layers in one group, for which every token of the prompt is kept: its parts have
-    one table of blocks then."""
+    merged: tuple[bool, bool] = (False, False)
+    """Whether the producer, and the consumer, hold all layers in one group, for which every token is kept: the parts
+    have one table of blocks then, and windows are only the other side's."""
     paths: Paths = STRAIGHT
 
 
@@ -96,7 +96,7 @@ def engines_of(case: GroupHandOver, side: int) -> list[Engine]:
 def ids_of(case: GroupHandOver, side: int) -> list[tuple[int, ...]]:
     """Block ids of each part. Those of a common pool are told apart by the order of the parts."""
     tables = [part.wanted if side else part.offered for part in case.parts]
-    if not case.one_pool[side] or (case.merged and side == 0):
+    if not case.one_pool[side] or case.merged[side]:
         return tables
     starts = [sum(engine.num_blocks for engine in engines_of(case, side)[:at]) for at in range(len(tables))]
     return [tuple(start + block for block in table) for start, table in zip(starts, tables, strict=True)]
@@ -104,7 +104,7 @@ def ids_of(case: GroupHandOver, side: int) -> list[tuple[int, ...]]:
 
 def request_ids(case: GroupHandOver, side: int) -> Any:
     tables = [list(table) for table in ids_of(case, side)]
-    if case.merged and side == 0:
+    if case.merged[side]:
         return tables[0]
     if case.by_name:
         return {f"part{at}": table for at, table in enumerate(tables) if table}
@@ -152,7 +152,7 @@ async def open_engine(stack: AsyncExitStack, case: GroupHandOver, side: int, wor
     """A registered runtime for each rank."""
     engines, fill = engines_of(case, side), (PRODUCER_FILL, CONSUMER_FILL)[side]
     total = sum(engine.num_blocks for engine in engines)
-    if case.one_pool[side] and not (case.merged and side == 0):
+    if case.one_pool[side] and not case.merged[side]:
         engines = [replace(engine, num_blocks=total) for engine in engines]
     ranks = []
     for place in engines[0].places:
@@ -183,7 +183,7 @@ async def open_engine(stack: AsyncExitStack, case: GroupHandOver, side: int, wor
 
 
 def groups_of(case: GroupHandOver, side: int, caches: Sequence[RankCache]) -> list[CacheGroup]:
-    if case.merged and side == 0:
+    if case.merged[side]:
         layers = {f"{at}.{name}": tensor for at, cache in enumerate(caches) for name, tensor in cache.tensors.items()}
         layouts = [renamed(cache.layout, f"{at}.") for at, cache in enumerate(caches)]
         return [CacheGroup("all", layers, layouts)]
@@ -231,6 +231,6 @@ def _check_bytes(case: GroupHandOver, producers: Iterable[_Rank], consumers: Ite
 def _check_report(case: GroupHandOver, rank: _Rank, report: LoadReport) -> None:
     tokens = [case.num_tokens - first_read(case, part) if part.wanted else 0 for part in case.parts]
     wanted = sum(count * part.consumer.token_bytes(rank.place) for count, part in zip(tokens, case.parts, strict=True))
-    blocks = sum(len(part.wanted) for part in case.parts)
+    blocks = sum(len(part.wanted) for part in (case.parts[:1] if case.merged[1] else case.parts))
     assert (report.tokens, report.blocks, report.notified) == (max(tokens) if blocks else 0, blocks, True), report
     assert report.bytes == wanted or (report.bytes > wanted and not case.paths.exact), report

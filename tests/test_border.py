@@ -38,7 +38,10 @@ from kvflow import (
     PeerAddress,
     Runtime,
     RuntimeState,
+    Segment,
     ServeRequest,
+    StateLayout,
+    StateTensor,
     Ticket,
     blocking,
     layout_for_backend,
@@ -179,6 +182,10 @@ def use_ticket(_: Sides, **values: Any) -> Any:
 FRESH = object()
 """Stands for the ticket of an offer that is made when it is needed."""
 OTHER: dict[str, Any] = {"request_id": "other", "block_ids": [4], "num_tokens": 3, "ttl_s": 2.0}
+SEGMENT = Segment(name="x", size=4, units=2, model_units=2)
+STATE = {"layers.0": (torch.zeros(3, 4, 2),)}
+STATE_TENSORS = (StateTensor(name="conv", segments=(SEGMENT,)),)
+STATE_LAYOUT = StateLayout.infer(STATE, STATE_TENSORS)
 RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]] = {
     Config: (
         values_of(CONFIG)
@@ -241,6 +248,17 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
         lambda _, **values: CacheGroup(**values),
         LayoutError,
     ),
+    Segment: (
+        values_of(SEGMENT),
+        lambda _, **values: Segment(**values),
+        LayoutError,
+    ),
+    StateTensor: (
+        {"name": "conv", "axis": 0, "segments": (SEGMENT,)},
+        lambda _, **values: StateTensor(**values),
+        LayoutError,
+    ),
+    StateLayout: (values_of(STATE_LAYOUT), lambda _, **values: StateLayout(**values), LayoutError),
     SchedulingConfig: (
         {
             "block_size": 4,
@@ -397,6 +415,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CacheLayout.check": (LAYOUT.check, {"kv_caches": CACHES}),
     "CacheLayout.infer": (CacheLayout.infer, {"kv_caches": CACHES, **INFER}),
     "Runtime": (Runtime, {**ENGINE, "observers": (), "world": None}),
+    "StateLayout.check": (STATE_LAYOUT.check, {"caches": STATE}),
+    "StateLayout.infer": (StateLayout.infer, {"caches": STATE, "tensors": STATE_TENSORS, "layer_indices": None}),
     "Ticket.address_of": (TICKET.address_of, {"rank": None}),
     "Ticket.find": (TICKET.find, {"rank": None}),
     "Ticket.from_params": (Ticket.from_params, {"params": TICKET.to_params()}),

@@ -12,9 +12,10 @@ import msgspec
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets
-from kvflow.core.cache.regions import check_sets_apart, device_of, map_regions, map_spans
-from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
+from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
+from kvflow.core.cache.regions import check_sets_apart, device_of, map_spans
+from kvflow.core.cache.state import StatePart
+from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of, state_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
@@ -121,7 +122,7 @@ async def register(
     config = context.config
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
-    sets = layer_sets(groups)
+    sets = layer_sets(groups, config.tp_size)
     device = device_of([layer for one in sets for layer in one.caches.items()])
     staging: list[HostBuffers] = []
     try:
@@ -148,7 +149,7 @@ async def register(
 
 def _check_apart(groups: Sequence[CacheGroup], sets: Sequence[LayerSet]) -> None:
     """LayoutError if loads of different layers could write the same bytes."""
-    named = ((groups[one.group].name, str(groups[one.group].pool), map_regions(one.layout, one.caches)) for one in sets)
+    named = ((groups[one.group].name, str(groups[one.group].pool), one.regions) for one in sets)
     check_sets_apart(tuple(named))
 
 
@@ -161,10 +162,10 @@ async def _register(
 ) -> RegisteredCache:
     config, limits, transport = context.config, context.config.limits, context.transport
     seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
-    sets = layer_sets(groups)
+    sets = layer_sets(groups, config.tp_size)
     if staging:
-        sets = tuple(one for at, buffers in enumerate(staging) for one in buffers.sets(at))
-    regions = tuple(map_regions(one.layout, one.caches) for one in sets)
+        sets = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
+    regions = tuple(one.regions for one in sets)
     layers = [layer for one in sets for layer in one.caches.items()]
     device = regions[0].device
     await transport.register(map_spans(layers), device, [groups, *layers])
@@ -195,6 +196,8 @@ async def _register(
 
 
 def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
+    if isinstance(one.layout, StatePart):
+        return state_share_of(one.layout, config, group=one.group)
     said = groups[one.group].num_kv_heads
     heads = config.num_kv_heads if said is None else said
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)

@@ -5,18 +5,28 @@ Random engines of an in-process cluster, judged token by token, as `test_topolog
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from group_hand_overs import Attention, GroupHandOver, Part, run
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest
+from kvflow.runtime.memory.host_buffers import CopyDirection
+from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.budgets import examples
 from tests.hand_overs import Paths
-from tests.reference_model import Engine, Model
+from tests.reference_model import Engine, Look, Model
 from tests.runtime.test_topologies import buffers, looks, scattered, slices
+from tests.tests_support import PATIENT, WAIT_S, limited, until
 
 pytestmark = pytest.mark.timeout(600)
 family = examples(60, 150, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
@@ -103,7 +113,7 @@ def group_hand_overs(
         num_tokens=num_tokens,
         one_pool=draw(st.tuples(st.booleans(), st.booleans())),
         by_name=draw(st.booleans()) and not merged,
-        merged=merged,
+        merged=(merged, False),
         paths=draw(paths),
     )
 
@@ -119,8 +129,65 @@ FAMILIES = {
 }
 
 
+def test_layers_of_a_group_that_look_different_go_through_scratch_memory_each_its_own_way() -> None:
+    """Both sides have one group, with layers of four heads and of two, of another order on each side."""
+    block_ids = (3, 0, 2)
+    parts = []
+    for numbers, kv_heads in (((0, 2), 4), ((1,), 2)):
+        model = Model(layers=len(numbers), kv_heads=kv_heads, head_size=4)
+        engine = Engine(model=model, stages=(numbers,), block_size=8, num_blocks=5)
+        turned = replace(engine, looks=(Look(order="HND", hnd_in_memory=True),))
+        part = Part(producer=engine, consumer=turned, attention=Attention(), offered=block_ids, wanted=block_ids)
+        parts.append(part)
+    case = GroupHandOver(parts=tuple(parts), num_tokens=21, merged=(True, True), paths=Paths(scratch="always"))
+    run_virtual(run(case, InprocCluster().world()))
+
+
 @pytest.mark.parametrize("drawn", FAMILIES.values(), ids=FAMILIES)
 @family
 @given(data=st.data())
 def test_every_token_of_every_window_arrives(drawn: st.SearchStrategy[GroupHandOver], data: st.DataObject) -> None:
     run_virtual(run(data.draw(drawn), InprocCluster().world()))
+
+
+async def test_a_group_that_is_not_staged_yet_is_not_read_whatever_is_missing_of_the_others() -> None:
+    """A seal has one count for all groups, which are staged one after the other."""
+    gate, network = threading.Event(), InprocNetwork()
+    made: list[InprocTransport] = []
+
+    def make(_: Config, name: str) -> InprocTransport:
+        made.append(InprocTransport(name, network))
+        return made[-1]
+
+    def copy(host_caches: Any, pairs: Sequence[tuple[int, int]], direction: CopyDirection) -> None:
+        """Wait for the gate, then copy, block by block."""
+        gate.wait(WAIT_S)
+        for (name, host), (device_id, host_id) in itertools.product(host_caches.items(), pairs):
+            assert direction is CopyDirection.TO_HOST
+            host[:, host_id] = offered[name][:, device_id]
+
+    offered, loaded = ({f"layers.{at}": torch.zeros(2, 6, 4, 1, 2) for at in range(2)} for _ in range(2))
+    for tensor in offered.values():
+        tensor.copy_(torch.arange(1, tensor.numel() + 1).view_as(tensor))
+    staged = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", staging="always"), slice_bytes_max=64, loads_max=4)
+    async with (
+        Runtime(replace(staged, engine_id="prefill"), world=World(transport=make)) as producer,
+        Runtime(replace(staged, engine_id="decode", staging="never"), world=World(transport=make)) as consumer,
+    ):
+        for runtime, caches, copier in ((producer, offered, copy), (consumer, loaded, None)):
+            groups = [
+                CacheGroup(name, {name: tensor}, CacheLayout.infer({name: tensor}, order="NHD", block_size=4))
+                for name, tensor in caches.items()
+            ]
+            await runtime.register_kv_caches(groups, copy_blocks=copier)
+        lease = producer.serve_blocks(ServeRequest("req", [[1, 2], [3, 4, 5]], num_tokens=8 + 4))
+        load = consumer.start_load(LoadRequest("req", lease.ticket, [[0, 1], [2, 1]]))
+        statistics = made[1].statistics
+        await until(lambda: made[1].statistics.reads >= statistics.reads + 3)  # it looks at the seal again and again
+        seen = made[1].statistics
+        assert seen.bytes_read == 16 * (seen.reads - seen.open_reads), "seals, and nothing else"
+        gate.set()
+        await load
+        await lease
+    assert torch.equal(loaded["layers.0"][:, [0, 1]], offered["layers.0"][:, [1, 2]])
+    assert torch.equal(loaded["layers.1"][:, [2, 1]], offered["layers.1"][:, [3, 4]])

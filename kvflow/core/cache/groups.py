@@ -12,16 +12,19 @@ that is what is registered, compared with a peer's and planned.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, cast
 
 import msgspec
+import numpy as np
 
 from kvflow import checks
-from kvflow.checks import shown
+from kvflow.checks import INT64_MAX, shown
 from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.regions import Regions, device_of, map_regions
+from kvflow.core.cache.state import StateLayout, StatePart, state_parts
 from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, LayerCache, checked_caches
 from kvflow.errors import LayoutError
 
@@ -40,10 +43,12 @@ class GroupKind(enum.StrEnum):
     """The last `window` ones."""
     CHUNKED = "chunked"
     """Those since the last multiple of `window`: chunked local attention."""
+    STATE = "state"
+    """None: there is a state per request, which belongs to the last token that was computed."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a peer has to know of a group. `window` is in tokens, 0 for full attention."""
+    """What a peer has to know of a group. `window` is in tokens, 0 where there is none; a state's block size is 1."""
 
     name: str
     block_size: int
@@ -54,6 +59,14 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def whole(self) -> bool:
         """Whether its blocks hold a prompt from its first token on; else they hold the end of it."""
         return self.kind is GroupKind.FULL
+
+    @property
+    def plausible(self) -> bool:
+        """Whether a group can be like that."""
+        windowed = self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED
+        window_fits = 0 < self.window <= WINDOW_MAX if windowed else self.window == 0
+        size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
+        return window_fits and size_fits
 
     def first_needed(self, tokens: int) -> int:
         """The first token that matters once `tokens` are computed.
@@ -67,17 +80,35 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 return max(tokens - self.window, 0)
             case GroupKind.CHUNKED:
                 return max(tokens - 1, 0) // self.window * self.window
+            case GroupKind.STATE:
+                return max(tokens - 1, 0)
 
 
 ONE_GROUP = (GroupFacts(name=DEFAULT_NAME, block_size=1),)
 
 
 class LayerSet(NamedTuple):
-    """Layers of one group that look alike: their tensors, and how these look."""
+    """Layers of one group that look alike: their tensors, and how these look. Of state, one segment of the tensors."""
 
     group: int
     caches: Mapping[str, LayerCache]
-    layout: CacheLayout
+    layout: CacheLayout | StatePart
+
+    @property
+    def regions(self) -> Regions:
+        """Where they lie in memory. LayoutError where that is not as the layout says."""
+        if isinstance(self.layout, CacheLayout):
+            return map_regions(self.layout, self.caches)
+        self.layout.layout.check(self.caches)
+        places = np.array(self.layout.places(self.caches), dtype=np.uint64)
+        return Regions(
+            bases=places[:, 0],
+            strides=places[:, 1],
+            block=self.layout.block_shape,
+            parts=self.layout.parts,
+            num_blocks=self.layout.num_blocks,
+            device=device_of(self.caches.items()),
+        )
 
 
 def _name(value: object, what: str) -> str:
@@ -99,12 +130,14 @@ class CacheGroup:
     table of one group at a time, and the groups' tensors may be the same memory. By default a group has a pool of its
     own. `num_kv_heads` is the model's for these layers, where it is not Config.num_kv_heads.
 
+    With a `StateLayout` the group holds state per request: a slot is its block, and requests name one.
+
     Raises LayoutError naming the group if the facts cannot be right.
     """
 
     name: str
     layers: KVCaches = field(repr=False)
-    layout: CacheLayout | Sequence[CacheLayout]
+    layout: CacheLayout | StateLayout | Sequence[CacheLayout]
     window: int | None = None
     kind: GroupKind | str | None = None
     pool: str | None = None
@@ -115,9 +148,12 @@ class CacheGroup:
         settle("name", _name(self.name, "a group's name"))
         what = f"group {self.name!r}"
         settle("pool", self.name if self.pool is None else _name(self.pool, f"{what}: pool"))
-        settle("kind", _kind(self.kind, self.window, what))
-        if (self.kind is GroupKind.FULL) != (self.window is None):
+        holds_state = isinstance(self.layout, StateLayout)
+        settle("kind", _kind(self.kind, self.window, holds_state, what))
+        if (self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED) != (self.window is not None):
             raise LayoutError(f"{what}: kind is {str(self.kind)!r}, window is {shown(self.window)}")
+        if (self.kind is GroupKind.STATE) != holds_state:
+            raise LayoutError(f"{what}: kind is {str(self.kind)!r}, layout is a {type(self.layout).__name__}")
         for name, most in (("window", WINDOW_MAX), ("num_kv_heads", None)):
             if (value := getattr(self, name)) is not None:
                 settle(name, checks.whole(value, f"{what}: {name}", least=1, error=LayoutError))
@@ -130,33 +166,40 @@ class CacheGroup:
         settle("layout", _layouts(self.layers, self.layout, what))
 
     @property
-    def layouts(self) -> tuple[CacheLayout, ...]:
+    def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
         """Its layouts, however many there are."""
         assert isinstance(self.layout, tuple), "settled"
         return self.layout
 
     @property
-    def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout], ...]:
+    def sets(self) -> tuple[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout], ...]:
         """The layers of each layout."""
         return tuple(({name: self.layers[name] for name in one.layer_names}, one) for one in self.layouts)
 
     @property
     def facts(self) -> GroupFacts:
         assert isinstance(self.kind, GroupKind), "settled"
-        block_size = self.layouts[0].block_size
+        first = self.layouts[0]
+        block_size = first.block_size if isinstance(first, CacheLayout) else 1
         return GroupFacts(name=self.name, block_size=block_size, kind=self.kind, window=self.window or 0)
 
     @property
     def num_blocks(self) -> int:
-        return self.layouts[0].num_blocks
+        first = self.layouts[0]
+        return first.num_blocks if isinstance(first, CacheLayout) else first.num_slots
 
     @property
     def block_size_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return sum(layout.block_size_bytes for layout in self.layouts)
+        return sum(
+            layout.block_size_bytes if isinstance(layout, CacheLayout) else layout.slot_size_bytes
+            for layout in self.layouts
+        )
 
 
-def _kind(kind: object, window: object, what: str) -> GroupKind:
+def _kind(kind: object, window: object, holds_state: bool, what: str) -> GroupKind:
+    if kind is None and holds_state:
+        return GroupKind.STATE
     if kind is None:
         return GroupKind.FULL if window is None else GroupKind.SLIDING
     found = checks.answer(lambda: GroupKind(kind))  # type: ignore[arg-type]
@@ -165,7 +208,10 @@ def _kind(kind: object, window: object, what: str) -> GroupKind:
     return found
 
 
-def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout, ...]:
+def _layouts(layers: KVCaches, layout: object, what: str) -> tuple[CacheLayout | StateLayout, ...]:
+    if isinstance(layout, StateLayout):
+        layout.check(layers)
+        return (layout,)
     layouts = layout if isinstance(layout, tuple | list) else (layout,)
     if not 0 < len(layouts) <= GROUPS_MAX or not all(isinstance(one, CacheLayout) for one in layouts):
         raise LayoutError(f"{what}: layout: expected a CacheLayout or 1 to {GROUPS_MAX} of them, got {shown(layout)}")
@@ -196,7 +242,9 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
         raise LayoutError(f"kv_caches: expected 1 to {GROUPS_MAX} CacheGroups, got {shown(kv_caches)}")
     groups = tuple(kv_caches)
     _check_different([group.name for group in groups], "group")
-    _check_different([index for group in groups for _, one in group.sets for index in one.layer_indices], "layer")
+    for state in (False, True):
+        layouts = [one for group in groups if (group.kind is GroupKind.STATE) is state for one in group.layouts]
+        _check_different([index for one in layouts for index in one.layer_indices], "layer")
     pools: dict[str, CacheGroup] = {}
     for group in groups:
         assert group.pool is not None, "settled"
@@ -209,9 +257,18 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     return groups
 
 
-def layer_sets(groups: Sequence[CacheGroup]) -> tuple[LayerSet, ...]:
-    """All sets of layers, group by group."""
-    return tuple(LayerSet(at, caches, layout) for at, group in enumerate(groups) for caches, layout in group.sets)
+def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
+    """All sets of layers, group by group, of a rank of an engine with so many tensor-parallel ranks."""
+    return tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
+
+
+def sets_of(
+    group: int, layers: Iterable[tuple[Mapping[str, LayerCache], CacheLayout | StateLayout]], tp_size: int
+) -> Iterator[LayerSet]:
+    """The sets of layers of one group."""
+    for caches, layout in layers:
+        for part in (layout,) if isinstance(layout, CacheLayout) else state_parts(layout, tp_size):
+            yield LayerSet(group, caches, part)
 
 
 def _check_different(values: Sequence[object], what: str) -> None:

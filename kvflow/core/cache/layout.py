@@ -165,7 +165,7 @@ class CacheLayout:
         chosen = _infer_style(name, first) if style is None else _style_of(style)
         layout = replace(
             _layout_of_layer(name, first, chosen, order, tuple(kv_caches)),
-            layer_indices=_layer_indices(tuple(kv_caches), layer_indices),
+            layer_indices=layer_numbers(tuple(kv_caches), layer_indices),
             kv_format=kv_format,
         )
         if layout.block_size != block_size:
@@ -332,7 +332,7 @@ def _memory_order(name: str, style: KVStyle, order: str, tensor: TensorLike) -> 
     )
 
 
-def _layer_indices(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
+def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[int, ...]:
     """Which layers of the model these are: as given, else by their names, else by position."""
     if given is None:
         found = [_LAYER_INDEX.findall(name) for name in names]

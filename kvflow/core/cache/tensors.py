@@ -40,7 +40,7 @@ class TensorLike(Protocol):
     def data_ptr(self) -> int: ...
 
 
-LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, TensorLike]"
+LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, ...]"
 KVCaches: TypeAlias = "Mapping[str, LayerCache]"
 
 

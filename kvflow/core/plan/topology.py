@@ -28,6 +28,7 @@ import msgspec
 
 from kvflow.config import RANKS_MAX, Config
 from kvflow.core.cache.layout import PLAIN, CacheLayout
+from kvflow.core.cache.state import StatePart
 
 
 class Rank(NamedTuple):
@@ -84,11 +85,13 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     kv_format: str = PLAIN
     group: int = 0
     """Which of the rank's groups: whose block ids say where the layers' blocks are."""
+    part: str = ""
+    """Of state per request, which segment of which tensor; its units are counted as heads are."""
 
     @property
     def plain(self) -> bool:
-        """Whether its bytes are values at strides and nothing else."""
-        return self.kv_format == PLAIN
+        """Whether its bytes are values at strides of tokens and heads, and nothing else."""
+        return self.kv_format == PLAIN and not self.part
 
     @property
     def kv_head_slots(self) -> int:
@@ -111,6 +114,24 @@ def cache_share_of(layout: CacheLayout, config: Config, *, model_kv_heads: int |
         dtype=layout.dtype,
         kv_format=layout.kv_format,
         group=group,
+    )
+
+
+def state_share_of(part: StatePart, config: Config, *, group: int) -> CacheShare:
+    """What the rank holds of a segment of its layers' state."""
+    return CacheShare(
+        tp_rank=config.tp_rank,
+        tp_size=config.tp_size,
+        pp_rank=config.pp_rank,
+        pp_size=config.pp_size,
+        layers=part.layer_indices,
+        kv_heads=part.segment.units,
+        model_kv_heads=part.segment.model_units,
+        latent=False,
+        block_size=1,
+        dtype=part.dtype,
+        group=group,
+        part=part.name,
     )
 
 
@@ -161,14 +182,15 @@ def stages_max(ours: Sequence[CacheShare]) -> int:
 
     A rank of one stage knows all layers; one of several knows its own only.
     """
-    return len(layers_of(ours)) if ours[0].pp_size == 1 else RANKS_MAX
+    return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
 
 
-def layers_of(shares: Sequence[CacheShare]) -> tuple[int, ...]:
-    """All layers that a rank holds."""
-    if len(shares) == 1:
-        return shares[0].layers
-    return tuple(dict.fromkeys(layer for share in shares for layer in share.layers))
+def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
+    """All layers that a rank holds; those whose state it holds by the part of it."""
+    found: dict[str, tuple[int, ...]] = {}
+    for share in shares:
+        found[share.part] = found.get(share.part, ()) + share.layers
+    return found
 
 
 def in_common(
@@ -177,7 +199,7 @@ def in_common(
     """(our position, their position, ours, theirs) of the shares that have layers in common."""
     for at, mine in enumerate(ours):
         for where, other in enumerate(theirs):
-            if not set(mine.layers).isdisjoint(other.layers):
+            if mine.part == other.part and not set(mine.layers).isdisjoint(other.layers):
                 yield at, where, mine, other
 
 
@@ -186,7 +208,7 @@ def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> lis
     pairs = [pair[2:] for pair in in_common(ours, theirs)] or [(ours[0], theirs[0])]
     found = [_apart("tp_size", ours[0].tp_size, theirs[0].tp_size)]
     found += (_apart("block_size", mine.block_size, other.block_size) for mine, other in pairs)
-    found.append(_layer_differences(ours, theirs))
+    found += _layer_differences(ours, theirs)
     found += (_head_difference(mine, other) for mine, other in pairs)
     for name in ("latent", "dtype", "kv_format"):
         found += (_difference(name, getattr(mine, name), getattr(other, name)) for mine, other in pairs)
@@ -201,23 +223,30 @@ def _apart(name: str, ours: int, theirs: int) -> str:
     return "" if _divides(ours, theirs) else f"{name}: ours {ours}, theirs {theirs}: neither divides the other"
 
 
-def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> str:
-    mine, other = layers_of(ours), layers_of(theirs)
-    if ours[0].pp_size == theirs[0].pp_size == 1 and set(mine) != set(other):
-        return f"layers: ours {_layers_text(mine)}, theirs {_layers_text(other)}"
-    return ""
+def _layer_differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> Iterator[str]:
+    if ours[0].pp_size == theirs[0].pp_size == 1:
+        all_ours, all_theirs = layers_of(ours), layers_of(theirs)
+        for part in all_ours | all_theirs:
+            mine, other = all_ours.get(part, ()), all_theirs.get(part, ())
+            if set(mine) != set(other):
+                of_part = f" with {part}" if part else ""
+                yield f"layers{of_part}: ours {_layers_text(mine)}, theirs {_layers_text(other)}"
 
 
 def _head_difference(ours: CacheShare, theirs: CacheShare) -> str:
     if ours.latent or theirs.latent:
         return ""
     if ours.model_kv_heads and theirs.model_kv_heads and ours.model_kv_heads != theirs.model_kv_heads:
-        return f"model's num_kv_heads: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"
+        return f"model's {_heads_word(ours)}: ours {ours.model_kv_heads}, theirs {theirs.model_kv_heads}"
     heads = kv_heads_of_model(ours, theirs)
     if all(_divides(side.tp_size, heads) and side.kv_heads == max(heads // side.tp_size, 1) for side in (ours, theirs)):
         return ""
     ours_text, theirs_text = (f"{side.kv_heads} on each of {side.tp_size} ranks" for side in (ours, theirs))
-    return f"num_kv_heads: ours {ours_text}, theirs {theirs_text}"
+    return f"{_heads_word(ours)}: ours {ours_text}, theirs {theirs_text}"
+
+
+def _heads_word(share: CacheShare) -> str:
+    return f"units of {share.part}" if share.part else "num_kv_heads"
 
 
 @lru_cache(maxsize=4096)

@@ -19,10 +19,12 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
+from kvflow.checks import is_name
 from kvflow.config import RANKS_MAX
-from kvflow.core.cache.groups import GROUPS_MAX, WINDOW_MAX, GroupFacts, GroupKind
+from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.cache.state import ROWS_MAX, StatePart
 from kvflow.core.cache.tensors import LAYERS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.limits import SEAL_HOLD_S_MAX, SEALS_MAX
@@ -34,6 +36,7 @@ LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
+_PART_CHARS_MAX = 4096
 
 StructT = TypeVar("StructT")
 
@@ -69,11 +72,11 @@ class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
         return [f"{name}: ours {ours!r}, theirs {other!r}" for name, ours, other in pairs if ours != other]
 
 
-def compatibility_of(layouts: Sequence[CacheLayout], *, model: str) -> Compatibility:
-    """The facts of one rank's cache; where layers differ, all that there are."""
+def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) -> Compatibility:
+    """The facts of one rank's cache; where layers differ, all that there are. Of state the shares have them."""
 
     def facts(fact: Callable[[CacheLayout], object]) -> str:
-        return " and ".join(sorted({str(fact(layout)) for layout in layouts}))
+        return " and ".join(sorted({str(fact(layout)) for layout in layouts if isinstance(layout, CacheLayout)}))
 
     return Compatibility(
         model=model,
@@ -338,7 +341,8 @@ def regions_from_wire(table: RegionTable) -> Regions:
     count = len(table.bases)
     if not 0 < count <= REGIONS_MAX or len(table.strides) != count:
         raise WireError(f"region table: {count} bases and {len(table.strides)} strides")
-    if table.parts not in _PARTS or count % len(table.parts):
+    of_state = 0 < len(set(table.parts)) == len(table.parts) <= ROWS_MAX and table.block.tokens == 1
+    if (table.parts not in _PARTS and not of_state) or count % len(table.parts):
         raise WireError(f"region table: {count} regions, parts of a layer {str(table.parts)[:80]}")
     if table.num_blocks < 1 or not _is_dense(table.block):
         raise WireError(f"region table: {table.num_blocks} blocks of shape {tuple(table.block)}")
@@ -377,7 +381,7 @@ def check_cache_shares(shares: Sequence[CacheShare]) -> None:
         return
     if len({(one.tp_rank, one.tp_size, one.pp_rank, one.pp_size) for one in shares}) > 1:
         raise WireError("cache shares: of several ranks")
-    if len({layer for one in shares for layer in one.layers}) < sum(len(one.layers) for one in shares):
+    if len({(one.part, layer) for one in shares for layer in one.layers}) < sum(len(one.layers) for one in shares):
         raise WireError("cache shares: some layer is in two of them")
 
 
@@ -392,6 +396,8 @@ def _check_cache_share(share: CacheShare) -> None:
             f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
             f"model_kv_heads {share.model_kv_heads}, group {share.group}"
         )
+    if share.part and (not is_name(share.part, _PART_CHARS_MAX) or share.latent or share.model_kv_heads < 1):
+        raise WireError(f"cache share: part {share.part[:80]!a}, latent is {share.latent}")
     count = len(share.layers)
     fits = 0 < count <= LAYERS_MAX and len(set(share.layers)) == count
     if not fits or not all(0 <= layer < LAYERS_MAX for layer in share.layers):
@@ -409,6 +415,8 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
         _check_set(share, region)
         if share.group >= len(groups) or groups[share.group].block_size != share.block_size:
             raise WireError(f"cache share: group {share.group} of {len(groups)}, block_size {share.block_size}")
+        if (groups[share.group].kind is GroupKind.STATE) != bool(share.part):
+            raise WireError(f"cache share: part {share.part!a} in a group of kind {groups[share.group].kind}")
         if num_blocks.setdefault(share.group, region.num_blocks) != region.num_blocks:
             raise WireError(f"cache shares: group {share.group} has {num_blocks[share.group]} and other blocks")
     if len(num_blocks) != len(groups):
@@ -421,8 +429,7 @@ def _check_groups(groups: Sequence[GroupFacts]) -> None:
     if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):
         raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")
     for group in groups:
-        fits = group.window == 0 if group.kind is GroupKind.FULL else 0 < group.window <= WINDOW_MAX
-        if not fits or group.block_size < 1:
+        if not group.plausible:
             raise WireError(f"groups: kind {group.kind}, window {group.window}, block_size {group.block_size}")
 
 
@@ -435,6 +442,10 @@ def _check_set(share: CacheShare, regions: Regions) -> None:
             f"cache share: block_size {share.block_size}, kv_heads {share.kv_heads}, "
             f"model_kv_heads {share.model_kv_heads}, blocks of shape {tuple(block)}"
         )
+    if share.part and (block.tokens != 1 or regions.parts in _PARTS):
+        raise WireError(f"cache share: part {share.part!a}, blocks of shape {tuple(block)}")
+    if not share.part and regions.parts not in _PARTS:
+        raise WireError(f"cache share: parts of a layer {str(regions.parts)[:80]}")
     if share.latent != (regions.parts == ("latent",)) or (share.latent and block.heads != 1):
         raise WireError(
             f"cache share: latent is {share.latent}, parts of a layer are {regions.parts}, of {block.heads} heads"

@@ -24,7 +24,7 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
 from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_offset
-from kvflow.core.cache.groups import GROUPS_MAX, WINDOW_MAX, GroupFacts
+from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.errors import RequestError
@@ -373,8 +373,7 @@ def _check_groups(ticket: Ticket) -> None:
     if groups[0].block_size != ticket.block_size:
         raise RequestError(f"ticket: block_size {ticket.block_size}, but {groups[0].block_size} of the first group")
     for group in groups:
-        window_fits = group.window == 0 if group.whole else 0 < group.window <= WINDOW_MAX
-        if not window_fits or not 0 < group.block_size <= INT64_MAX or not is_name(group.name, _NAME_CHARS_MAX):
+        if not group.plausible or not is_name(group.name, _NAME_CHARS_MAX):
             what = f"kind {group.kind}, window {group.window}, block_size {group.block_size}"
             raise RequestError(f"ticket: group {group.name[:80]!a}: {what}")
 

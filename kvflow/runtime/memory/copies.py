@@ -25,12 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
+from kvflow.core.cache.state import StateLayout
 
 if TYPE_CHECKING:
     import torch
 
 Tensor: TypeAlias = "torch.Tensor"
-LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
 
@@ -43,7 +44,7 @@ def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bo
 
     K and V of a fused cache are the halves of its last axis, or stay together without `split_fused`.
     """
-    parts = _part_tensors(layer, layout.style)
+    parts = _part_tensors(layer, layout)
     if layout.style is KVStyle.MLA:
         return tuple(part.unsqueeze(2) for part in parts)
     if layout.order == "HND":
@@ -54,17 +55,22 @@ def canonical_parts(layer: LayerTensors, layout: CacheLayout, *, split_fused: bo
     return parts
 
 
-def _part_tensors(layer: LayerTensors, style: KVStyle) -> tuple[Tensor, ...]:
+def _part_tensors(layer: LayerTensors, layout: CacheLayout | StateLayout) -> tuple[Tensor, ...]:
     """The tensors of a layer's regions, their axes after the block's as they are."""
     if isinstance(layer, tuple | list):
         return tuple(layer)
-    match style:
+    match _style_of(layout):
         case KVStyle.KV_FIRST:
             return layer[0], layer[1]
         case KVStyle.BLOCKS_FIRST:
             return layer[:, 0], layer[:, 1]
         case _:
             return (layer,)
+
+
+def _style_of(layout: CacheLayout | StateLayout) -> KVStyle | None:
+    """None for state: blocks come first in each of its tensors."""
+    return layout.style if isinstance(layout, CacheLayout) else None
 
 
 def _alias(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
@@ -90,7 +96,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def allocate_host_caches(
-    kv_caches: CacheTensors, layout: CacheLayout, num_blocks: int, *, pin: bool
+    kv_caches: CacheTensors, layout: CacheLayout | StateLayout, num_blocks: int, *, pin: bool
 ) -> dict[str, LayerTensors]:
     """Zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
 
@@ -99,15 +105,15 @@ def allocate_host_caches(
     """
 
     def like(tensor: Tensor) -> Tensor:
-        return _host_tensor(tensor, layout.style, num_blocks, pin)
+        return _host_tensor(tensor, _style_of(layout), num_blocks, pin)
 
     return {
-        name: (like(layer[0]), like(layer[1])) if isinstance(layer, tuple | list) else like(layer)
+        name: tuple(map(like, layer)) if isinstance(layer, tuple | list) else like(layer)
         for name, layer in kv_caches.items()
     }
 
 
-def _host_tensor(tensor: Tensor, style: KVStyle, num_blocks: int, pin: bool) -> Tensor:
+def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, pin: bool) -> Tensor:
     import torch
 
     block_axis = 1 if style is KVStyle.KV_FIRST else 0
@@ -126,7 +132,7 @@ def _host_tensor(tensor: Tensor, style: KVStyle, num_blocks: int, pin: bool) -> 
 def copy_blocks(
     source_caches: CacheTensors,
     target_caches: CacheTensors,
-    layout: CacheLayout,
+    layout: CacheLayout | StateLayout,
     source_ids: Ids,
     target_ids: Ids,
 ) -> None:
@@ -148,9 +154,9 @@ def copy_blocks(
     _synchronize(used)
 
 
-def _block_rows(layer: LayerTensors, layout: CacheLayout) -> Iterator[Tensor]:
+def _block_rows(layer: LayerTensors, layout: CacheLayout | StateLayout) -> Iterator[Tensor]:
     """The blocks of each region of a layer, as rows of bytes: in memory a block is dense."""
-    for part in _part_tensors(layer, layout.style):
+    for part in _part_tensors(layer, layout):
         size = part[0].numel() * part.element_size()
         stride = part.stride(0) * part.element_size() if len(part) > 1 else size
         yield _alias(part, (len(part), size), (stride, 1))

@@ -8,17 +8,19 @@ there. The copies run on the copy thread: by kvflow's own function for torch dev
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeAlias, cast
 
 from kvflow.config import Config
-from kvflow.core.cache.groups import CacheGroup, LayerSet
-from kvflow.core.cache.regions import map_regions
+from kvflow.core.cache.groups import CacheGroup
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.regions import device_of
+from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import ConfigError
-from kvflow.runtime.memory.copies import CacheTensors, allocate_host_caches, copy_blocks
+from kvflow.runtime.memory.copies import CacheTensors, LayerTensors, allocate_host_caches, copy_blocks
 from kvflow.runtime.memory.pool import Pool
 
 
@@ -41,24 +43,23 @@ class HostBuffers:
         self.pool = Pool(count)
         self._device = group.sets
         self._copier = copier
-        self._host = []
+        self.layers: list[tuple[dict[str, LayerTensors], CacheLayout | StateLayout]] = []
+        """The host blocks of each layout of the group."""
+        pin = device_of(group.layers.items()).kind == "cuda"
         for caches, layout in group.sets:
-            pin = map_regions(layout, caches).device.kind == "cuda"
             host_caches = allocate_host_caches(cast(CacheTensors, caches), layout, count, pin=pin)
-            self._host.append((host_caches, replace(layout, num_blocks=count)))
-
-    def sets(self, group: int) -> Iterator[LayerSet]:
-        """The host blocks as sets of layers of that group."""
-        for caches, layout in self._host:
-            yield LayerSet(group, caches, layout)
+            if isinstance(layout, StateLayout):
+                self.layers.append((host_caches, replace(layout, num_slots=count)))
+            else:
+                self.layers.append((host_caches, replace(layout, num_blocks=count)))
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks to the host or to the device; on the copy thread."""
         if self._copier is not None:
-            host_caches = {name: layer for caches, _ in self._host for name, layer in caches.items()}
+            host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
             self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
             return
-        for (device_layers, layout), (host_layers, _) in zip(self._device, self._host, strict=True):
+        for (device_layers, layout), (host_layers, _) in zip(self._device, self.layers, strict=True):
             device_caches = cast(CacheTensors, device_layers)
             if direction is CopyDirection.TO_HOST:
                 copy_blocks(device_caches, host_layers, layout, device_ids, host_ids)

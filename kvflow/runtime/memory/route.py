@@ -21,6 +21,7 @@ import numpy as np
 
 from kvflow.config import Config
 from kvflow.core.cache.groups import LayerSet
+from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
@@ -77,6 +78,7 @@ class Route:
         remote = block_map.remote_whole
         whole = WholeBlocks(remote, block_map.heads, [theirs for _, theirs in block_map.places])
         _, caches, layout = self._sets[block_map.local_set]
+        assert isinstance(layout, CacheLayout), "state is opaque"
         return Permutation(caches, layout, block_map, whole, remote.parts)
 
     def groups(self, sources: Sequence[SourceRead], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:

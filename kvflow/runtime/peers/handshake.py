@@ -233,10 +233,12 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple
     first = metadata.cache_shares[0]
     found = topology.differences(ours.cache_shares, metadata.cache_shares)
     found += _different("rank (pp, tp)", peer.rank[1:], (first.pp_rank, first.tp_rank))
-    for at, where, _, _ in topology.in_common(ours.cache_shares, metadata.cache_shares):
+    for at, where, share, _ in topology.in_common(ours.cache_shares, metadata.cache_shares):
         mine, theirs = ours.regions[at], regions[where]
         found += _different("bytes of a head", _head_bytes(mine), _head_bytes(theirs))
-        if _opaque(ours.cache_shares[at]):
+        if share.part:
+            found += _different(f"rows of {share.part}", len(mine.parts), len(theirs.parts))
+        elif not share.plain:
             found += _different("opaque blocks (kv_format)", (mine.block, mine.parts), (theirs.block, theirs.parts))
     reachable = {kind for kind, reached in DEVICES.items() if reached}
     if regions[0].device.kind not in reachable:
@@ -255,11 +257,6 @@ def _head_bytes(regions: Regions) -> int:
     return regions.block.run * len(regions.parts)
 
 
-def _opaque(share: topology.CacheShare) -> bool:
-    """Whether blocks mean more than values at strides, so that only whole ones of the same shape can be read."""
-    return not share.plain
-
-
 def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
     """What we read from a rank, for each pair of sets that have layers in common."""
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
@@ -270,6 +267,6 @@ def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[
                 regions[where],
                 heads=HeadSlice(source.local_start, source.remote_start, source.heads),
                 layers=LayersOf(mine.layers, theirs.layers),
-                opaque=_opaque(mine),
+                opaque=not mine.plain,
                 of=SetPair(at, mine.group, theirs.group),
             )

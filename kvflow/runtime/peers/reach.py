@@ -90,15 +90,19 @@ class Reach:
         if reached is None:
             await self.check(ticket)
             reached = await self._reach_in_steps(ticket, found)
-        stages: dict[int, tuple[int, ...]] = {}
+        stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
         sources: list[Source] = []
         for peer, connection, source in reached:
             stages[peer.rank.pp] = connection.layers
             if source is not None:
                 sources.append(source)
-        problem = _missing_layers(self._layers, tuple(stages.values()), whole=self._config.pp_size == 1)
-        if problem:
-            raise self._incompatible(ticket, [problem])
+        for part, ours in self._layers.items():
+            theirs = []
+            for layers in stages.values():
+                theirs.append(layers.get(part, ()))
+            problem = _missing_layers(ours, tuple(theirs), whole=self._config.pp_size == 1)
+            if problem:
+                raise self._incompatible(ticket, [f"{part}: {problem}" if part else problem])
         return sources
 
     def _reach_at_once(self, ticket: Ticket, ranks: Sequence[Rank], found: Found) -> list[_Reached] | None:

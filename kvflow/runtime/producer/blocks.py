@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.freshness import SealTable
@@ -88,6 +88,9 @@ class OfferedBlocks:
                 continue
             self._check_filled(group, count, tokens, what)
             needed = -(-tokens // group.block_size) - group.first_needed(tokens) // group.block_size
+            if group.kind is GroupKind.STATE and (count > 1 or tokens < num_tokens):
+                why = f"a state is of one slot and of all {num_tokens} tokens; blocks of other groups hold {tokens}"
+                raise RequestError(f"{what}: {count} block ids{self._of(group)}: {why}")
             if count < needed:
                 why = f"{needed} hold what {tokens} tokens need ({group.kind}, window {group.window})"
                 raise RequestError(f"{what}: {count} block ids{self._of(group)}, but {why}")

@@ -51,7 +51,7 @@ def test_a_window_makes_a_group_slide_unless_it_is_chunked() -> None:
 def test_layers_that_look_different_are_sets_of_one_group() -> None:
     many, few = layers(0, 2), layers(1, heads=1)
     mixed = CacheGroup("mixed", {**many, **few}, [layout_of(many), layout_of(few)])
-    found = layer_sets([group("other", 3), mixed])
+    found = layer_sets([group("other", 3), mixed], tp_size=1)
     assert [(one.group, list(one.caches)) for one in found] == [
         (0, ["layers.3"]),
         (1, ["layers.0", "layers.2"]),
@@ -101,7 +101,7 @@ FEWER = layers(1, blocks=7)
         (lambda: group("a", 0, window=1 << 40), "window: expected at most"),
         (lambda: group("a", 0, kind="sliding"), "kind is 'sliding', window is None"),
         (lambda: group("a", 0, kind="full", window=3), "kind is 'full', window is 3"),
-        (lambda: group("a", 0, kind="latent"), r"kind: expected one of \['full', 'sliding', 'chunked'\]"),
+        (lambda: group("a", 0, kind="latent"), r"kind: expected one of \['full', 'sliding', 'chunked', 'state'\]"),
         (lambda: CacheGroup("a", layers(0, 1), layout_of(layers(0))), "not one layout for 'layers.1'"),
         (lambda: CacheGroup("a", layers(0), [layout_of(layers(0))] * 2), "not one layout for 'layers.0'"),
         (

@@ -1,0 +1,320 @@
+"""State per request: what Mamba and linear attention keep in place of a KV cache, as sets of layers to be planned.
+
+Each layer has some tensors (slots, ...), such as the last inputs of a convolution and a recurrent state, and a request
+has one slot in all of them. Tensor-parallel ranks slice a tensor along one of its axes, whose entries may be of several
+kinds one behind the other: Mamba 2's convolution has x, then B, then C, and each is sliced by itself. So a *segment* is
+to a slot what K or V is to a block: some units, as many on each rank as its share of the model's, each a run of bytes.
+
+The planner knows blocks of tokens and heads. A slot is a block of one token, a segment's units are its heads, and where
+the sliced axis is not the outermost of a slot each row in front of it is a region of its own. The state after a prompt
+is the block of the prompt's last token, so a group of it is one with a window of one token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from kvflow import checks
+from kvflow.checks import shown
+from kvflow.core.cache.layout import PLAIN, BlockShape, layer_numbers
+from kvflow.core.cache.tensors import (
+    LAYERS_MAX,
+    NAME_CHARS_MAX,
+    KVCaches,
+    LayerCache,
+    TensorLike,
+    checked_caches,
+    tensors_of,
+)
+from kvflow.errors import LayoutError
+
+Axis: TypeAlias = int
+
+TENSORS_MAX = 16
+SEGMENTS_MAX = 16
+ROWS_MAX = 1 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Entries of a sliced axis that belong together. `units` are this rank's, of `model_units` in the model.
+
+    A unit is what ranks do not share out, such as a head or a group of heads. With fewer units in the model than ranks
+    neighbours hold the same one, as with KV heads. `size` is in entries of the axis, and a multiple of `units`.
+    """
+
+    name: str
+    size: int
+    units: int
+    model_units: int
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self, _PLAIN)
+        if self.size % self.units:
+            raise LayoutError(f"segment {self.name!r}: size {self.size} is no multiple of its {self.units} units")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """One of the tensors of each layer: `axis` of its slot (0 is the first behind the slots) is sliced into segments.
+
+    Without segments every rank's slot is whole: both engines need the same tensor-parallel size.
+    """
+
+    name: str
+    axis: Axis = 0
+    segments: tuple[Segment, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self, _PLAIN)
+        if len({segment.name for segment in self.segments}) < len(self.segments):
+            raise LayoutError(f"state tensor {self.name!r}: two of its segments have the same name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """What the layers of a group with state per request look like, equal for all of them."""
+
+    layer_names: tuple[str, ...]
+    layer_indices: tuple[int, ...]
+    tensors: tuple[StateTensor, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of one slot of each tensor."""
+    dtypes: tuple[str, ...]
+    itemsizes: tuple[int, ...]
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        checks.settle_fields(self, _PLAIN)
+        if len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise LayoutError("tensors: two have the same name")
+        for name in ("shapes", "dtypes", "itemsizes"):
+            if len(getattr(self, name)) != len(self.tensors):
+                raise LayoutError(f"{name}: expected one for each of {len(self.tensors)} tensors")
+        if len(self.layer_indices) != len(self.layer_names):
+            raise LayoutError(f"layer_indices: expected {len(self.layer_names)}, got {len(self.layer_indices)}")
+        for tensor, shape in zip(self.tensors, self.shapes, strict=True):
+            _check_shape(f"tensor {tensor.name!r} of a slot of shape {shape}", tensor, shape)
+
+    @classmethod
+    def infer(
+        cls,
+        caches: KVCaches,
+        tensors: Sequence[StateTensor],
+        *,
+        layer_indices: Sequence[int] | None = None,
+    ) -> StateLayout:
+        """Read the layout off the tensors.
+
+        Args:
+            caches: By layer name a tuple of tensors (slots, ...), or one tensor; all layers alike.
+            tensors: What each tensor of a layer is, in their order.
+            layer_indices: Which layers of the model these are; by default as `CacheLayout.infer` has it.
+
+        Raises:
+            LayoutError: It names the layer or tensor, and both values.
+        """
+        layers = checked_caches(caches)
+        described = _tensors(tensors, "tensors")
+        name, first = next(iter(layers.items()))
+        facts = _facts(name, first, described)
+        layout = cls(
+            layer_names=tuple(layers),
+            layer_indices=layer_numbers(tuple(layers), layer_indices),
+            tensors=described,
+            shapes=tuple(tuple(tensor.shape[1:]) for tensor in facts),
+            dtypes=tuple(str(tensor.dtype).rpartition(".")[2] for tensor in facts),
+            itemsizes=tuple(tensor.element_size() for tensor in facts),
+            num_slots=facts[0].shape[0],
+        )
+        layout.check(layers)
+        return layout
+
+    def check(self, caches: KVCaches) -> None:
+        """Raise LayoutError unless every tensor is as this layout says, and a slot's bytes are dense."""
+        layers = checked_caches(caches)
+        if tuple(layers) != self.layer_names:
+            raise LayoutError(f"layers differ: layout has {len(self.layer_names)}, caches have {len(layers)}")
+        for name, layer in layers.items():
+            found = _facts(name, layer, self.tensors)
+            for tensor, described, shape, dtype in zip(found, self.tensors, self.shapes, self.dtypes, strict=True):
+                wanted = (self.num_slots, *shape), dtype
+                has = tuple(tensor.shape), str(tensor.dtype).rpartition(".")[2]
+                if wanted != has:
+                    raise LayoutError(f"layer {name!r}: tensor {described.name!r} is {has}, the layout says {wanted}")
+                _check_dense(name, described, tensor)
+
+    @property
+    def slot_size_bytes(self) -> int:
+        """Bytes of one slot over all layers and tensors."""
+        sizes = (math.prod(shape) * size for shape, size in zip(self.shapes, self.itemsizes, strict=True))
+        return sum(sizes) * len(self.layer_names)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """One segment of one tensor of all layers: what is planned. It answers what the planner asks of a layout."""
+
+    layout: StateLayout
+    at: int
+    """Which tensor."""
+    segment: Segment
+    start: int
+    """Where the segment begins on the axis."""
+    tp_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout.tensors[self.at].name}.{self.segment.name}"
+
+    @property
+    def layer_indices(self) -> tuple[int, ...]:
+        return self.layout.layer_indices
+
+    @property
+    def dtype(self) -> str:
+        return self.layout.dtypes[self.at]
+
+    @property
+    def kv_format(self) -> str:
+        return PLAIN
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layout.num_slots
+
+    @property
+    def rows(self) -> int:
+        """Entries of the axes in front of the sliced one: each is a region."""
+        return math.prod(self.layout.shapes[self.at][: self.layout.tensors[self.at].axis])
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of a layer's regions."""
+        return tuple(f"{self.name}.{row}" for row in range(self.rows))
+
+    @property
+    def block_shape(self) -> BlockShape:
+        """One row of the segment: its units lie one behind the other."""
+        shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
+        inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
+        run = self.segment.size // self.segment.units * inner
+        return BlockShape(1, self.segment.units, run, self.segment.units * run, run)
+
+    def places(self, caches: Mapping[str, LayerCache]) -> list[tuple[int, int]]:
+        """(address of slot 0, bytes from slot to slot) of each region, layer by layer, row by row."""
+        shape, axis = self.layout.shapes[self.at], self.layout.tensors[self.at].axis
+        inner = math.prod(shape[axis + 1 :]) * self.layout.itemsizes[self.at]
+        row_bytes = shape[axis] * inner
+        found = []
+        for name, layer in caches.items():
+            tensor = tensors_of(name, layer)[self.at]
+            slot = math.prod(shape) if self.layout.num_slots == 1 else tensor.stride()[0]
+            for row in range(self.rows):
+                offset = row * row_bytes + self.start * inner
+                found.append((tensor.data_ptr() + offset, slot * tensor.element_size()))
+        return found
+
+
+def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
+    """All segments of all tensors, for a rank of an engine with so many tensor-parallel ranks."""
+    found = []
+    for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
+        start = 0
+        for segment in tensor.segments or (_whole(shape, tensor.axis, tp_size),):
+            found.append(StatePart(layout, at, segment, start, tp_size))
+            start += segment.size
+    return tuple(found)
+
+
+def _whole(shape: tuple[int, ...], axis: int, tp_size: int) -> Segment:
+    """A slot that is not sliced is one unit of each rank, of which no two are the same."""
+    return Segment(name="all", size=shape[axis], units=1, model_units=tp_size)
+
+
+def _facts(name: str, layer: LayerCache, described: Sequence[StateTensor]) -> tuple[TensorLike, ...]:
+    """A layer's tensors; LayoutError unless they can be what is said of them."""
+    tensors = tensors_of(name, layer)
+    if len(tensors) != len(described):
+        raise LayoutError(f"layer {name!r}: expected {len(described)} tensors, got {len(tensors)}")
+    for tensor, one in zip(tensors, described, strict=True):
+        what = f"layer {name!r}: tensor {one.name!r} of shape {tuple(tensor.shape)}"
+        if len(tensor.shape) < 2 or 0 in tensor.shape or tensor.shape[0] != tensors[0].shape[0]:
+            raise LayoutError(f"{what}: expected {tensors[0].shape[0]} slots, each with an axis or more")
+        _check_shape(what, one, tuple(tensor.shape[1:]))
+    return tensors
+
+
+def _check_shape(what: str, tensor: StateTensor, slot: tuple[int, ...]) -> None:
+    if tensor.axis >= len(slot):
+        raise LayoutError(f"{what}: it has no axis {tensor.axis} in a slot")
+    sizes = [segment.size for segment in tensor.segments]
+    if sizes and sum(sizes) != slot[tensor.axis]:
+        raise LayoutError(f"{what}: axis {tensor.axis} has {slot[tensor.axis]} entries, segments have {sizes}")
+    if math.prod(slot[: tensor.axis]) > ROWS_MAX:
+        raise LayoutError(f"{what}: more than {ROWS_MAX} rows in front of axis {tensor.axis}")
+
+
+def _tensors(value: object, what: str) -> tuple[StateTensor, ...]:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= TENSORS_MAX:
+        raise LayoutError(f"{what}: expected 1 to {TENSORS_MAX} StateTensors, got {shown(value)}")
+    return tuple(checks.instance(tensor, StateTensor, what, error=LayoutError) for tensor in value)
+
+
+def _segments(value: object, what: str) -> tuple[Segment, ...]:
+    if not isinstance(value, tuple | list) or len(value) > SEGMENTS_MAX:
+        raise LayoutError(f"{what}: expected at most {SEGMENTS_MAX} Segments, got {shown(value)}")
+    return tuple(checks.instance(segment, Segment, what, error=LayoutError) for segment in value)
+
+
+def _name(value: object, what: str) -> str:
+    name = checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
+    if not checks.is_name(name, NAME_CHARS_MAX):
+        raise LayoutError(f"{what}: expected a name without spaces, got {shown(name)}")
+    return name
+
+
+def _names(value: object, what: str) -> tuple[str, ...]:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= LAYERS_MAX:
+        raise LayoutError(f"{what}: expected 1 to {LAYERS_MAX} names, got {shown(value)}")
+    return tuple(checks.text(name, what, most=NAME_CHARS_MAX, error=LayoutError) for name in value)
+
+
+def _numbers(value: object, what: str) -> tuple[int, ...]:
+    return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
+
+
+def _shapes(value: object, what: str) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(value, tuple | list):
+        raise LayoutError(f"{what}: expected a shape for each tensor, got {shown(value)}")
+    return tuple(_numbers(shape, what) for shape in value)
+
+
+# How a field's value is checked, by its type.
+_PLAIN: Mapping[str, checks.Check] = {
+    "str": _name,
+    "int": partial(checks.whole, least=1, error=LayoutError),
+    "Axis": partial(checks.whole, least=0, error=LayoutError),
+    "tuple[Segment, ...]": _segments,
+    "tuple[StateTensor, ...]": _tensors,
+    "tuple[str, ...]": _names,
+    "tuple[int, ...]": _numbers,
+    "tuple[tuple[int, ...], ...]": _shapes,
+}
+
+
+def _check_dense(name: str, described: StateTensor, tensor: TensorLike) -> None:
+    strides, expected = tuple(tensor.stride()), 1
+    for size, stride in zip(reversed(tuple(tensor.shape)[1:]), reversed(strides[1:]), strict=True):
+        if size > 1 and stride != expected:
+            raise LayoutError(
+                f"layer {name!r}: tensor {described.name!r}: a slot is not contiguous: shape {tuple(tensor.shape)}, "
+                f"strides {strides}"
+            )
+        expected *= size
+    if tensor.shape[0] > 1 and strides[0] < expected:
+        raise LayoutError(f"layer {name!r}: tensor {described.name!r}: slots overlap: strides {strides}")
