@@ -263,6 +263,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
         {
             "block_size": 4,
             "lease_ttl_s": 1.0,
+            "groups": (),
             "fetch_tokens_min": 1,
             "full_blocks_only": False,
             "produces": True,

@@ -21,13 +21,15 @@ the lease has ended; before, a preemption or an abort may take them at once, sin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from kvflow import checks
 from kvflow.connector.step import Keep, Receive, Release, Save, Send, Step
+from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.policy.states import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,
@@ -43,11 +45,23 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, UsageError
 
+
+def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
+    if not isinstance(value, tuple | list) or not all(isinstance(group, GroupFacts) for group in value):
+        raise ConfigError(f"{what}: expected GroupFacts, got {checks.shown(value)}")
+    if not all(group.plausible for group in value):
+        raise ConfigError(f"{what}: {checks.shown(value)} cannot be")
+    return tuple(value)
+
+
 _PLAIN: Mapping[str, checks.Check] = {
     "int": partial(checks.whole, least=1, error=ConfigError),
     "float": partial(checks.seconds, error=ConfigError),
     "bool": partial(checks.flag, error=ConfigError),
+    "tuple[GroupFacts, ...]": _groups,
 }
+GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
+"""Block ids of a request as its engine has them: a list, or a table for each group of layers."""
 _SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
 
 
@@ -94,6 +108,9 @@ class SchedulingConfig:
     block_size: int
     lease_ttl_s: float
     """How long an offered prompt is kept for its reader."""
+    groups: tuple[GroupFacts, ...] = ()
+    """Of a cache with several groups of layers, in the order of the engine's block tables; `block_size` is the
+    first one's then. None is one group of full attention."""
     fetch_tokens_min: int = 1
     """With fewer tokens than this to come from remote, computing them is faster."""
     full_blocks_only: bool = False
@@ -103,6 +120,21 @@ class SchedulingConfig:
 
     def __post_init__(self) -> None:
         checks.settle_fields(self, _PLAIN)
+        if self.groups and self.groups[0].block_size != self.block_size:
+            first = self.groups[0].block_size
+            raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")
+        if self.full_blocks_only and any(group.kind is GroupKind.STATE for group in self.groups):
+            raise ConfigError("full_blocks_only: a state belongs to the last token of the prompt, not to a full block")
+
+    @property
+    def all_groups(self) -> tuple[GroupFacts, ...]:
+        """Every group, also if there is one."""
+        return self.groups or (GroupFacts(name=DEFAULT_NAME, block_size=self.block_size),)
+
+    @property
+    def full_block_tokens(self) -> int:
+        """Tokens that fill whole blocks of every group that holds the beginning of a prompt."""
+        return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,7 +147,7 @@ class _Consumer:
     @property
     def offered_tokens(self) -> int:
         """Prompt tokens that the ticket's blocks hold; 0 if they cannot be of this prompt."""
-        offered = min(self.ticket.num_tokens, len(self.ticket.block_ids) * self.ticket.block_size)
+        offered = self.ticket.offered_tokens
         return offered if self.ticket.num_tokens <= self.num_prompt_tokens else 0
 
 
@@ -200,11 +232,12 @@ class ConnectorScheduler:
         tokens = request.offered_tokens - num_computed_tokens
         return Matched(tokens, True) if tokens >= self._config.fetch_tokens_min else Matched(0, False)
 
-    def update_after_alloc(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
         """A request has got blocks: `block_ids` are all of its own in prompt order, computed ones first.
 
-        With `num_external_tokens` 0 nothing will be read, so its producer is told. Raises UsageError if the number is
-        not one that `num_new_matched_tokens` has given.
+        With several groups they are a table for each; a group with a window has null blocks in front of it, as many as
+        are not needed, and a state's slot is the last of its table. With `num_external_tokens` 0 nothing will be read,
+        so its producer is told. Raises UsageError if the number is not one that `num_new_matched_tokens` has given.
         """
         request = self._consumers.get(request_id)
         if request is None or request.state is not ConsumerState.EXPECTED:
@@ -213,28 +246,32 @@ class ConnectorScheduler:
             self._consumer_fires(request, ConsumerEvent.SKIP)
             self._release(request)
             return
-        size, offered = self._config.block_size, request.offered_tokens
+        offered = request.offered_tokens
         computed = offered - num_external_tokens
-        missing = tuple(block_ids[computed // size : -(-offered // size)])
-        if computed < 0 or computed % size or len(missing) * size < num_external_tokens:
-            raise UsageError(
-                f"request {request_id!r}: {num_external_tokens} of {offered} offered tokens do not go into blocks of "
-                f"{size} tokens, of which it has {len(block_ids)}"
-            )
+        tables = self._tables(block_ids)
+        missing = tuple(_blocks(*pair, computed, offered) for pair in zip(self._config.all_groups, tables, strict=True))
+        for group, ids, found in zip(self._config.all_groups, tables, missing, strict=True):
+            size, needed = group.block_size, _span(group, computed, offered)
+            if computed < 0 or (group.whole and computed % size) or len(found) != len(needed):
+                raise UsageError(
+                    f"request {request_id!r}: {num_external_tokens} of {offered} offered tokens do not go into blocks "
+                    f"of {size} tokens, of which it has {len(ids)}"
+                )
         self._consumer_fires(request, ConsumerEvent.RECEIVE)
-        self._next.receive.append(Receive(request_id=request_id, ticket=request.ticket, block_ids=missing))
+        self._next.receive.append(Receive(request_id=request_id, ticket=request.ticket, block_tables=missing))
 
     def build_step(
         self,
         scheduled: Iterable[Scheduled],
         *,
         preempted: Iterable[str],
-        block_ids: Callable[[str], Sequence[int]],
+        block_ids: Callable[[str], GivenTables],
         now_s: float,
     ) -> Step:
         """What the workers do in this step; afterwards nothing of it is left here.
 
-        `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a scheduled request;
+        `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a scheduled request, as
+        `update_after_alloc` takes them;
         `now_s` is any steady clock's.
         """
         for request_id in preempted:
@@ -299,19 +336,28 @@ class ConnectorScheduler:
             return Finished(False, None)
         ticket = self._introduction.without_leases(
             request_id=save.serve_id,
-            block_ids=save.block_ids,
+            block_ids=save.block_tables if len(save.block_tables) > 1 else save.block_tables[0],
             num_tokens=save.num_tokens,
             ttl_s=remaining_s,
             prompt_digest=""
             if request.prompt is None
             else prompt_digest(save.serve_id, request.prompt[: save.num_tokens]),
         )
-        if save.block_ids:
+        if any(save.block_tables):
             self._producer_fires(request, ProducerEvent.SEND)
             self._next.send.append(Send(request_id=request.request_id, remaining_s=remaining_s))
         else:
             self._producer_fires(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
         return Finished(request_blocks_held(request.state), ticket.to_params())
+
+    def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
+        """A table for each group. UsageError if there are more or fewer."""
+        groups = self._config.groups
+        nested = len(block_ids) > 0 and not isinstance(block_ids[0], int)
+        tables = tuple(block_ids) if nested or len(groups) > 1 else (block_ids,)
+        if len(tables) != max(len(groups), 1) or (len(groups) > 1 and not nested):
+            raise UsageError(f"block_ids: expected a table for each of {max(len(groups), 1)} groups, got {len(tables)}")
+        return cast("tuple[Sequence[int], ...]", tables)
 
     def _preempt(self, request_id: str) -> None:
         request = self._producers.get(request_id)
@@ -320,33 +366,34 @@ class ConnectorScheduler:
             self._withdraw(request)
 
     def _save_if_complete(
-        self, request: _Producer, num_computed_tokens: int, block_ids: Callable[[str], Sequence[int]], now_s: float
+        self, request: _Producer, num_computed_tokens: int, block_ids: Callable[[str], GivenTables], now_s: float
     ) -> None:
         if num_computed_tokens < request.num_prompt_tokens or self._introduction is None:
             return
-        tokens, size = request.num_prompt_tokens, self._config.block_size
+        tokens, tables = request.num_prompt_tokens, self._tables(block_ids(request.request_id))
         if self._config.full_blocks_only:
-            tokens -= tokens % size
+            tokens -= tokens % self._config.full_block_tokens
+        pairs = zip(self._config.all_groups, tables, strict=True)
         save = Save(
             request_id=request.request_id,
             serve_id=f"{request.request_id[:_SHOWN_ID_CHARS]}#{self._new_secret()}",
-            block_ids=tuple(block_ids(request.request_id)[: -(-tokens // size)]),
+            block_tables=tuple(_blocks(group, ids, 0, tokens) for group, ids in pairs),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
         )
         request.saved, request.saved_s = save, now_s
         self._producer_fires(request, ProducerEvent.SAVE)
-        if save.block_ids:
+        if any(save.block_tables):
             self._next.save.append(save)
 
     def _release(self, request: _Consumer) -> None:
-        if request.ticket.block_ids:
+        if any(request.ticket.block_tables):
             self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket))
 
     def _withdraw(self, request: _Producer) -> None:
         """End the lease of a prompt whose ticket nobody has."""
         save, request.saved = request.saved, None
-        if save is not None and save.block_ids:
+        if save is not None and any(save.block_tables):
             self._next.withdraw.append(request.request_id)
 
     def _consumer_fires(self, request: _Consumer, event: ConsumerEvent) -> None:
@@ -358,3 +405,17 @@ class ConnectorScheduler:
         request.state = fire(PRODUCER_TABLE, request.state, event)
         if request.state is ProducerState.ENDED:
             del self._producers[request.request_id]
+
+
+def _span(group: GroupFacts, computed: int, tokens: int) -> range:
+    """Which blocks of a group hold what `tokens` tokens need of it, beyond the computed ones."""
+    first = max(group.first_needed(tokens), computed) // group.block_size
+    return range(first, max(-(-tokens // group.block_size), first))
+
+
+def _blocks(group: GroupFacts, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
+    """Those blocks; the slot of a state if there is anything to move."""
+    span = _span(group, computed, tokens)
+    if group.kind is GroupKind.STATE:
+        return tuple(ids[-1:]) if len(span) else ()
+    return tuple(ids[span.start : span.stop])

@@ -6,9 +6,14 @@ have been received and sent; nothing else comes back.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import msgspec
 
 from kvflow.core.protocol.ticket import Ticket
+
+BlockTables: TypeAlias = tuple[tuple[int, ...], ...]
+"""Block ids for each group of the cache's layers; one table if there is one group."""
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,11 +24,11 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
-    """Load what the ticket offers into `block_ids`. The request waits until it is reported as received."""
+    """Load what the ticket offers into these blocks. The request waits until it is reported as received."""
 
     request_id: str
     ticket: Ticket
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +40,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     serve_id: str
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
     num_tokens: int
     ttl_s: float
 

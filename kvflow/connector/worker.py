@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
-from kvflow.connector.step import Keep, Receive, Save, Step
+from kvflow.connector.step import BlockTables, Keep, Receive, Save, Step
+from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
@@ -39,7 +40,7 @@ class LoadFailed:
     """A load has failed, or was abandoned (`error` is None); its blocks are safe and hold nothing of use."""
 
     request_id: str
-    block_ids: tuple[int, ...]
+    block_tables: BlockTables
     error: KVFlowError | None
 
 
@@ -77,7 +78,7 @@ class ConnectorWorker:
 
     def introduction(self) -> Ticket:
         """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
-        return self._runtime.serve_blocks(ServeRequest("introduction", block_ids=[], num_tokens=0)).ticket
+        return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
     def begin(self, step: Step) -> None:
         """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed."""
@@ -170,7 +171,7 @@ class _Courier:
     async def _load(self, runtime: Runtime, receive: Receive, started: list[Load]) -> LoadReport:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
-        request = LoadRequest(receive.request_id, ticket=receive.ticket, block_ids=receive.block_ids)
+        request = LoadRequest(receive.request_id, ticket=receive.ticket, block_ids=_given(receive.block_tables))
         started.append(runtime.start_load(request))
         return await started[0]
 
@@ -188,7 +189,7 @@ class _Courier:
         if error is not None and not isinstance(error, KVFlowError):
             raise error
         if load.cancelled() or error is not None:
-            self.happened.append(LoadFailed(request_id, receive.block_ids, error))
+            self.happened.append(LoadFailed(request_id, receive.block_tables, error))
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
             self.happened.append(Loaded(request_id, load.result()))
@@ -196,7 +197,8 @@ class _Courier:
             await _release(runtime, receive.ticket)
 
     def _save(self, runtime: Runtime, save: Save) -> None:
-        request = ServeRequest(save.serve_id, block_ids=save.block_ids, num_tokens=save.num_tokens, ttl_s=save.ttl_s)
+        block_ids = _given(save.block_tables)
+        request = ServeRequest(save.serve_id, block_ids=block_ids, num_tokens=save.num_tokens, ttl_s=save.ttl_s)
         try:
             lease = runtime.serve_blocks(request)
         except KVFlowError as error:
@@ -244,6 +246,11 @@ class _Courier:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self.problem = task.exception()
+
+
+def _given(tables: BlockTables) -> GivenBlockIds:
+    """Block ids as requests take them."""
+    return tables[0] if len(tables) == 1 else tables
 
 
 async def _release(runtime: Runtime, ticket: Ticket) -> None:

@@ -178,7 +178,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
-        self._failed_blocks.update(block for failed in found.failed.values() for block in failed.block_ids)
+        self._failed_blocks.update(
+            block for failed in found.failed.values() for table in failed.block_tables for block in table
+        )
         return KVConnectorTransferResults(
             finished_sending=set(found.sent), finished_recving=set(found.received), failed_recving=set(found.failed)
         )

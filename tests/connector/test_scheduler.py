@@ -14,6 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from kvflow.connector.scheduler import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
@@ -139,7 +140,7 @@ def test_the_blocks_that_are_not_computed_are_received(offered: int, external: i
     connector.add(consumer(10, ticket))
     connector.update_after_alloc("r", [7, 8, 9], external)
     (receive,) = step_of(connector).receive
-    assert (receive.request_id, receive.ticket, receive.block_ids) == ("r", ticket, missing)
+    assert (receive.request_id, receive.ticket, receive.block_tables) == ("r", ticket, (missing,))
     assert step_of(connector) == Step()
 
 
@@ -219,7 +220,7 @@ def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     connector.add(producer(10))
     assert step_of(connector, ("r", 4)) == Step()
     (save,) = step_of(connector, ("r", 10), blocks=[4, 5, 6, 7], now_s=100.0).save
-    assert (save.request_id, save.block_ids, save.num_tokens, save.ttl_s) == ("r", (4, 5, 6), 10, 10.0)
+    assert (save.request_id, save.block_tables, save.num_tokens, save.ttl_s) == ("r", ((4, 5, 6),), 10, 10.0)
     assert step_of(connector, ("r", 11), now_s=101.0) == Step()  # saved once
     finished = connector.request_finished("r", completed=True, now_s=103.0)
     assert finished.hold_blocks
@@ -265,7 +266,7 @@ def test_partly_filled_blocks(prompt: int, full_only: bool, blocks: tuple[int, .
     assert finished.params is not None
     assert (finished.params["remote_block_ids"], finished.params["kvflow"]["num_tokens"]) == (list(blocks), tokens)
     assert finished.hold_blocks == bool(blocks)
-    assert [save.block_ids for save in step.save] == ([blocks] if blocks else [])
+    assert [save.block_tables for save in step.save] == ([(blocks,)] if blocks else [])
 
 
 def test_nothing_is_offered_before_the_ranks_are_known() -> None:
@@ -479,9 +480,9 @@ class Engine(RuleBasedStateMachine):
             self.leases.pop(request_id, None)
         for receive in step.receive:
             assert receive.request_id not in self.loads
-            assert set(receive.block_ids) <= set(self.alive[receive.request_id].blocks)
-            assert not any(set(receive.block_ids) & set(blocks) for blocks in self.leases.values())
-            self.loads[receive.request_id] = receive.block_ids
+            assert set(receive.block_tables[0]) <= set(self.alive[receive.request_id].blocks)
+            assert not any(set(receive.block_tables[0]) & set(blocks) for blocks in self.leases.values())
+            self.loads[receive.request_id] = receive.block_tables[0]
             self.tell(receive.request_id)
         for release in step.release:
             self.tell(release.request_id)
@@ -489,8 +490,8 @@ class Engine(RuleBasedStateMachine):
             assert request_id in self.loads
         for save in step.save:
             assert save.request_id not in self.leases
-            assert list(save.block_ids) == self.alive[save.request_id].blocks
-            self.leases[save.request_id] = save.block_ids
+            assert list(save.block_tables[0]) == self.alive[save.request_id].blocks
+            self.leases[save.request_id] = save.block_tables[0]
         for send in step.send:
             assert send.request_id in self.out
             self.awaited.add(send.request_id)
@@ -577,3 +578,116 @@ class Engine(RuleBasedStateMachine):
 
 
 TestEngine = machine_test(Engine, 37, 150, steps=40)
+
+
+# --- several groups
+
+FULL = GroupFacts(name="full", block_size=4)
+LOCAL = GroupFacts(name="local", block_size=2, kind=GroupKind.SLIDING, window=5)
+STATE = GroupFacts(name="state", block_size=1, kind=GroupKind.STATE)
+GROUPS = (FULL, LOCAL, STATE)
+GROUPED = msgspec.structs.replace(INTRODUCTION, groups=GROUPS, more_block_ids=((), ()))
+NULL = 0
+"""The block that stands in front of a window in an engine's table."""
+
+
+def grouped_scheduler(**changes: Any) -> ConnectorScheduler:
+    made = scheduler(introduce=False, groups=GROUPS, **changes)
+    made.introduce(GROUPED)
+    return made
+
+
+def tables_of(tokens: int) -> tuple[list[int], list[int], list[int]]:
+    """The tables of a request as its engine has them: full, windowed with null blocks in front, one slot."""
+    full, local = -(-tokens // 4), -(-tokens // 2)
+    null = max(tokens - 5, 0) // 2
+    return list(range(10, 10 + full)), [NULL] * null + list(range(30 + null, 30 + local)), [7]
+
+
+@each(
+    ("tokens", "expected"),
+    [
+        (13, ((10, 11, 12, 13), (34, 35, 36), (7,))),  # the last five tokens are 8 to 12
+        (4, ((10,), (30, 31), (7,))),
+        (1, ((10,), (30,), (7,))),
+    ],
+)
+def test_a_prompt_is_saved_with_its_windows_and_its_state(tokens: int, expected: tuple[tuple[int, ...], ...]) -> None:
+    connector = grouped_scheduler()
+    connector.add(producer(tokens))
+    step = connector.build_step(
+        [Scheduled("r", tokens)], preempted=(), block_ids=lambda _: tables_of(tokens), now_s=0.0
+    )
+    (save,) = step.save
+    assert (save.block_tables, save.num_tokens) == (expected, tokens)
+    assert NULL not in {block for table in save.block_tables for block in table}
+    params = connector.request_finished("r", completed=True, now_s=0.0).params
+    assert params is not None
+    assert params["remote_block_ids"] == [list(table) for table in expected]
+
+
+@each(
+    ("computed", "expected"),
+    [
+        (0, ((10, 11, 12, 13), (34, 35, 36), (7,))),
+        (8, ((12, 13), (34, 35, 36), (7,))),  # what is cached ends in front of the window
+        (12, ((13,), (36,), (7,))),  # a part of the window is cached
+    ],
+)
+def test_what_is_missing_of_each_group_is_received(computed: int, expected: tuple[tuple[int, ...], ...]) -> None:
+    connector = grouped_scheduler()
+    ticket = GROUPED.without_leases(
+        request_id="remote", block_ids=[[1, 2, 3, 4], [5, 6, 7], [8]], num_tokens=13, ttl_s=9.0
+    )
+    connector.add(consumer(13, ticket))
+    assert connector.num_new_matched_tokens("r", computed) == Matched(13 - computed, True)
+    connector.update_after_alloc("r", tables_of(13), 13 - computed)
+    (receive,) = step_of(connector).receive
+    assert receive.block_tables == expected
+
+
+def test_a_full_hit_reads_no_group_and_says_so() -> None:
+    connector = grouped_scheduler()
+    ticket = GROUPED.without_leases(request_id="remote", block_ids=[[1], [2, 3], [8]], num_tokens=4, ttl_s=9.0)
+    connector.add(consumer(4, ticket))
+    assert connector.num_new_matched_tokens("r", 4) == Matched(0, False)
+    connector.update_after_alloc("r", tables_of(4), 0)
+    assert [release.request_id for release in step_of(connector).release] == ["r"]
+
+
+@each(
+    ("tables", "problem"),
+    [
+        (([10, 11, 12, 13], [34, 35, 36]), "a table for each of 3 groups, got 2"),
+        ([10, 11, 12], "a table for each of 3 groups"),
+        (([10, 11, 12], [NULL] * 4 + [34, 35, 36], [7]), "of 4 tokens, of which it has 3"),
+        (([10, 11, 12, 13], [34, 35, 36], [7]), "of 2 tokens, of which it has 3"),
+        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], []), "of 1 tokens, of which it has 0"),
+    ],
+)
+def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, problem: str) -> None:
+    connector = grouped_scheduler()
+    ids = [[1, 2, 3, 4], [5, 6, 7], [8]]
+    connector.add(consumer(13, GROUPED.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)))
+    with pytest.raises(UsageError, match=problem):
+        connector.update_after_alloc("r", tables, 13)
+
+
+@each(
+    ("changes", "problem"),
+    [
+        ({"groups": (LOCAL,)}, "block_size is 4, but the first group's is 2"),
+        ({"groups": (FULL, STATE), "full_blocks_only": True}, "a state belongs to the last token"),
+        ({"groups": (GroupFacts(name="a", block_size=0),)}, "cannot be"),
+        ({"groups": "full"}, "expected GroupFacts"),
+    ],
+)
+def test_groups_that_cannot_be_are_a_config_error(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        scheduler(**changes)
+
+
+def test_full_blocks_are_full_in_every_group_that_begins_the_prompt() -> None:
+    facts = (FULL, GroupFacts(name="other", block_size=6), LOCAL)
+    config = SchedulingConfig(block_size=4, lease_ttl_s=1.0, groups=facts, full_blocks_only=True)
+    assert (config.full_block_tokens, SchedulingConfig(block_size=4, lease_ttl_s=1.0).full_block_tokens) == (12, 4)

@@ -256,7 +256,7 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     assert decode.scheduler.blocks_held("d")
     decode.transport.faults.hold = False
     on_loop(decode.runtime, decode.transport.perform)
-    assert decode.until(load_ended) == LoadFailed("d", (5, 6), None)
+    assert decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
     assert not decode.scheduler.blocks_held("d")
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told at once
 
@@ -289,7 +289,7 @@ def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
     failed = pair.decode.until(load_ended)
     assert isinstance(failed, LoadFailed)
     assert isinstance(failed.error, LeaseExpired)
-    assert failed.block_ids == (5, 6)
+    assert failed.block_tables == ((5, 6),)
     assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
     pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
 

@@ -259,7 +259,7 @@ class Loader:
             async with load.timeout:
                 if self._closed:
                     raise self._closed_error(load)
-                if not ticket.block_ids and not any(ticket.more_block_ids):
+                if not any(ticket.block_tables):
                     return load.report()
                 if len(load.entries) == 0:
                     # A full hit: tell the producer. If it cannot be told its lease runs out, which costs us nothing.

@@ -89,7 +89,7 @@ class RemoteLeases:
         They are found beside the block, as a load would find them, so their peers are connected before the load comes.
         What could not be kept is for the load to say. Raises RuntimeClosed.
         """
-        if not ticket.block_ids:
+        if not any(ticket.block_tables):
             yield  # its leases ended when they were made
             return
         owner = object()
@@ -114,7 +114,7 @@ class RemoteLeases:
         be known. Cancelling stops it; some ranks may have been told then.
         """
         ticket = self._reach.parse_ticket(given)
-        if not ticket.block_ids:
+        if not any(ticket.block_tables):
             return True  # its leases ended when they were made
         told = True
 
