@@ -45,7 +45,7 @@ class LateReach:
 class AnyTicket:
     request_id = "req"
     engine_id = "producer"
-    block_ids = (1,)
+    block_tables = ((1,),)
     ttl_s = 30.0
 
 

@@ -29,6 +29,7 @@ from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, LayerCache, chec
 from kvflow.errors import LayoutError
 
 GROUPS_MAX = 64
+SETS_MAX = 64
 WINDOW_MAX = 1 << 31
 DEFAULT_NAME = "kv"
 """Of the one group of a cache that was registered as a dict."""
@@ -258,8 +259,14 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
 
 
 def layer_sets(groups: Sequence[CacheGroup], tp_size: int) -> tuple[LayerSet, ...]:
-    """All sets of layers, group by group, of a rank of an engine with so many tensor-parallel ranks."""
-    return tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
+    """All sets of layers, group by group, of a rank of an engine with so many tensor-parallel ranks.
+
+    LayoutError if there are more than peers look at.
+    """
+    found = tuple(one for at, group in enumerate(groups) for one in sets_of(at, group.sets, tp_size))
+    if len(found) > SETS_MAX:
+        raise LayoutError(f"kv_caches: {len(found)} layouts and segments of state in all, at most {SETS_MAX}")
+    return found
 
 
 def sets_of(

@@ -21,11 +21,11 @@ import numpy as np
 
 from kvflow.checks import is_name
 from kvflow.config import RANKS_MAX
-from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts, GroupKind
+from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX, StatePart
-from kvflow.core.cache.tensors import LAYERS_MAX
+from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.limits import SEAL_HOLD_S_MAX, SEALS_MAX
 
@@ -336,6 +336,14 @@ def regions_to_wire(regions: Regions) -> RegionTable:
     )
 
 
+def all_regions_from_wire(tables: Sequence[RegionTable]) -> tuple[Regions, ...]:
+    """Those of each set of layers. WireError where one cannot be true, or there are too many to look at."""
+    count = sum(len(table.bases) for table in tables)
+    if len(tables) > SETS_MAX or count > REGIONS_MAX:
+        raise WireError(f"region tables: {len(tables)} with {count} regions, at most {SETS_MAX} with {REGIONS_MAX}")
+    return tuple(map(regions_from_wire, tables))
+
+
 def regions_from_wire(table: RegionTable) -> Regions:
     """Check a peer's region table and turn it into arrays; WireError where it cannot be true."""
     count = len(table.bases)
@@ -373,8 +381,9 @@ def _is_dense(block: BlockShape) -> bool:
 
 def check_cache_shares(shares: Sequence[CacheShare]) -> None:
     """WireError unless a rank can hold that."""
-    if not 0 < len(shares) <= GROUPS_MAX:
-        raise WireError(f"cache shares: {len(shares)}, expected 1 to {GROUPS_MAX}")
+    count = sum(len(share.layers) for share in shares)
+    if not 0 < len(shares) <= SETS_MAX or count > REGIONS_MAX:
+        raise WireError(f"cache share: {len(shares)} shares with {count} layers, at most {SETS_MAX} with {REGIONS_MAX}")
     for share in shares:
         _check_cache_share(share)
     if len(shares) == 1:
@@ -426,7 +435,8 @@ def check_sets(shares: Sequence[CacheShare], regions: Sequence[Regions], groups:
 
 
 def _check_groups(groups: Sequence[GroupFacts]) -> None:
-    if not 0 < len(groups) <= GROUPS_MAX or len({group.name for group in groups}) < len(groups):
+    names = {group.name for group in groups if is_name(group.name, NAME_CHARS_MAX)}
+    if not 0 < len(groups) <= GROUPS_MAX or len(names) < len(groups):
         raise WireError(f"groups: {len(groups)}, expected 1 to {GROUPS_MAX} of different names")
     for group in groups:
         if not group.plausible:

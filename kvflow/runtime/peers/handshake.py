@@ -225,7 +225,7 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple
         sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
         raise peer.failure(ProtocolError, f"agent metadata checksum: {sums}")
     try:
-        regions = tuple(map(messages.regions_from_wire, metadata.regions))
+        regions = messages.all_regions_from_wire(metadata.regions)
         messages.check_sets(metadata.cache_shares, regions, metadata.groups)
         messages.check_seals(metadata.seals)
     except messages.WireError as error:

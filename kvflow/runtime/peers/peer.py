@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping,
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from kvflow.checks import shown
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
@@ -232,7 +233,7 @@ def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> Non
     """PeerIncompatible unless a rank's engine is cut, and its layers are grouped, as the ticket says."""
     if ticket.groups != connection.told_groups:
         told, has = ([f"{one.name} ({one.kind})" for one in groups] for groups in (ticket.groups, connection.groups))
-        raise peer.at.failure(PeerIncompatible, f"groups: the ticket says {told}, the rank {has}")
+        raise peer.at.failure(PeerIncompatible, f"groups: the ticket says {shown(told)}, the rank {shown(has)}")
     said, true = ticket.parallelism, connection.parallelism
     if said != true:
         fields = zip(Parallelism._fields, said, true, strict=True)

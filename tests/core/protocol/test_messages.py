@@ -14,7 +14,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
@@ -413,6 +413,66 @@ def test_a_cache_share_that_cannot_be_true_is_refused(changes: dict[str, Any]) -
     with pytest.raises(messages.WireError, match=r"^cache share: ") as caught:
         check_set(*cache_share_and_regions(**changes))
     assert len(str(caught.value)) < 300
+
+
+FACTS_OF_GROUP = GroupFacts(name="kv", block_size=4)
+
+
+@each(
+    ("shares", "tables", "groups", "problem"),
+    [
+        ((), (), (FACTS_OF_GROUP,), "cache share: 0 shares"),
+        ((HOLDING,) * 65, (REGIONS,) * 65, (FACTS_OF_GROUP,), "cache share: 65 shares"),
+        ((HOLDING, HOLDING), (REGIONS,) * 2, (FACTS_OF_GROUP,), "some layer is in two of them"),
+        (
+            (HOLDING, msgspec.structs.replace(HOLDING, layers=(8,), tp_rank=0)),
+            (REGIONS,) * 2,
+            (FACTS_OF_GROUP,),
+            "of several ranks",
+        ),
+        ((HOLDING,), (REGIONS,) * 2, (FACTS_OF_GROUP,), "1, but 2 region tables"),
+        ((HOLDING,), (REGIONS,), (), "groups: 0, expected 1 to 64"),
+        ((HOLDING,), (REGIONS,), (FACTS_OF_GROUP, FACTS_OF_GROUP), "groups: 2, expected 1 to 64 of different names"),
+        ((HOLDING,), (REGIONS,), (GroupFacts(name="a\x1bb", block_size=4),), "different names"),
+        ((HOLDING,), (REGIONS,), (FACTS_OF_GROUP, GroupFacts(name="b", block_size=4)), "of 1 groups, but there are 2"),
+        ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, window=3),), "groups: kind full, window 3"),
+        ((HOLDING,), (REGIONS,), (GroupFacts(name="a", block_size=4, kind=GroupKind.STATE),), "kind state"),
+        (
+            (HOLDING, msgspec.structs.replace(HOLDING, layers=(8,))),
+            (REGIONS, msgspec.structs.replace(REGIONS, num_blocks=3)),
+            (FACTS_OF_GROUP,),
+            "group 0 has 4 and other blocks",
+        ),
+        (
+            (HOLDING, msgspec.structs.replace(HOLDING, layers=(8,))),
+            (REGIONS, msgspec.structs.replace(REGIONS, device_kind="cuda")),
+            (FACTS_OF_GROUP,),
+            "on several devices",
+        ),
+        ((msgspec.structs.replace(HOLDING, part="conv.x"),), (REGIONS,), (FACTS_OF_GROUP,), "blocks of shape|part"),
+        ((msgspec.structs.replace(HOLDING, part="a b"),), (REGIONS,), (FACTS_OF_GROUP,), "part 'a b'"),
+    ],
+)
+def test_sets_of_layers_that_cannot_be_true_are_refused(
+    shares: tuple[CacheShare, ...],
+    tables: tuple[messages.RegionTable, ...],
+    groups: tuple[GroupFacts, ...],
+    problem: str,
+) -> None:
+    with pytest.raises(messages.WireError, match=problem) as caught:
+        regions = tuple(map(messages.regions_from_wire, tables))
+        messages.check_sets(shares, regions, groups)
+    assert len(str(caught.value)) < 300
+
+
+def test_more_regions_than_can_be_looked_at_are_refused_unread() -> None:
+    many = msgspec.structs.replace(REGIONS, bases=[4096] * 40_000, strides=[64] * 40_000)
+    with pytest.raises(messages.WireError, match="region tables: 2 with 80000 regions"):
+        messages.all_regions_from_wire((many, many))
+    with pytest.raises(messages.WireError, match="region tables: 65 with 130 regions"):
+        messages.all_regions_from_wire((REGIONS,) * 65)
+    with pytest.raises(messages.WireError, match="cache share: 3 shares with 90000 layers"):
+        messages.check_cache_shares((msgspec.structs.replace(HOLDING, layers=tuple(range(30_000))),) * 3)
 
 
 def test_a_latent_has_one_head() -> None:
