@@ -20,7 +20,7 @@ LOADS = "vllm:kvflow_load_seconds_count"
 
 SHORT_LEASES = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 5.0)), blocks=24)
 RECOMPUTING = replace(DECODE, policy="recompute")
-IMPATIENT = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 2.0)))
+IMPATIENT = replace(PREFILL, extra=(*PREFILL.extra, ("lease_ttl_s", 5.0)))
 NARROW = replace(DECODE, blocks=18)
 
 
