@@ -27,9 +27,9 @@ from kvflow import (
 )
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
-from tests.hand_overs import STRAIGHT, Paths
+from tests.hand_overs import STRAIGHT, Paths, rank_config
 from tests.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache
-from tests.tests_support import PATIENT, WAIT_S, limited
+from tests.tests_support import WAIT_S
 
 
 class Attention(NamedTuple):
@@ -53,10 +53,7 @@ class Attention(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Some layers of the model, as both engines hold them, and the blocks of the prompt on both sides.
-
-    Both sides keep `spare` more blocks than the window needs, as far as there are any.
-    """
+    """Some layers of the model, as both engines hold them, and the blocks of the prompt on both sides."""
 
     producer: Engine
     consumer: Engine
@@ -156,25 +153,7 @@ async def open_engine(stack: AsyncExitStack, case: GroupHandOver, side: int, wor
         engines = [replace(engine, num_blocks=total) for engine in engines]
     ranks = []
     for place in engines[0].places:
-        config = limited(
-            replace(
-                PATIENT,
-                engine_id="decode" if side else "prefill",
-                listen="tcp://127.0.0.1:0",
-                tp_rank=place.tp,
-                tp_size=engines[0].tp_size,
-                pp_rank=place.pp,
-                pp_size=len(engines[0].stages),
-                staging="always" if case.paths.staged[side] else "auto",
-                scratch=case.paths.scratch,
-            ),
-            seal_hold_s=0.05 if world is None else 0.004,
-            leases_max=4,
-            loads_max=64,
-            scratch_slot_bytes_max=case.paths.scratch_slot_bytes_max,
-            slice_bytes_max=case.paths.slice_bytes_max,
-            slice_descriptors_max=case.paths.slice_descriptors_max,
-        )
+        config = rank_config(engines[0], place, side, case.paths, world)
         caches = [RankCache(engine, place, fill) for engine in engines]
         runtime = await stack.enter_async_context(Runtime(config, world=world or World()))
         await runtime.register_kv_caches(groups_of(case, side, caches))

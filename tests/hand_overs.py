@@ -18,7 +18,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvflow import Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest, merge_tickets
+from kvflow import Config, Lease, LeaseOutcome, LoadReport, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.errors import ConfigError
 from kvflow.runtime.world import World
 from kvflow.testing import assert_closed, assert_quiet
@@ -159,34 +159,43 @@ async def _open_engine(
     engine, fill = (case.consumer, CONSUMER_FILL) if side else (case.producer, PRODUCER_FILL)
     ranks = []
     for place in engine.places:
-        config = limited(
-            replace(
-                PATIENT,
-                engine_id="decode" if side else "prefill",
-                listen=f"tcp://127.0.0.1:{port}",
-                tp_rank=place.tp,
-                tp_size=engine.tp_size,
-                pp_rank=place.pp,
-                pp_size=len(engine.stages),
-                dp_rank=dp_rank,
-                num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
-                drain_timeout_s=0.03,  # these two only count when something has failed
-                cancel_grace_s=1.0,
-                staging="always" if case.paths.staged[side] else "auto",
-                scratch=case.paths.scratch,
-            ),
-            seal_hold_s=0.05 if world is None else 0.004,
-            leases_max=4,
-            loads_max=64,
-            scratch_slot_bytes_max=case.paths.scratch_slot_bytes_max,
-            slice_bytes_max=case.paths.slice_bytes_max,
-            slice_descriptors_max=case.paths.slice_descriptors_max,
+        config = replace(
+            rank_config(engine, place, side, case.paths, world),
+            listen=f"tcp://127.0.0.1:{port}",
+            dp_rank=dp_rank,
+            num_kv_heads=engine.model.kv_heads if engine.tells_heads else None,
         )
         cache = RankCache(engine, place, fill)
         runtime = await stack.enter_async_context(Runtime(config, world=world or World()))
         await runtime.register_kv_caches(cache.tensors, cache.layout)
         ranks.append(_Rank(place, cache, runtime))
     return ranks
+
+
+def rank_config(engine: Engine, place: Place, side: int, paths: Paths, world: World | None) -> Config:
+    """A rank of the producer (side 0) or of the consumer, whose bytes take these paths."""
+    config = replace(
+        PATIENT,
+        engine_id="decode" if side else "prefill",
+        listen="tcp://127.0.0.1:0",
+        tp_rank=place.tp,
+        tp_size=engine.tp_size,
+        pp_rank=place.pp,
+        pp_size=len(engine.stages),
+        drain_timeout_s=0.03,  # these two only count when something has failed
+        cancel_grace_s=1.0,
+        staging="always" if paths.staged[side] else "auto",
+        scratch=paths.scratch,
+    )
+    return limited(
+        config,
+        seal_hold_s=0.05 if world is None else 0.004,
+        leases_max=4,
+        loads_max=64,
+        scratch_slot_bytes_max=paths.scratch_slot_bytes_max,
+        slice_bytes_max=paths.slice_bytes_max,
+        slice_descriptors_max=paths.slice_descriptors_max,
+    )
 
 
 def free_ports(count: int) -> int:

@@ -15,7 +15,7 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
-from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of, state_share_of
+from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
@@ -196,10 +196,10 @@ async def _register(
 
 
 def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:
-    if isinstance(one.layout, StatePart):
-        return state_share_of(one.layout, config, group=one.group)
     said = groups[one.group].num_kv_heads
     heads = config.num_kv_heads if said is None else said
+    if isinstance(one.layout, StatePart):
+        heads = one.layout.segment.model_units
     return cache_share_of(one.layout, config, model_kv_heads=heads, group=one.group)
 
 

@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from kvflow.core.plan.topology import Rank
+from kvflow.errors import UsageError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
@@ -51,6 +52,8 @@ class OfferWatch:
 
     def offer(self, lease: Lease) -> None:
         """Remember what a new lease offers."""
+        if len(lease.block_tables) > 1:
+            raise UsageError(f"request {lease.request_id!r}: offers of several groups of layers cannot be watched yet")
         if not lease.done:
             self._offered[lease] = self._cache.digests(lease.block_ids)
 

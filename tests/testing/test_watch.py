@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 
+from kvflow import Lease
 from kvflow.core.cache.layout import KVStyle
-from kvflow.testing import BlockWatch, InprocPair, PatternCache, compare_blocks, watch_blocks, watch_offers
+from kvflow.errors import UsageError
+from kvflow.testing import BlockWatch, InprocPair, PatternCache, compare_blocks, inproc_pair, watch_blocks, watch_offers
 from tests.core.caches import Cache, Recipe, recipes
 
 
@@ -127,3 +131,13 @@ async def test_a_free_list_that_loses_a_block(kvflow_pair: InprocPair, allocator
     found = pytest.raises(AssertionError, match="block 5 is free 0 times, taken at no place")
     with found, watched(kvflow_pair, allocator):
         allocator.free.remove(5)
+
+
+async def test_an_offer_of_several_groups_is_refused_and_not_half_watched() -> None:
+    lease = SimpleNamespace(request_id="req", block_tables=((1,), (2,)), done=False)
+    async with inproc_pair() as pair:
+        with (
+            watch_offers(pair.producer.runtime, pair.producer.cache) as offers,
+            pytest.raises(UsageError, match="'req'"),
+        ):
+            offers.offer(cast(Lease, lease))

@@ -25,7 +25,7 @@ from kvflow.checks import INT64_MAX, shown
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
 from kvflow.core.cache.state import StateLayout, StatePart, state_parts
-from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, LayerCache, checked_caches
+from kvflow.core.cache.tensors import KVCaches, LayerCache, checked_caches, wire_name
 from kvflow.errors import LayoutError
 
 GROUPS_MAX = 64
@@ -85,9 +85,6 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 return max(tokens - 1, 0)
 
 
-ONE_GROUP = (GroupFacts(name=DEFAULT_NAME, block_size=1),)
-
-
 class LayerSet(NamedTuple):
     """Layers of one group that look alike: their tensors, and how these look. Of state, one segment of the tensors."""
 
@@ -110,14 +107,6 @@ class LayerSet(NamedTuple):
             num_blocks=self.layout.num_blocks,
             device=device_of(self.caches.items()),
         )
-
-
-def _name(value: object, what: str) -> str:
-    """A name as tickets and messages may carry it."""
-    name = checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
-    if not checks.is_name(name, NAME_CHARS_MAX):
-        raise LayoutError(f"{what}: expected a name without spaces, got {shown(name)}")
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +135,9 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         settle = partial(object.__setattr__, self)
-        settle("name", _name(self.name, "a group's name"))
+        settle("name", wire_name(self.name, "a group's name"))
         what = f"group {self.name!r}"
-        settle("pool", self.name if self.pool is None else _name(self.pool, f"{what}: pool"))
+        settle("pool", self.name if self.pool is None else wire_name(self.pool, f"{what}: pool"))
         holds_state = isinstance(self.layout, StateLayout)
         settle("kind", _kind(self.kind, self.window, holds_state, what))
         if (self.kind is GroupKind.SLIDING or self.kind is GroupKind.CHUNKED) != (self.window is not None):

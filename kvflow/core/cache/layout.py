@@ -24,12 +24,14 @@ from kvflow import checks
 from kvflow.checks import answer, shown
 from kvflow.core.cache.tensors import (
     LAYERS_MAX,
-    NAME_CHARS_MAX,
     KVCaches,
     LayerCache,
     TensorLike,
     checked_caches,
+    layer_names,
+    plain_name,
     tensors_of,
+    whole_numbers,
 )
 from kvflow.errors import LayoutError
 
@@ -242,29 +244,15 @@ def _order(order: str, what: str) -> str:
     return str.__str__(order)
 
 
-def _name(value: object, what: str) -> str:
-    return checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
-
-
 def _size(value: object, what: str) -> int:
     return checks.whole(value, what, least=1, error=LayoutError)
 
 
-def _indices(value: object, what: str) -> tuple[int, ...]:
-    return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
-
-
-def _names(value: object, what: str) -> tuple[str, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= LAYERS_MAX:
-        raise LayoutError(f"{what}: expected 1 to {LAYERS_MAX} names, got {shown(value)}")
-    return tuple(_name(name, what) for name in value)
-
-
 # How a field's value is checked, by its type.
 _PLAIN: Mapping[str, checks.Check] = {
-    "tuple[str, ...]": _names,
-    "tuple[int, ...]": _indices,
-    "str": _name,
+    "tuple[str, ...]": layer_names,
+    "tuple[int, ...]": whole_numbers,
+    "str": plain_name,
     "int": _size,
     "KVStyle": lambda style, _: _style_of(style),
 }
@@ -340,7 +328,7 @@ def layer_numbers(names: tuple[str, ...], given: Sequence[int] | None) -> tuple[
         if len(set(indices)) == len(names) and max(indices) < LAYERS_MAX:
             return indices
         return tuple(range(len(names)))
-    return _indices(given, "layer_indices")
+    return whole_numbers(given, "layer_indices")
 
 
 def _shape_text(name: str, layer: LayerCache) -> str:

@@ -22,13 +22,14 @@ from kvflow import checks
 from kvflow.checks import shown
 from kvflow.core.cache.layout import PLAIN, BlockShape, layer_numbers
 from kvflow.core.cache.tensors import (
-    LAYERS_MAX,
-    NAME_CHARS_MAX,
     KVCaches,
     LayerCache,
     TensorLike,
     checked_caches,
+    layer_names,
     tensors_of,
+    whole_numbers,
+    wire_name,
 )
 from kvflow.errors import LayoutError
 
@@ -165,7 +166,6 @@ class StatePart:
     segment: Segment
     start: int
     """Where the segment begins on the axis."""
-    tp_size: int
 
     @property
     def name(self) -> str:
@@ -186,6 +186,20 @@ class StatePart:
     @property
     def num_blocks(self) -> int:
         return self.layout.num_slots
+
+    @property
+    def block_size(self) -> int:
+        """A slot is a block of one token."""
+        return 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Units are counted as heads are."""
+        return self.segment.units
+
+    @property
+    def latent(self) -> bool:
+        return False
 
     @property
     def rows(self) -> int:
@@ -226,7 +240,7 @@ def state_parts(layout: StateLayout, tp_size: int) -> tuple[StatePart, ...]:
     for at, (tensor, shape) in enumerate(zip(layout.tensors, layout.shapes, strict=True)):
         start = 0
         for segment in tensor.segments or (_whole(shape, tensor.axis, tp_size),):
-            found.append(StatePart(layout, at, segment, start, tp_size))
+            found.append(StatePart(layout, at, segment, start))
             start += segment.size
     return tuple(found)
 
@@ -271,38 +285,21 @@ def _segments(value: object, what: str) -> tuple[Segment, ...]:
     return tuple(checks.instance(segment, Segment, what, error=LayoutError) for segment in value)
 
 
-def _name(value: object, what: str) -> str:
-    name = checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
-    if not checks.is_name(name, NAME_CHARS_MAX):
-        raise LayoutError(f"{what}: expected a name without spaces, got {shown(name)}")
-    return name
-
-
-def _names(value: object, what: str) -> tuple[str, ...]:
-    if not isinstance(value, tuple | list) or not 0 < len(value) <= LAYERS_MAX:
-        raise LayoutError(f"{what}: expected 1 to {LAYERS_MAX} names, got {shown(value)}")
-    return tuple(checks.text(name, what, most=NAME_CHARS_MAX, error=LayoutError) for name in value)
-
-
-def _numbers(value: object, what: str) -> tuple[int, ...]:
-    return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
-
-
 def _shapes(value: object, what: str) -> tuple[tuple[int, ...], ...]:
     if not isinstance(value, tuple | list):
         raise LayoutError(f"{what}: expected a shape for each tensor, got {shown(value)}")
-    return tuple(_numbers(shape, what) for shape in value)
+    return tuple(whole_numbers(shape, what) for shape in value)
 
 
 # How a field's value is checked, by its type.
 _PLAIN: Mapping[str, checks.Check] = {
-    "str": _name,
+    "str": wire_name,
     "int": partial(checks.whole, least=1, error=LayoutError),
     "Axis": partial(checks.whole, least=0, error=LayoutError),
     "tuple[Segment, ...]": _segments,
     "tuple[StateTensor, ...]": _tensors,
-    "tuple[str, ...]": _names,
-    "tuple[int, ...]": _numbers,
+    "tuple[str, ...]": layer_names,
+    "tuple[int, ...]": whole_numbers,
     "tuple[tuple[int, ...], ...]": _shapes,
 }
 

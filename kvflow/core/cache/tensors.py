@@ -44,6 +44,29 @@ LayerCache: TypeAlias = "TensorLike | tuple[TensorLike, ...]"
 KVCaches: TypeAlias = "Mapping[str, LayerCache]"
 
 
+def plain_name(value: object, what: str) -> str:
+    """A text that names something; LayoutError if it is none."""
+    return checks.text(value, what, most=NAME_CHARS_MAX, error=LayoutError)
+
+
+def wire_name(value: object, what: str) -> str:
+    """A name as tickets and messages may carry it."""
+    name = plain_name(value, what)
+    if not checks.is_name(name, NAME_CHARS_MAX):
+        raise LayoutError(f"{what}: expected a name without spaces, got {checks.shown(name)}")
+    return name
+
+
+def layer_names(value: object, what: str) -> tuple[str, ...]:
+    if not isinstance(value, tuple | list) or not 0 < len(value) <= LAYERS_MAX:
+        raise LayoutError(f"{what}: expected 1 to {LAYERS_MAX} names, got {checks.shown(value)}")
+    return tuple(plain_name(name, what) for name in value)
+
+
+def whole_numbers(value: object, what: str) -> tuple[int, ...]:
+    return tuple(checks.whole_numbers(value, what, error=LayoutError).tolist())
+
+
 def tensors_of(name: str, layer: LayerCache) -> tuple[TensorLike, ...]:
     tensors = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
     if not tensors or not all(answer(partial(hasattr, tensor, "data_ptr")) for tensor in tensors):

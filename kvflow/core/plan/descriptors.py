@@ -114,8 +114,8 @@ def count_block_ids(given: object, most: int) -> int:
     if isinstance(given, Mapping):
         tables = list(checks.mapping(given, "block_ids").values())
     else:
-        nested = isinstance(given, tuple | list) and given and isinstance(given[0], tuple | list | np.ndarray)
-        tables = list(given) if nested and isinstance(given, tuple | list) else [given]
+        listed = given if isinstance(given, tuple | list) else ()
+        tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [given]
     count = 0
     for ids in tables:
         count += checks.count(ids, "block_ids", most=most - count)

@@ -99,8 +99,10 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
         return self.kv_heads * self.tp_size
 
 
-def cache_share_of(layout: CacheLayout, config: Config, *, model_kv_heads: int | None, group: int = 0) -> CacheShare:
-    """What the rank that a config describes holds with this cache."""
+def cache_share_of(
+    layout: CacheLayout | StatePart, config: Config, *, model_kv_heads: int | None, group: int = 0
+) -> CacheShare:
+    """What the rank that a config describes holds with this cache, or of a segment of its layers' state."""
     return CacheShare(
         tp_rank=config.tp_rank,
         tp_size=config.tp_size,
@@ -114,24 +116,7 @@ def cache_share_of(layout: CacheLayout, config: Config, *, model_kv_heads: int |
         dtype=layout.dtype,
         kv_format=layout.kv_format,
         group=group,
-    )
-
-
-def state_share_of(part: StatePart, config: Config, *, group: int) -> CacheShare:
-    """What the rank holds of a segment of its layers' state."""
-    return CacheShare(
-        tp_rank=config.tp_rank,
-        tp_size=config.tp_size,
-        pp_rank=config.pp_rank,
-        pp_size=config.pp_size,
-        layers=part.layer_indices,
-        kv_heads=part.segment.units,
-        model_kv_heads=part.segment.model_units,
-        latent=False,
-        block_size=1,
-        dtype=part.dtype,
-        group=group,
-        part=part.name,
+        part=layout.name if isinstance(layout, StatePart) else "",
     )
 
 
