@@ -252,6 +252,12 @@ def test_every_module_says_what_it_is() -> None:
         assert first.endswith((".", ":")), f"{path}: {first!r}"
 
 
+def test_every_decision_is_on_the_site() -> None:
+    """The strict build says so too, but only where the site is built."""
+    decisions = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs/decisions").glob("*.md")}
+    assert decisions == set(re.findall(r"decisions/[\w-]+\.md", (ROOT / "mkdocs.yml").read_text("utf-8")))
+
+
 def test_no_drawer_for_everything() -> None:
     for path in [*SOURCES, *TESTS]:
         for piece in path.removesuffix(".py").split("/"):
