@@ -83,9 +83,14 @@ class Descriptors:
             size_bytes=self.size_bytes + other.size_bytes,
         )
 
-    def part(self, start: int, stop: int) -> Descriptors:
-        table = self.table[:, start:stop]
-        return replace(self, table=table, size_bytes=int(table[0, :, 1].sum()))
+    def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
+        """Those from `start` to `stop`, which are so many bytes."""
+        return Descriptors(
+            table=self.table[:, start:stop],
+            size_bytes=size_bytes,
+            local_device=self.local_device,
+            remote_device=self.remote_device,
+        )
 
 
 class Piece(NamedTuple):
@@ -307,8 +312,9 @@ def plan_slices(
             elif len(plan) <= descriptors_max + 1 and plan.size_bytes <= bytes_max + head.size_bytes:
                 yield plan
             else:
-                slices = cut_slices(plan.part(1, len(plan)), bytes_max=bytes_max, descriptors_max=descriptors_max)
-                yield plan.part(0, 1).join(next(slices))
+                rest = plan.part(1, len(plan), plan.size_bytes - head.size_bytes)
+                slices = cut_slices(rest, bytes_max=bytes_max, descriptors_max=descriptors_max)
+                yield plan.part(0, 1, head.size_bytes).join(next(slices))
                 yield from slices
             head = None
 
@@ -320,14 +326,22 @@ def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int
             yield descriptors
         return
     pieces = _split_large(descriptors, bytes_max)
-    ends = np.cumsum(pieces.sizes)
+    count, sizes = len(pieces), pieces.sizes
+    size = int(sizes[0])
+    if size == int(sizes.min()) == int(sizes.max()):  # the usual case, without a search for each slice
+        step = max(min(bytes_max // size, descriptors_max), 1)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            yield pieces.part(start, stop, (stop - start) * size)
+        return
+    ends = sizes.cumsum()
     start, done_bytes = 0, 0
-    while start < len(pieces):
-        stop = int(np.searchsorted(ends, np.uint64(done_bytes + bytes_max), side="right"))
+    while start < count:
+        stop = int(ends.searchsorted(np.uint64(done_bytes + bytes_max), side="right"))
         stop = min(max(stop, start + 1), start + descriptors_max)
-        yield pieces.part(start, stop)
-        done_bytes = int(ends[stop - 1])
-        start = stop
+        end_bytes = int(ends[stop - 1])
+        yield pieces.part(start, stop, end_bytes - done_bytes)
+        start, done_bytes = stop, end_bytes
 
 
 def _split_large(descriptors: Descriptors, bytes_max: int) -> Descriptors:
