@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from kvflow.core.plan.descriptors import Chunks, match_chunks
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.freshness import SealTable
+from kvflow.runtime.consumer import loader
 from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.peers import peer
@@ -112,6 +116,25 @@ def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "idle", idle)
 
 
+def read_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The offered blocks of a window are taken for those of the prompt's beginning."""
+    mutate_matches(monkeypatch, lambda some, whole, _: some if whole else replace(some, remote_ids=some.remote_ids * 0))
+
+
+def leave_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state of a request is not read: its slot holds that of another one."""
+    mutate_matches(monkeypatch, lambda some, _, block_size: None if block_size == 1 else some)
+
+
+def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bool, int], Chunks | None]) -> None:
+    def match(*args: Any, whole: bool, remote_block_size: int, **kwargs: Any) -> tuple[Chunks, ...]:
+        found = match_chunks(*args, whole=whole, remote_block_size=remote_block_size, **kwargs)
+        changed = (mutate(some, whole, remote_block_size) for some in found)
+        return tuple(some for some in changed if some is not None)
+
+    monkeypatch.setattr(loader, "match_chunks", match)
+
+
 MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     # What is broken, the invariants that say so, and a seed that finds it.
     "give_back_without_hold": (give_back_without_hold, "I2 I3", 4),
@@ -127,6 +150,8 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "never_expire": (never_expire, "I7", 0),
     "keep_broken_connections": (keep_broken_connections, "I7", 18),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
+    "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
+    "leave_state_behind": (leave_state_behind, "I2", 6),
 }
 
 

@@ -1,18 +1,21 @@
-"""The cache of one rank, in which every value says which prompt, token, part, head and place it belongs to.
+"""The cache of one rank, in which every value says which prompt, token, layer, part, head and place it belongs to.
 
 So whatever lies in a block can be judged: the right bytes of the right prompt, or those of an earlier owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.testing.simulator.settings import MODEL_KV_HEADS, Shape
+from kvflow.core.cache.state import Segment, StateLayout, StateTensor
+from kvflow.testing.simulator.settings import LAYERS_MAX, MODEL_KV_HEADS, Model, Shape
 
 HEAD_SIZE = 4
 TOKENS_MAX = 64
@@ -20,71 +23,138 @@ _PARTS = 2
 _PATTERN: npt.NDArray[np.int32] = np.arange(_PARTS * TOKENS_MAX * MODEL_KV_HEADS * HEAD_SIZE, dtype=np.int32).reshape(
     _PARTS, TOKENS_MAX, MODEL_KV_HEADS, HEAD_SIZE
 )
-_NUMBER_SHIFT = 12
-assert _PATTERN.size <= 1 << _NUMBER_SHIFT
+_NUMBER_SHIFT = 13
+assert _PATTERN.size * LAYERS_MAX <= 1 << _NUMBER_SHIFT
+_POOL = "all"
 
 Ints = npt.NDArray[np.int32]
+Tables: TypeAlias = Sequence[Sequence[int]]
+"""Block ids by group."""
 
 
-class RankCache:
-    """One layer, K and V stacked first, 32-bit values; kvflow sees them as floats."""
+class _Layer:
+    """One layer of a group; 32-bit values, which kvflow sees as floats."""
 
-    def __init__(self, shape: Shape, tp_rank: int) -> None:
-        heads = MODEL_KV_HEADS // shape.tp_size
-        self.block_size = shape.block_size
-        self._heads = slice(tp_rank * heads, (tp_rank + 1) * heads)
-        self._swap = shape.order == "HND"
-        inner = (heads, shape.block_size) if self._swap else (shape.block_size, heads)
-        self._values: Ints = np.zeros((_PARTS, shape.num_blocks, *inner, HEAD_SIZE), dtype=np.int32)
-        tensor = torch.from_numpy(self._values.view(np.float32))
-        self.tensors = {"layers.0": tensor}
-        self.layout = CacheLayout.infer(self.tensors, order=shape.order, block_size=shape.block_size)
+    def __init__(self, number: int, facts: GroupFacts, model: Model, shape: Shape, tp_rank: int) -> None:
+        share = 1 if model.latent else shape.tp_size
+        count = 1 if model.latent else MODEL_KV_HEADS // share
+        first = 0 if model.latent else tp_rank * count
+        self.number, self.name = number, f"layers.{number}"
+        self.block_size = facts.block_size
+        self._heads = slice(first, first + count)
+        blocks, tokens = shape.num_blocks, facts.block_size
+        if facts.kind is GroupKind.STATE:
+            self._values: Ints = np.zeros((blocks, count, HEAD_SIZE), dtype=np.int32)
+            self._blocks = self._values[None, :, None]
+        elif model.latent:
+            self._values = np.zeros((blocks, tokens, HEAD_SIZE), dtype=np.int32)
+            self._blocks = self._values[None, :, :, None]
+        else:
+            swap = shape.order == "HND"
+            inner = (count, tokens) if swap else (tokens, count)
+            self._values = np.zeros((_PARTS, blocks, *inner, HEAD_SIZE), dtype=np.int32)
+            self._blocks = self._values.swapaxes(2, 3) if swap else self._values
+        self.tensor = torch.from_numpy(self._values.view(np.float32))
         self._address = int(self._values.ctypes.data)
-        self._part_bytes = self._values.nbytes // _PARTS
-        self._block_bytes = self._part_bytes // shape.num_blocks
+        self._part_bytes = self._values.nbytes // len(self._blocks)
+        self._block_bytes = self._part_bytes // blocks
 
-    def write(self, number: int, block_ids: Sequence[int]) -> None:
-        """The start of prompt `number`, as an engine that has computed it."""
-        if block_ids:
-            self._values[:, list(block_ids)] = self._wanted(number, len(block_ids))
+    def write(self, number: int, first: int, block_ids: Sequence[int]) -> None:
+        """Blocks of prompt `number` from token `first` on."""
+        tokens = self._wanted(number, first, first + len(block_ids) * self.block_size)
+        self._blocks[:, list(block_ids)] = tokens.reshape(
+            len(tokens), len(block_ids), self.block_size, *tokens.shape[2:]
+        )
 
-    def poison(self, number: int, block_ids: Sequence[int]) -> None:
-        """What the next owner of freed blocks writes there."""
-        self._values[:, list(block_ids)] = -1 - number
+    def fill(self, number: int, block_ids: Sequence[int] | None) -> None:
+        """What the next owner of freed blocks writes there; of all, with None."""
+        self._blocks[:, slice(None) if block_ids is None else list(block_ids)] = -1 - number
 
-    def poison_all(self, number: int) -> None:
-        self._values.fill(-1 - number)
-
-    def wrong_token(self, number: int, start: int, stop: int, block_ids: Sequence[int]) -> str | None:
-        """What is wrong with tokens `start` to `stop` of a prompt, whose last blocks these are; None if nothing is."""
-        size = self.block_size
-        first = -(-stop // size) * size - len(block_ids) * size
-        found = self._tokens(block_ids)[:, start - first : stop - first]
-        wanted = _PATTERN[:, start:stop, self._heads] + (number << _NUMBER_SHIFT)
+    def wrong_token(self, number: int, start: int, stop: int, first: int, block_ids: Sequence[int]) -> str | None:
+        """What is wrong with tokens `start` to `stop` of a prompt, whose blocks from token `first` on these are."""
+        blocks = self._blocks[:, list(block_ids)]
+        found = blocks.reshape(len(blocks), -1, *blocks.shape[3:])[:, start - first : stop - first]
+        wanted = self._wanted(number, start, stop)
         if np.array_equal(found, wanted):
             return None
         part, token, head, place = (int(axis[0]) for axis in np.nonzero(found != wanted))
         value = int(found[part, token, head, place])
         whose = f"prompt {value >> _NUMBER_SHIFT}" if value >= 0 else f"a later owner ({-1 - value})"
-        block = block_ids[(start - first + token) // size]
-        return f"token {start + token} (block {block}, part {part}, head {head}) is of {whose}, not of prompt {number}"
+        block = block_ids[(start - first + token) // self.block_size]
+        where = f"block {block}, {self.name}, part {part}, head {head}"
+        return f"token {start + token} ({where}) is of {whose}, not of prompt {number}"
 
     def blocks_of(self, address: int, size_bytes: int) -> range:
         """Which blocks a piece of memory touches; none if it lies elsewhere."""
         offset = address - self._address
-        if not 0 <= offset < self._part_bytes * _PARTS:
+        if not 0 <= offset < self._values.nbytes:
             return range(0)
         offset %= self._part_bytes
         return range(offset // self._block_bytes, (offset + size_bytes - 1) // self._block_bytes + 1)
 
-    def _tokens(self, block_ids: Sequence[int]) -> Ints:
-        """A copy of blocks in prompt order, as (part, token, head, value)."""
-        blocks = self._values[:, list(block_ids)]
-        if self._swap:
-            blocks = blocks.swapaxes(2, 3)
-        return blocks.reshape(_PARTS, -1, blocks.shape[3], HEAD_SIZE)
+    def _wanted(self, number: int, start: int, stop: int) -> Ints:
+        base = np.int32((number << _NUMBER_SHIFT) + self.number * _PATTERN.size)
+        found: Ints = _PATTERN[: len(self._blocks), start:stop, self._heads] + base
+        return found
 
-    def _wanted(self, number: int, blocks: int) -> Ints:
-        tokens = _PATTERN[:, : blocks * self.block_size, self._heads] + np.int32(number << _NUMBER_SHIFT)
-        shaped: Ints = tokens.reshape(_PARTS, blocks, self.block_size, -1, HEAD_SIZE)
-        return shaped.swapaxes(2, 3) if self._swap else shaped
+
+class RankCache:
+    """All layers of one rank, by group. Groups have their block ids from one pool, as in vLLM."""
+
+    def __init__(self, model: Model, shape: Shape, tp_rank: int, pp_rank: int) -> None:
+        self._facts = model.groups(shape)
+        self._layers = [
+            [_Layer(number, facts, model, shape, tp_rank) for number in model.layers_of(at, shape, pp_rank)]
+            for at, facts in enumerate(self._facts)
+        ]
+        self.groups = [
+            self._group(facts, layers, shape) for facts, layers in zip(self._facts, self._layers, strict=True)
+        ]
+
+    @staticmethod
+    def _group(facts: GroupFacts, layers: Sequence[_Layer], shape: Shape) -> CacheGroup:
+        tensors = {layer.name: layer.tensor for layer in layers}
+        layout: StateLayout | CacheLayout
+        if facts.kind is GroupKind.STATE:
+            units = tensors[layers[0].name].shape[1]
+            segment = Segment(name="h", size=units, units=units, model_units=MODEL_KV_HEADS)
+            layout = StateLayout.infer(tensors, [StateTensor(name="s", segments=(segment,))])
+        else:
+            layout = CacheLayout.infer(tensors, order=shape.order, block_size=facts.block_size)
+        return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
+
+    def write(self, number: int, tokens: int, tables: Tables) -> None:
+        """A prompt of so many tokens, as an engine that has computed it."""
+        for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
+            if block_ids:
+                for layer in layers:
+                    layer.write(number, first_token(facts, tokens, block_ids), block_ids)
+
+    def poison(self, number: int, block_ids: Sequence[int] | None) -> None:
+        """What the next owner of freed blocks writes there; of all, with None."""
+        for layer in self._all():
+            layer.fill(number, block_ids)
+
+    def wrong_token(self, number: int, tokens: int, tables: Tables) -> str | None:
+        """What is wrong with the last blocks of a prompt of so many tokens; None if nothing is."""
+        for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
+            if not block_ids:
+                continue
+            first = first_token(facts, tokens, block_ids)
+            for layer in layers:
+                if wrong := layer.wrong_token(number, first, tokens, first, block_ids):
+                    return wrong
+        return None
+
+    def blocks_of(self, address: int, size_bytes: int) -> Iterator[int]:
+        """Which blocks a piece of memory touches; none if it lies elsewhere."""
+        for layer in self._all():
+            yield from layer.blocks_of(address, size_bytes)
+
+    def _all(self) -> Iterable[_Layer]:
+        return (layer for layers in self._layers for layer in layers)
+
+
+def first_token(facts: GroupFacts, tokens: int, block_ids: Sequence[int]) -> int:
+    """The first token that a prompt's last blocks hold."""
+    return (-(-tokens // facts.block_size) - len(block_ids)) * facts.block_size

@@ -63,7 +63,13 @@ class Engine:
         self._graves: list[tuple[Life, list[Rank]]] = []
         """The processes that have ended, with what they left: nothing of them is destroyed before the simulation is."""
         self.host = Host(self.name, f"tcp://{self._address}", self._new_life())
-        self._caches = [RankCache(shape, rank) for rank in range(shape.tp_size)]
+        model = simulation.settings.model
+        self._facts = model.groups(shape)
+        self._caches = [
+            RankCache(model, shape, tp_rank, pp_rank)
+            for pp_rank in range(shape.pp_size)
+            for tp_rank in range(shape.tp_size)
+        ]
         self._forget_all()
 
     def __repr__(self) -> str:
@@ -88,10 +94,10 @@ class Engine:
         clock = LoopClock(offset_s=self.shape.clock_offset_s, rate=self.shape.clock_rate)
         world = make_world(lambda: self._network, lambda _: self.host, lambda: clock)
         for index, cache in enumerate(self._caches):
-            cache.poison_all(self._simulation.next_poison())
+            cache.poison(self._simulation.next_poison(), None)
             runtime = Runtime(self._simulation.settings.config(self.shape, self._address, index), world=world)
             await runtime.__aenter__()
-            await runtime.register_kv_caches(cache.tensors, cache.layout)
+            await runtime.register_kv_caches(cache.groups)
             ranks.append(Rank(index, cache, runtime))
         self.ranks = ranks
         self.running = True
@@ -128,7 +134,7 @@ class Engine:
     async def prewarm(self, other: Engine) -> None:
         """Connect to a peer; in a task of its life."""
         address = PeerAddress(engine_id=other.name, address=f"{other.host.address}:5600")
-        bound_s = self._base.handshake_timeout_s * (1 + other.shape.tp_size)
+        bound_s = self._base.handshake_timeout_s * (1 + other.shape.num_ranks)
         await self._on_all_ranks("prewarm", bound_s, lambda runtime: runtime.prewarm([address]))
 
     async def _on_all_ranks(
@@ -175,7 +181,7 @@ class Engine:
             offer.given_back_s = self._simulation.loop.time()
         self._forget_all()
         for cache in self._caches:
-            cache.poison_all(self._simulation.next_poison())
+            cache.poison(self._simulation.next_poison(), None)
 
     def renew(self) -> None:
         """Make a new life for a process that starts after one that has ended."""
@@ -196,11 +202,16 @@ class Engine:
 
     # --- blocks
 
-    def _take_blocks(self, count: int) -> list[int] | None:
-        """Any free blocks, those freed last first."""
-        if count > len(self._free):
+    def _take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
+        """Blocks of each group for what `tokens` tokens need of it beyond the computed ones, those freed last first."""
+        counts = []
+        for facts in self._facts:
+            stop = -(-tokens // facts.block_size)
+            first = max(facts.first_needed(tokens), computed) // facts.block_size if computed < tokens else stop
+            counts.append(stop - first)
+        if sum(counts) > len(self._free):
             return None
-        return [self._free.pop() for _ in range(count)]
+        return [[self._free.pop() for _ in range(count)] for count in counts]
 
     def _own(self, owner: Offer | Load) -> None:
         for block in owner.block_ids:
@@ -228,19 +239,19 @@ class Engine:
         """Compute a prompt, serve it on all ranks, and hand out its ticket; `finish_offer` is to follow."""
         if not self.running:
             return None
-        block_ids = self._take_blocks(-(-tokens // self.shape.block_size))
-        if block_ids is None:
+        tables = self._take_blocks(tokens)
+        if tables is None:
             self._simulation.count("offer: no room")
             return None
-        offer = Offer(number, self, tokens, block_ids, ttl_s)
+        offer = Offer(number, self, tokens, tables, ttl_s)
         self._own(offer)
         for rank in self.ranks:
-            rank.cache.write(number, block_ids)
+            rank.cache.write(number, tokens, tables)
         self.offers[offer] = None
-        self._note("offers", offer.request_id, tokens, block_ids)
+        self._note("offers", offer.request_id, tokens, offer.block_ids)
         for rank in list(self.ranks):
             try:
-                lease = rank.runtime.serve_blocks(ServeRequest(offer.request_id, block_ids, tokens, ttl_s=ttl_s))
+                lease = rank.runtime.serve_blocks(ServeRequest(offer.request_id, _given(tables), tokens, ttl_s=ttl_s))
             except KVFlowError as error:
                 self._judge_refusal(offer.request_id, error)
                 for lease in offer.leases:
@@ -272,15 +283,14 @@ class Engine:
         """Load an offered prompt, check what came, and use the blocks for a while."""
         if not self.running:
             return
-        count = -(-offer.tokens // self.shape.block_size)
-        block_ids = self._take_blocks(max(count - plan.cached_blocks, 0))
-        if block_ids is None:
+        tables = self._take_blocks(offer.tokens, min(plan.cached_blocks * self.shape.block_size, offer.tokens))
+        if tables is None:
             self._simulation.count("load: no room")
             return
-        load = Load(offer, self, block_ids)
+        load = Load(offer, self, tables)
         self._own(load)
         self.loads[load] = None
-        self._note("loads", offer.request_id, repr(offer.engine), block_ids)
+        self._note("loads", offer.request_id, repr(offer.engine), load.block_ids)
         endings = await self._load_on_all_ranks(load, ticket, plan)
         succeeded = self._judge(load, endings)
         offer.loaded = offer.loaded or succeeded
@@ -319,7 +329,14 @@ class Engine:
                 self._simulation.count(f"release: {'told' if told else 'not told'}")
 
     async def _load_on_all_ranks(self, load: Load, ticket: Ticket, plan: LoadPlan) -> list[Ending]:
-        request = LoadRequest(load.offer.request_id, ticket.to_params(), load.block_ids, deadline_s=plan.deadline_s)
+        priority = load.offer.number % 3 if self._simulation.settings.model.priorities else 0
+        request = LoadRequest(
+            load.offer.request_id,
+            ticket.to_params(),
+            _given(load.tables),
+            deadline_s=plan.deadline_s,
+            priority=priority,
+        )
         tasks = [asyncio.create_task(self._load_on(rank, load, request)) for rank in self.ranks]
         timer = None
         if plan.cancel_after_s is not None:
@@ -374,7 +391,8 @@ class Engine:
         """Wait until no rank's blocks can be written any more, where one says that they can."""
         for rank in list(self.ranks):
             mine = [one for one in rank.runtime.quarantines if one.request_id == load.offer.request_id]
-            unsafe = [one for one in mine if set(one.block_ids) <= set(load.block_ids) and not one.safe]
+            taken = set(load.block_ids)
+            unsafe = [one for one in mine if {*itertools.chain(*one.block_tables)} <= taken and not one.safe]
             if not unsafe:
                 continue
             self._simulation.count("load: quarantined")
@@ -400,8 +418,9 @@ class Engine:
 
     def _wrong_token(self, load: Load, rank: Rank) -> str | None:
         """What is wrong with the bytes of a load on a rank; None if nothing is."""
-        if not load.block_ids:
-            return None
-        offer, size = load.offer, self.shape.block_size
-        start = (-(-offer.tokens // size) - len(load.block_ids)) * size
-        return rank.cache.wrong_token(offer.number, start, offer.tokens, load.block_ids)
+        return rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)
+
+
+def _given(tables: list[list[int]]) -> list[int] | list[list[int]]:
+    """Block ids as requests take them."""
+    return tables[0] if len(tables) == 1 else tables

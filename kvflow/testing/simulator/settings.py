@@ -7,9 +7,55 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from kvflow.config import Config
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.limits import Limits
 
 MODEL_KV_HEADS = 2
+LAYERS_MAX = 8
+_WINDOW = 6
+_WINDOWED_BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What all engines of a seed serve: which layers their caches have, and whether requests are not all equal."""
+
+    windows: bool = False
+    """Whether a group of layers attends to the last tokens only."""
+    state: bool = False
+    """Whether a group of layers has state per request."""
+    latent: bool = False
+    """Whether all heads share a latent, of which every tensor-parallel rank has the whole."""
+    layers: int = 1
+    """Of each group. With several, some engines are pipelines."""
+    priorities: bool = False
+
+    def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
+        """The groups of an engine."""
+        found = [GroupFacts(name="full", block_size=shape.block_size)]
+        if self.windows:
+            sliding = GroupKind.SLIDING
+            found.append(GroupFacts(name="local", block_size=_WINDOWED_BLOCK_SIZE, kind=sliding, window=_WINDOW))
+        if self.state:
+            found.append(GroupFacts(name="state", block_size=1, kind=GroupKind.STATE))
+        return tuple(found)
+
+    def layers_of(self, group: int, shape: Shape, pp_rank: int) -> list[int]:
+        """The numbers of a group's layers that a pipeline stage has."""
+        groups, share = 1 + self.windows + self.state, self.layers // shape.pp_size
+        return [layer * groups + group for layer in range(pp_rank * share, (pp_rank + 1) * share)]
+
+
+PLAIN = Model()
+_MODELS = {
+    3: Model(windows=True, priorities=True),
+    6: Model(windows=True, state=True, priorities=True),
+    7: Model(latent=True),
+    11: Model(windows=True, layers=2),
+    14: Model(state=True, layers=2, priorities=True),
+}
+"""By seed, of each sixteen; the others serve plain full attention."""
+_SEEDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +66,7 @@ class Shape:
     serves: bool
     loads: bool
     tp_size: int
+    pp_size: int
     order: str
     block_size: int
     num_blocks: int
@@ -28,6 +75,10 @@ class Shape:
     clock_offset_s: float
     clock_rate: float
     """Mostly within what `core.protocol.freshness` takes for granted; freshness must not depend on that."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp_size * self.pp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +116,7 @@ class Settings:
     """Everything that one seed draws before it starts; what happens on the way is drawn from the same generator."""
 
     seed: int
+    model: Model
     shapes: tuple[Shape, ...]
     base: Config
     weather: Weather
@@ -74,15 +126,18 @@ class Settings:
     trouble: int
     """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
 
-    def config(self, shape: Shape, host: str, tp_rank: int) -> Config:
-        """Of one rank."""
+    def config(self, shape: Shape, host: str, index: int) -> Config:
+        """Of one rank; stages count first."""
+        pp_rank, tp_rank = divmod(index, shape.tp_size)
         return replace(
             self.base,
             engine_id=shape.name,
             listen=f"tcp://{host}:5600",
             tp_rank=tp_rank,
             tp_size=shape.tp_size,
-            num_kv_heads=MODEL_KV_HEADS,
+            pp_rank=pp_rank,
+            pp_size=shape.pp_size,
+            num_kv_heads=None if self.model.latent else MODEL_KV_HEADS,
             staging="always" if shape.staged else "auto",
             scratch=shape.scratch,
         )
@@ -95,10 +150,19 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
     alike = rng.random() < 0.6  # most clusters are of engines cut alike
     common = _draw_shape(rng, 0, count)
     shapes = tuple(_draw_shape(rng, index, count, common if alike else None) for index in range(count))
+    model = _MODELS.get(seed % _SEEDS, PLAIN)
+    if model is not PLAIN:
+        shapes = tuple(_suited(rng, shape, model) for shape in shapes)
+    base = _draw_base(rng)
+    if model is not PLAIN:  # a load reads from all ranks of an engine, and an offer is staged with all its groups
+        peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
+        limits = replace(base.limits, peers_max=peers_max)
+        base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
     settings = Settings(
         seed=seed,
+        model=model,
         shapes=shapes,
-        base=_draw_base(rng),
+        base=base,
         weather=draw_weather(rng),
         requests=rng.randint(20, 40),
         span_s=rng.uniform(0.3, 2.0),
@@ -116,6 +180,7 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
         serves=serves,
         loads=index == count - 1 or both or not serves,
         tp_size=like.tp_size if like else rng.choice((1, 1, 1, 2)),
+        pp_size=1,
         order=like.order if like else rng.choice(("NHD", "HND")),
         block_size=like.block_size if like else rng.choice((4, 4, 4, 8)),
         num_blocks=rng.choice((8, 12, 16)),
@@ -124,6 +189,12 @@ def _draw_shape(rng: random.Random, index: int, count: int, like: Shape | None =
         clock_offset_s=rng.uniform(0.0, 1e6),
         clock_rate=1.0 + rng.choice((1.0, 1.0, 1.0, 50.0)) * rng.uniform(-1e-4, 1e-4),
     )
+
+
+def _suited(rng: random.Random, shape: Shape, model: Model) -> Shape:
+    """An engine with room for all groups of a model, and with its layers shared out."""
+    pp_size = rng.choice((1, 2)) if model.layers > 1 else 1
+    return replace(shape, num_blocks=2 * shape.num_blocks, pp_size=pp_size)
 
 
 def _draw_base(rng: random.Random) -> Config:

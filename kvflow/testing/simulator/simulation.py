@@ -165,7 +165,7 @@ class Simulation:
         offer = await producer.offer(number, tokens, ttl_s, pause_s)
         if offer is None:
             return
-        if len(offer.leases) == producer.shape.tp_size:
+        if len(offer.leases) == producer.shape.num_ranks:
             self._hand_out(offer)
             if rng.random() < _REVOKED_SHARE:
                 self.loop.call_later(rng.uniform(0.0, ttl_s), self._revoke, offer)
@@ -235,7 +235,7 @@ class Simulation:
             offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0)
             if offer is None:
                 return None
-            if len(offer.leases) == producer.shape.tp_size:
+            if len(offer.leases) == producer.shape.num_ranks:
                 load = consumer.load(offer, offer.ticket(), LoadPlan(deadline_s=5.0))
                 self.spawn(consumer.life, load, f"load {number}")
             await producer.finish_offer(offer)

@@ -21,7 +21,8 @@ class Offer:
     number: int
     engine: Engine
     tokens: int
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Block ids by group."""
     ttl_s: float
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
@@ -31,6 +32,10 @@ class Offer:
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block for table in self.tables for block in table]
 
     @property
     def request_id(self) -> str:
@@ -56,8 +61,13 @@ class Load:
 
     offer: Offer
     engine: Engine
-    block_ids: list[int]
+    tables: list[list[int]]
+    """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
+
+    @property
+    def block_ids(self) -> list[int]:
+        return [block for table in self.tables for block in table]
 
     def __str__(self) -> str:
         return f"the load of {self.offer.request_id}"
