@@ -209,6 +209,10 @@ class Lease:
         _tell(self._loop, self._lease.revoke)
         return self
 
+    def restart(self, ttl_s: float | None = None) -> None:
+        """Count its time from now on: see `kvflow.Lease.restart`."""
+        _tell(self._loop, self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
+
 
 class Runtime:
     """A `kvflow.Runtime` in a thread of its own. Use it as `with Runtime(config) as rt`, or with `open` and `close`.

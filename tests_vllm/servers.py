@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,10 +33,12 @@ KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a server is started. `blocks` limits its KV cache; `core` is the CPU that its model runs on."""
+    """How a server is started. `blocks` limits its KV cache; `core` is the CPU that its model runs on, one per rank."""
 
     role: str
-    core: int
+    core: int | str
+    model: Path = MODEL
+    options: tuple[str, ...] = ()
     connector: tuple[tuple[str, Any], ...] = tuple(KVFLOW.items())
     extra: tuple[tuple[str, Any], ...] = (("model", NAME),)
     policy: str = "fail"
@@ -51,11 +54,11 @@ class Setup:
         }
         limit = [] if self.blocks is None else ["--num-gpu-blocks-override", str(self.blocks)]
         return [
-            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(MODEL)),
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
             *("--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
             *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
             *("--max-num-seqs", "8", "--max-num-batched-tokens", "2048"),
-            *("--kv-transfer-config", json.dumps(transfer), *limit),
+            *("--kv-transfer-config", json.dumps(transfer), *limit, *self.options),
         ]
 
 
@@ -128,6 +131,12 @@ class Server:
     def text(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> str:
         text: str = self.complete(prompt, max_tokens, **more)["choices"][0]["text"]
         return text
+
+    def ids(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> list[int]:
+        """The tokens of its answer, from a model that may have no tokenizer."""
+        answer = self.complete(prompt, max_tokens, return_token_ids=True, ignore_eos=True, **more)
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
 
     def tokens(self, text: str) -> list[int]:
         found: list[int] = self.post("/tokenize", {"model": NAME, "prompt": text, "add_special_tokens": False})[
@@ -212,4 +221,10 @@ def _shim() -> Path:
     info = folder / "vllm-0.32.0+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    plugin = folder / "kvflow_of_this_checkout-0.dist-info"  # as an installed kvflow has it
+    plugin.mkdir(parents=True, exist_ok=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvflow-of-this-checkout\nVersion: 0\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["vllm.general_plugins"].items()]
+    (plugin / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
     return folder

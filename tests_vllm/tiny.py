@@ -1,4 +1,4 @@
-"""Tiny random models of each kind of KV cache, saved as folders that vLLM can serve: `python tests_vllm/tiny.py FOLDER`.
+"""Tiny random models of each kind of KV cache, as folders that vLLM can serve: `python tests_vllm/tiny.py FOLDER`.
 
 Weights come from a fixed seed, in float32, and are large enough that each generated token depends on every token before
 it that its layers can see. There is no tokenizer: prompts and answers are token ids.

@@ -107,7 +107,7 @@ class SchedulingConfig:
 
     block_size: int
     lease_ttl_s: float
-    """How long an offered prompt is kept for its reader."""
+    """How long an offered prompt is kept for its reader, from the end of its request on."""
     groups: tuple[GroupFacts, ...] = ()
     """Of a cache with several groups of layers, in the order of the engine's block tables; `block_size` is the
     first one's then. None is one group of full attention."""
@@ -115,6 +115,9 @@ class SchedulingConfig:
     """With fewer tokens than this to come from remote, computing them is faster."""
     full_blocks_only: bool = False
     """Offer only blocks that are full: a prompt shorter than one offers nothing."""
+    leave_last_token: bool = False
+    """Take less than the whole prompt from remote, or nothing: its last token is computed here, and what that needs is
+    not among the blocks that the engine keeps for a whole prompt. Always so with state, which is of one token only."""
     produces: bool = True
     consumes: bool = True
 
@@ -123,13 +126,19 @@ class SchedulingConfig:
         if self.groups and self.groups[0].block_size != self.block_size:
             first = self.groups[0].block_size
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")
-        if self.full_blocks_only and any(group.kind is GroupKind.STATE for group in self.groups):
+        if self.full_blocks_only and self.has_state:
             raise ConfigError("full_blocks_only: a state belongs to the last token of the prompt, not to a full block")
+        if self.has_state:
+            object.__setattr__(self, "leave_last_token", True)
 
     @property
     def all_groups(self) -> tuple[GroupFacts, ...]:
         """Every group, also if there is one."""
         return self.groups or (GroupFacts(name=DEFAULT_NAME, block_size=self.block_size),)
+
+    @property
+    def has_state(self) -> bool:
+        return any(group.kind is GroupKind.STATE for group in self.groups)
 
     @property
     def full_block_tokens(self) -> int:
@@ -140,15 +149,10 @@ class SchedulingConfig:
 @dataclass(slots=True, kw_only=True)
 class _Consumer:
     request_id: str
-    num_prompt_tokens: int
     ticket: Ticket
+    offered_tokens: int
+    """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     state: ConsumerState = ConsumerState.EXPECTED
-
-    @property
-    def offered_tokens(self) -> int:
-        """Prompt tokens that the ticket's blocks hold; 0 if they cannot be of this prompt."""
-        offered = self.ticket.offered_tokens
-        return offered if self.ticket.num_tokens <= self.num_prompt_tokens else 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,8 +162,6 @@ class _Producer:
     prompt: Sequence[int] | None
     saved: Save | None = None
     """The prompt's lease."""
-    saved_s: float = 0.0
-    """When it was opened."""
     state: ProducerState = ProducerState.COMPUTING
 
 
@@ -215,7 +217,9 @@ class ConnectorScheduler:
             ticket = Ticket.from_params(params)
             if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
                 check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
-            consumer = _Consumer(request_id=request_id, num_prompt_tokens=num_prompt_tokens, ticket=ticket)
+            most = num_prompt_tokens - 1 if self._config.leave_last_token else num_prompt_tokens
+            offered = ticket.offered_tokens if ticket.num_tokens <= most else 0
+            consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=offered)
             self._consumers[request_id] = consumer
             if consumer.offered_tokens:
                 self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
@@ -266,20 +270,18 @@ class ConnectorScheduler:
         *,
         preempted: Iterable[str],
         block_ids: Callable[[str], GivenTables],
-        now_s: float,
     ) -> Step:
         """What the workers do in this step; afterwards nothing of it is left here.
 
         `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a scheduled request, as
-        `update_after_alloc` takes them;
-        `now_s` is any steady clock's.
+        `update_after_alloc` takes them.
         """
         for request_id in preempted:
             self._preempt(request_id)
         for entry in scheduled:
             request = self._producers.get(entry.request_id)
             if request is not None and request.state is ProducerState.COMPUTING:
-                self._save_if_complete(request, entry.num_computed_tokens, block_ids, now_s)
+                self._save_if_complete(request, entry.num_computed_tokens, block_ids)
         step, self._next = self._next, Step()
         step.keep = [keep for keep in step.keep if self._waits(keep)]
         step.abandon = [request_id for request_id in step.abandon if request_id in self._consumers]
@@ -296,15 +298,18 @@ class ConnectorScheduler:
             if producer is not None and knows(PRODUCER_TABLE, producer.state, ProducerEvent.SENT):
                 self._producer_fires(producer, ProducerEvent.SENT)
 
-    def request_finished(self, request_id: str, *, completed: bool, now_s: float) -> Finished:
+    def request_finished(self, request_id: str, *, completed: bool, block_ids: GivenTables | None = None) -> Finished:
         """A request has ended for the engine: `completed` by itself, or else aborted or failed.
 
-        With `hold_blocks` its blocks are the engine's again when it is reported as sent, or as received.
+        With `hold_blocks` its blocks are the engine's again when it is reported as sent, or as received. With
+        `block_ids`, those that it still has, nothing is offered of which a block has been taken back since.
         """
         if request_id in self._consumers:
             return self._consumer_finished(self._consumers[request_id])
         if request_id in self._producers:
-            return self._producer_finished(self._producers[request_id], completed, now_s)
+            request = self._producers[request_id]
+            kept = block_ids is None or request.saved is None or self._has(request.saved, self._tables(block_ids))
+            return self._producer_finished(request, completed and kept)
         return Finished(False, None)
 
     def withdraw_all(self) -> None:
@@ -327,10 +332,9 @@ class ConnectorScheduler:
             self._next.abandon.append(request.request_id)
         return Finished(request_blocks_held(request.state), None)
 
-    def _producer_finished(self, request: _Producer, completed: bool, now_s: float) -> Finished:
-        save = request.saved
-        remaining_s = save.ttl_s - (now_s - request.saved_s) if save else 0.0
-        if save is None or self._introduction is None or not completed or remaining_s <= 0:
+    def _producer_finished(self, request: _Producer, completed: bool) -> Finished:
+        save, ttl_s = request.saved, self._config.lease_ttl_s
+        if save is None or self._introduction is None or not completed:
             self._producer_fires(request, ProducerEvent.END)
             self._withdraw(request)
             return Finished(False, None)
@@ -338,17 +342,22 @@ class ConnectorScheduler:
             request_id=save.serve_id,
             block_ids=save.block_tables if len(save.block_tables) > 1 else save.block_tables[0],
             num_tokens=save.num_tokens,
-            ttl_s=remaining_s,
+            ttl_s=ttl_s,
             prompt_digest=""
             if request.prompt is None
             else prompt_digest(save.serve_id, request.prompt[: save.num_tokens]),
         )
         if any(save.block_tables):
             self._producer_fires(request, ProducerEvent.SEND)
-            self._next.send.append(Send(request_id=request.request_id, remaining_s=remaining_s))
+            self._next.send.append(Send(request_id=request.request_id))
         else:
             self._producer_fires(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
         return Finished(request_blocks_held(request.state), ticket.to_params())
+
+    @staticmethod
+    def _has(save: Save, tables: Sequence[Sequence[int]]) -> bool:
+        """Whether all of a saved prompt's blocks are in the request's tables."""
+        return all(set(saved) <= set(table) for saved, table in zip(save.block_tables, tables, strict=True))
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
         """A table for each group. UsageError if there are more or fewer."""
@@ -366,7 +375,7 @@ class ConnectorScheduler:
             self._withdraw(request)
 
     def _save_if_complete(
-        self, request: _Producer, num_computed_tokens: int, block_ids: Callable[[str], GivenTables], now_s: float
+        self, request: _Producer, num_computed_tokens: int, block_ids: Callable[[str], GivenTables]
     ) -> None:
         if num_computed_tokens < request.num_prompt_tokens or self._introduction is None:
             return
@@ -381,7 +390,7 @@ class ConnectorScheduler:
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
         )
-        request.saved, request.saved_s = save, now_s
+        request.saved = save
         self._producer_fires(request, ProducerEvent.SAVE)
         if any(save.block_tables):
             self._next.save.append(save)

@@ -35,7 +35,7 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     """These blocks hold a whole prompt once this step has been computed: open a lease under `serve_id`.
 
     The lease is open before its ticket can be out, so it keeps no reader waiting, and nobody can read it before: its
-    `serve_id` is a secret until then.
+    `serve_id` is a secret until then. Its `ttl_s` begins with `Send`, however long the step takes.
     """
 
     request_id: str
@@ -49,8 +49,6 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     """The ticket of a saved request is out. The engine waits until the request is reported as sent."""
 
     request_id: str
-    remaining_s: float
-    """What its lease had left when the request finished."""
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):

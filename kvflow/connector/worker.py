@@ -107,6 +107,7 @@ class _Offer:
 
     request_id: str
     lease: Lease | None
+    ttl_s: float
     outcome: LeaseOutcome | None = None
     sent: bool = False
 
@@ -203,10 +204,21 @@ class _Courier:
             lease = runtime.serve_blocks(request)
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
-            self.offers[save.request_id] = _Offer(save.request_id, None, LeaseOutcome.REVOKED)
+            self.offers[save.request_id] = _Offer(save.request_id, None, save.ttl_s, LeaseOutcome.REVOKED)
             return
-        offer = self.offers[save.request_id] = _Offer(save.request_id, lease)
+        offer = self.offers[save.request_id] = _Offer(save.request_id, lease, save.ttl_s)
+        self._restart_later(offer)
         self._spawn(self._watch(offer, lease))
+
+    def _restart(self, offer: _Offer) -> None:
+        """Its time begins when its ticket is out: nobody can have read it before."""
+        if offer.lease is not None and offer.outcome is None and self.offers.get(offer.request_id) is offer:
+            offer.lease.restart(offer.ttl_s)
+            if not offer.sent:
+                self._restart_later(offer)
+
+    def _restart_later(self, offer: _Offer) -> None:
+        asyncio.get_running_loop().call_later(offer.ttl_s / 3, self._restart, offer)
 
     async def _watch(self, offer: _Offer, lease: Lease) -> None:
         offer.outcome = await lease
@@ -216,6 +228,7 @@ class _Courier:
     def _send(self, request_id: str) -> None:
         offer = self.offers[request_id]
         offer.sent = True
+        self._restart(offer)
         self._report_if_over(offer)
 
     def _withdraw(self, request_id: str) -> None:

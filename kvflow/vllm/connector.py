@@ -5,15 +5,16 @@ them: `connector.scheduler.ConnectorScheduler` in the scheduler's role, `connect
 workers', on a runtime with a thread of its own. A worker's step never waits for a transfer, and transfers go on while
 no step runs.
 
-What it refuses: models whose KV cache is not one group of full attention, and caches on a device that the transport
-cannot reach.
+Where a model has windows or state, the prefill side leaves the prompt's last token to the decode side. That computes it
+in any case, for its logits, from what was there before it: a state cannot be turned back by a token, and a window's
+first block is given back with the last token. What is refused is said at the start: kinds of caches that are not known
+(see `layout`), and caches on a device that the transport cannot reach.
 """
 
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,7 +40,7 @@ from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, RequestError
 from kvflow.transport.base import is_staged
-from kvflow.vllm.layout import block_size_of, layout_of
+from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
@@ -80,9 +81,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._block_size = block_size_of(kv_cache_config)
+        self._groups = groups_of(kv_cache_config)
         if role is KVConnectorRole.SCHEDULER:
-            scheduling = scheduling_of(vllm_config, block_size=self._block_size)
+            self._leaves_last_token = any(group.recycles for group in self._groups)
+            facts = [group.facts for group in self._groups]
+            scheduling = scheduling_of(vllm_config, facts, leave_last_token=self._leaves_last_token)
             self._scheduler = ConnectorScheduler(scheduling, new_secret=lambda: secrets.token_hex(16))
             return
         self._kv_format = extra_of(vllm_config).kv_format
@@ -102,10 +105,20 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        tickets = [cast(KVFlowIntroduction, entry).ticket for entry in metadata.values()]
-        self._scheduler.introduce(merge_tickets(tickets))
+        tickets = [entry.ticket for entry in metadata.values() if isinstance(entry, KVFlowIntroduction)]
+        if len(tickets) == len(metadata):
+            self._scheduler.introduce(merge_tickets(tickets))
+        else:
+            logger.warning(
+                "nothing is offered: vLLM's MultiConnector hands on the introduction of its first connector that has "
+                "one; name KVFlowConnector before it"
+            )
 
     def on_new_request(self, request: Request) -> None:
+        params = request.kv_transfer_params or {}
+        if self._leaves_last_token and params.get("do_remote_decode") and not _without_last_token(request):
+            logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
+            return
         try:
             self._scheduler.add(request)
         except RequestError as error:
@@ -115,15 +128,15 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduler.update_after_alloc(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        tables = self._transferred(blocks.get_block_ids())
+        self._scheduler.update_after_alloc(request.request_id, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         resolve = scheduler_output.kv_connector_block_state.resolve_block_ids
         step = self._scheduler.build_step(
             _scheduled(scheduler_output),
             preempted=scheduler_output.preempted_req_ids or (),
-            block_ids=lambda request_id: resolve(request_id)[0],
-            now_s=time.monotonic(),
+            block_ids=lambda request_id: self._transferred(resolve(request_id)),
         )
         return KVFlowMetadata(step)
 
@@ -132,13 +145,23 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.update_from_workers(received=received or (), sent=sent or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        completed = request.status in _COMPLETED
-        return self._scheduler.request_finished(request.request_id, completed=completed, now_s=time.monotonic())
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self._scheduler.request_finished(
+            request.request_id,
+            completed=request.status in _COMPLETED,
+            block_ids=self._transferred(block_ids),
+        )
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        return tuple(group.at for group in self._groups)
+
+    def _transferred(self, tables: Sequence[list[int]]) -> tuple[list[int], ...]:
+        """Of a request's block tables, those of groups that are transferred."""
+        return tuple(tables[group.at] for group in self._groups)
 
     def reset_cache(self) -> bool:
         """What blocks hold is not valid any more, after new weights for example: nobody may read it."""
@@ -152,9 +175,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if is_staged(device, self._runtime.config.staging) and device != "cpu":
             # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
             raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
-        layout = layout_of(kv_caches, self._vllm_config, block_size=self._block_size, kv_format=self._kv_format)
+        groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._runtime.open()
-        self._runtime.register_kv_caches(kv_caches, layout)
+        self._runtime.register_kv_caches(groups)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction())
@@ -178,9 +201,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
-        self._failed_blocks.update(
-            block for failed in found.failed.values() for table in failed.block_tables for block in table
-        )
+        if len(self._groups) == 1:  # else vLLM cannot tell whose they are, and the whole prompt is computed again
+            self._failed_blocks.update(block for failed in found.failed.values() for block in failed.block_tables[0])
         return KVConnectorTransferResults(
             finished_sending=set(found.sent), finished_recving=set(found.received), failed_recving=set(found.failed)
         )
@@ -229,3 +251,15 @@ def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
     cached = output.scheduled_cached_reqs
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         yield Scheduled(request_id, computed + tokens[request_id])
+
+
+def _without_last_token(request: Request) -> bool:
+    """Have a prompt computed but for its last token, and no further. False if that is not possible."""
+    cut = request.num_prompt_tokens > 1 and request.prompt_token_ids is not None
+    if not cut or request.get_skip_reading_prefix_cache():
+        return False
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    del request._all_token_ids[-1:]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    return True

@@ -1,7 +1,10 @@
-"""Which of kvflow's layouts vLLM has given a rank's KV cache."""
+"""What vLLM's KV cache is in kvflow's words: its groups of layers, their windows, and how its tensors are laid out."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,39 +12,212 @@ import vllm
 from vllm.config import get_layers_from_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+    get_kv_quant_mode,
+)
 
 from kvflow.core.cache.backends import layout_for_backend, rows_of
+from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
 from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.cache.state import StateLayout, StateTensor
 from kvflow.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+_POOL = "vllm"  # all groups take their block ids from it
+_LAYERS_OF_ONE_NUMBER_MAX = 16  # such as an attention and its indexer
+_UNUSUAL = (HiddenStateCacheSpec, SinkFullAttentionSpec)
+_FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
-def block_size_of(kv_cache_config: KVCacheConfig) -> int:
-    """Tokens of one block. ConfigError unless all layers keep the blocks of a whole prompt, and the same ones."""
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
-        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
-        raise ConfigError(f"KVFlowConnector: expected one KV cache group with full attention, the model has {kinds}")
-    size: int = specs[0].block_size
-    return size
+@dataclass(frozen=True)
+class Group:
+    """One of vLLM's groups that is transferred: which block table of a request it is, its layers, and its facts."""
+
+    at: int
+    specs: Mapping[str, KVCacheSpec]
+    """Of each layer."""
+    facts: GroupFacts
+    recycles: bool
+    """Whether blocks of a prompt's beginning are given back, or would be if its window were known to the manager."""
 
 
-def layout_of(
-    kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig, *, block_size: int, kv_format: str | None
+def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:
+    """The groups that vLLM transfers. ConfigError naming the layers of one that kvflow cannot carry."""
+    transferred = kv_cache_config.transfer_group_ids
+    found = tuple(_group(at, kv_cache_config.kv_cache_groups[at]) for at in transferred)
+    if not found:
+        raise ConfigError("KVFlowConnector: the model has no KV cache")
+    return found
+
+
+def _group(at: int, group: KVCacheGroupSpec) -> Group:
+    whole = group.kv_cache_spec
+    specs = {
+        name: whole.kv_cache_specs[name] if isinstance(whole, UniformTypeKVCacheSpecs) else whole
+        for name in group.layer_names
+    }
+    what = f"KVFlowConnector: layers {group.layer_names[0]}, ..."
+    if group.host_resident:
+        raise ConfigError(f"{what}: their cache is in the host's memory (HiSparse), which is not transferred")
+    kinds = {_kind(spec, what) for spec in specs.values()}
+    if len(kinds) != 1:
+        raise ConfigError(f"{what}: one block table for several kinds of attention: {sorted(kinds)}")
+    kind, window = next(iter(kinds))
+    block_size = 1 if kind is GroupKind.STATE else whole.block_size
+    facts = GroupFacts(name=f"group{at}", block_size=block_size, kind=kind, window=window)
+    recycles = kind is not GroupKind.FULL or any(_hidden_window(spec) for spec in specs.values())
+    return Group(at=at, specs=specs, facts=facts, recycles=recycles)
+
+
+def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
+    """The kind of a layer's attention, and its window in tokens as kvflow counts it."""
+    if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
+        raise ConfigError(f"{what}: {spec.tokens_per_state} tokens are compressed into one, which is not transferred")
+    match spec:
+        case MambaSpec() if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
+            raise ConfigError(f"{what}: state with speculative decoding or checkpoints is not transferred")
+        case MambaSpec():
+            return GroupKind.STATE, 0
+        case SlidingWindowSpec():
+            # A token attends to itself, too, and vLLM keeps what the next one needs, not what the last one needed.
+            return GroupKind.SLIDING, max(spec.sliding_window - 1, 1)
+        case ChunkedLocalAttentionSpec():
+            return GroupKind.CHUNKED, spec.attention_chunk_size
+        case FullAttentionSpec() if not isinstance(spec, _UNUSUAL):
+            return GroupKind.FULL, 0
+    raise ConfigError(f"{what}: {type(spec).__name__} is not transferred; known are full, sliding, chunked and state")
+
+
+def _hidden_window(spec: KVCacheSpec) -> bool:
+    """Whether a layer attends to a window although its whole prompt is kept: the hybrid cache manager is off."""
+    return isinstance(spec, FullAttentionSpec) and (
+        spec.sliding_window is not None or spec.attention_chunk_size is not None
+    )
+
+
+def cache_groups(
+    kv_caches: Mapping[str, torch.Tensor],
+    groups: Sequence[Group],
+    vllm_config: VllmConfig,
+    *,
+    kv_format: str | None,
+) -> list[CacheGroup]:
+    """A rank's caches, as they are registered.
+
+    Raises LayoutError if kvflow does not know how an attention backend lays out its blocks, or if kernels split them.
+    """
+    numbers = _layer_numbers([name for group in groups for name in group.specs])
+    found = []
+    for group in groups:
+        caches = {name: kv_caches[name] for name in group.specs if name in kv_caches}
+        if group.facts.kind is GroupKind.STATE:
+            caches = {name: _slots(cache) for name, cache in caches.items()}
+            indices = [numbers[name] for name in caches]
+            layout: StateLayout | list[CacheLayout] = StateLayout.infer(
+                caches, [StateTensor(name="state")], layer_indices=indices
+            )
+        else:
+            caches = {name: _attention(name, cache, group, vllm_config) for name, cache in caches.items()}
+            layout = [
+                _layout_of(same, backend, group.facts.block_size, vllm_config, kv_format, numbers)
+                for backend, same in _alike(caches, vllm_config)
+            ]
+        found.append(
+            CacheGroup(
+                group.facts.name,
+                caches,
+                layout,
+                window=group.facts.window or None,
+                kind=group.facts.kind,
+                pool=_POOL,
+            )
+        )
+    return found
+
+
+def _layer_numbers(names: Sequence[str]) -> dict[str, int]:
+    """A number for each layer, the same on both engines: that of its name, spread where several have the same one.
+
+    Such as an attention and the indexer beside it: they are numbered in the order of their names.
+    """
+    by_number: defaultdict[int, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        by_number[extract_layer_index(name)].append(name)
+    if all(len(same) == 1 for same in by_number.values()):
+        return {same[0]: number for number, same in by_number.items()}
+    spread = _LAYERS_OF_ONE_NUMBER_MAX
+    return {name: number * spread + nth for number, same in by_number.items() for nth, name in enumerate(same)}
+
+
+def _slots(cache: torch.Tensor) -> torch.Tensor:
+    """A layer's state as bytes (slots, bytes): vLLM hands over (B, 1, 1, C), and splits C by itself."""
+    if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
+        raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")
+    return cache[:, 0, 0, :]
+
+
+def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:
+    """A layer's cache as its backend has it, with a dtype that tells what the bytes are."""
+    if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
+        cache = cache.squeeze(1)
+    tokens = cache.shape[-2]
+    if tokens != group.facts.block_size:
+        raise LayoutError(
+            f"layer {name!r}: a block has {group.facts.block_size} tokens, and its kernels split it into blocks of "
+            f"{tokens}; start both engines with --block-size {tokens}"
+        )
+    dtype = _FP8.get(str(vllm_config.cache_config.cache_dtype)) if cache.dtype is torch.uint8 else None
+    return cache if dtype is None else cache.view(dtype)
+
+
+def _alike(
+    caches: Mapping[str, torch.Tensor], vllm_config: VllmConfig
+) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """Layers of one group by backend and shape, which one layout describes."""
+    found: defaultdict[tuple[str, torch.Size, torch.dtype], dict[str, torch.Tensor]] = defaultdict(dict)
+    for name, cache in caches.items():
+        (backend,) = get_current_attn_backends(vllm_config, [name])
+        found[backend.get_name(), cache.shape, cache.dtype][name] = cache
+    for (backend_name, _, _), same in found.items():
+        yield backend_name, same
+
+
+def _layout_of(
+    caches: dict[str, torch.Tensor],
+    backend: str,
+    block_size: int,
+    vllm_config: VllmConfig,
+    kv_format: str | None,
+    numbers: Mapping[str, int],
 ) -> CacheLayout:
-    """The layout of a rank's caches. Raises LayoutError if kvflow does not know how its backend lays blocks out."""
-    backends = sorted({backend.get_name() for backend in get_current_attn_backends(vllm_config, list(kv_caches))})
-    if len(backends) != 1:
-        raise LayoutError(f"attention backends: expected one for all layers, got {', '.join(backends)}")
-    backend = backends[0]
     if kv_format is None and backend == "CPU_ATTN":
-        kv_format = _cpu_format(kv_caches, vllm_config)
+        kv_format = _cpu_format(caches, vllm_config)
+    elif kv_format is None:
+        kv_format = _quantized_format(backend, vllm_config)
     return layout_for_backend(
-        kv_caches, backend=backend, block_size=block_size, engine_version=vllm.__version__, kv_format=kv_format
+        caches,
+        backend=backend,
+        block_size=block_size,
+        engine_version=vllm.__version__,
+        kv_format=kv_format,
+        layer_indices=[numbers[name] for name in caches],
     )
 
 
@@ -51,3 +227,10 @@ def _cpu_format(kv_caches: dict[str, torch.Tensor], vllm_config: VllmConfig) -> 
     found = {getattr(layer, "isa", None) for layer in layers.values()}
     formats = [name for row in rows_of("CPU_ATTN", vllm.__version__) for name in row.kv_formats]
     return next((name for name in formats if found == {name.rpartition("_")[2]}), None)
+
+
+def _quantized_format(backend: str, vllm_config: VllmConfig) -> str | None:
+    """What a quantized cache's bytes mean, where vLLM's name for the cache's dtype is the table's name for it."""
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    known = {name for row in rows_of(backend, vllm.__version__) for name in (*row.kv_formats, *row.byte_formats)}
+    return cache_dtype if get_kv_quant_mode(cache_dtype).value and cache_dtype in known else None

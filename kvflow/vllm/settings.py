@@ -6,12 +6,14 @@ and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import check_known, checked_fields
+from kvflow.core.cache.groups import GroupFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,16 +60,25 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "dp_rank": parallel.data_parallel_index,
         "pp_rank": pp_rank,
         "pp_size": parallel.pipeline_parallel_size,
-        "num_kv_heads": None if model.use_mla else model.get_total_num_kv_heads(),
+        "num_kv_heads": _model_kv_heads(vllm_config),
     }
     return Config(**values)
 
 
-def scheduling_of(vllm_config: VllmConfig, *, block_size: int) -> SchedulingConfig:
+def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
+    """None where the tensors tell: one rank has all heads of each layer, be they as many in all layers or not."""
+    if vllm_config.model_config.use_mla or vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    return vllm_config.model_config.get_total_num_kv_heads() or None
+
+
+def scheduling_of(vllm_config: VllmConfig, groups: Sequence[GroupFacts], *, leave_last_token: bool) -> SchedulingConfig:
     """What the scheduler's half decides by. Raises ConfigError."""
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     return SchedulingConfig(
-        block_size=block_size,
+        block_size=groups[0].block_size,
+        groups=tuple(groups),
+        leave_last_token=leave_last_token,
         lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
         fetch_tokens_min=extra.fetch_tokens_min,
         full_blocks_only=extra.full_blocks_only,

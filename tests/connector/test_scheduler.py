@@ -64,10 +64,9 @@ def step_of(
     *scheduled: tuple[str, int],
     preempted: Sequence[str] = (),
     blocks: Sequence[int] = range(100),
-    now_s: float = 0.0,
 ) -> Step:
     entries = [Scheduled(*entry) for entry in scheduled]
-    return connector.build_step(entries, preempted=preempted, block_ids=lambda _: blocks, now_s=now_s)
+    return connector.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
 
 
 # --- consuming
@@ -103,7 +102,7 @@ def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) ->
     connector = scheduler(full_blocks_only=full_blocks_only)
     connector.add(producer(10))
     step_of(connector, ("r", 10))
-    params = connector.request_finished("r", completed=True, now_s=0.0).params
+    params = connector.request_finished("r", completed=True).params
     assert params is not None
     assert params["kvflow"]["prompt_digest"] != ""
     offered = 8 if full_blocks_only else 10
@@ -164,7 +163,7 @@ def test_a_ticket_is_used_once() -> None:
     assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
     connector.update_after_alloc("r", [1, 2, 3], 0)
     assert step_of(connector, ("r", 10), preempted=["r"]) == Step()
-    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+    assert connector.request_finished("r", completed=True) == Finished(False, None)
     assert connector.open_requests == 0
 
 
@@ -175,7 +174,7 @@ def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended(told_bef
     connector.add(consumer(10, ticket_of(10)))
     connector.update_after_alloc("r", [7, 8, 9], 10)
     step_of(connector)
-    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(True, None)
+    assert connector.request_finished("r", completed=False) == Finished(True, None)
     assert connector.blocks_held("r")
     if not told_before_the_step:
         assert step_of(connector) == Step(abandon=["r"])
@@ -190,7 +189,7 @@ def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten() -> None:
     with pytest.raises(RequestError, match="remote_block_ids"):
         connector.add(Request("r", 10, {**ticket_of(10).to_params(), "remote_block_ids": [[1, 2, 3]]}))
     assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
-    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+    assert connector.request_finished("r", completed=True) == Finished(False, None)
 
 
 @each(
@@ -209,7 +208,7 @@ def test_requests_that_nothing_is_to_be_done_for_pass_by(params: dict[str, Any] 
     assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
     connector.update_after_alloc("r", [1, 2, 3], 0)
     assert step_of(connector, ("r", 10)) == Step()
-    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+    assert connector.request_finished("r", completed=True) == Finished(False, None)
 
 
 # --- producing
@@ -219,17 +218,16 @@ def test_a_prompt_is_saved_when_complete_and_sent_when_finished() -> None:
     connector = scheduler()
     connector.add(producer(10))
     assert step_of(connector, ("r", 4)) == Step()
-    (save,) = step_of(connector, ("r", 10), blocks=[4, 5, 6, 7], now_s=100.0).save
+    (save,) = step_of(connector, ("r", 10), blocks=[4, 5, 6, 7]).save
     assert (save.request_id, save.block_tables, save.num_tokens, save.ttl_s) == ("r", ((4, 5, 6),), 10, 10.0)
-    assert step_of(connector, ("r", 11), now_s=101.0) == Step()  # saved once
-    finished = connector.request_finished("r", completed=True, now_s=103.0)
+    assert step_of(connector, ("r", 11)) == Step()  # saved once
+    finished = connector.request_finished("r", completed=True)
     assert finished.hold_blocks
     assert finished.params is not None
     ticket = Ticket.from_params(finished.params)
     assert (ticket.request_id, ticket.block_ids, ticket.num_tokens) == (save.serve_id, (4, 5, 6), 10)
-    assert (ticket.engine_id, ticket.ttl_s, ticket.first.lease_id) == ("prefill", 7.0, "")
-    (send,) = step_of(connector).send
-    assert (send.request_id, send.remaining_s) == ("r", 7.0)
+    assert (ticket.engine_id, ticket.ttl_s, ticket.first.lease_id) == ("prefill", 10.0, "")
+    assert [send.request_id for send in step_of(connector).send] == ["r"]
     connector.update_from_workers(sent=["r"])
     assert connector.open_requests == 0
 
@@ -241,15 +239,15 @@ def test_preempted_after_its_prompt_the_lease_is_withdrawn_and_the_next_has_a_se
     assert step_of(connector, preempted=["r"]) == Step(withdraw=["r"])
     again = step_of(connector, ("r", 10)).save[0]
     assert (first.serve_id, again.serve_id) == ("r#secret0", "r#secret1")
-    assert connector.request_finished("r", completed=False, now_s=0.0) == Finished(False, None)
+    assert connector.request_finished("r", completed=False) == Finished(False, None)
 
 
-@each(("computed", "completed", "now_s"), [(4, False, 0.0), (10, False, 0.0), (10, True, 10.0)])
-def test_aborted_or_with_a_lease_that_has_run_out_nothing_is_held(computed: int, completed: bool, now_s: float) -> None:
+@each("computed", [4, 10])
+def test_aborted_nothing_is_held(computed: int) -> None:
     connector = scheduler()
     connector.add(producer(10))
     step_of(connector, ("r", computed))
-    assert connector.request_finished("r", completed=completed, now_s=now_s) == Finished(False, None)
+    assert connector.request_finished("r", completed=False) == Finished(False, None)
     assert step_of(connector) == Step(withdraw=["r"] if computed == 10 else [])
     assert connector.open_requests == 0
 
@@ -262,7 +260,7 @@ def test_partly_filled_blocks(prompt: int, full_only: bool, blocks: tuple[int, .
     connector = scheduler(full_blocks_only=full_only)
     connector.add(producer(prompt))
     step = step_of(connector, ("r", prompt))
-    finished = connector.request_finished("r", completed=True, now_s=0.0)
+    finished = connector.request_finished("r", completed=True)
     assert finished.params is not None
     assert (finished.params["remote_block_ids"], finished.params["kvflow"]["num_tokens"]) == (list(blocks), tokens)
     assert finished.hold_blocks == bool(blocks)
@@ -273,7 +271,7 @@ def test_nothing_is_offered_before_the_ranks_are_known() -> None:
     connector = scheduler(introduce=False)
     connector.add(producer(10))
     assert step_of(connector, ("r", 10)) == Step()
-    assert connector.request_finished("r", completed=True, now_s=0.0) == Finished(False, None)
+    assert connector.request_finished("r", completed=True) == Finished(False, None)
 
 
 def test_all_leases_that_are_out_can_be_withdrawn() -> None:
@@ -281,7 +279,7 @@ def test_all_leases_that_are_out_can_be_withdrawn() -> None:
     for request_id in ("a", "b"):
         connector.add(producer(10, request_id))
     step_of(connector, ("a", 10), ("b", 10))
-    connector.request_finished("a", completed=True, now_s=0.0)
+    connector.request_finished("a", completed=True)
     connector.withdraw_all()
     assert step_of(connector).withdraw == ["a"]
     assert connector.blocks_held("a")
@@ -349,7 +347,6 @@ class Engine(RuleBasedStateMachine):
         super().__init__()
         self.connector = scheduler(fetch_tokens_min=3)
         self.ids = itertools.count()
-        self.now_s = 0.0
         self.alive: dict[str, Job] = {}
         self.preempted: list[str] = []
         # The workers.
@@ -390,7 +387,7 @@ class Engine(RuleBasedStateMachine):
         job = self.alive.get(request_id)
         if job is None or job.finished or (completed and job.computed < job.request.num_prompt_tokens):
             return
-        finished = self.connector.request_finished(request_id, completed=completed, now_s=self.now_s)
+        finished = self.connector.request_finished(request_id, completed=completed)
         assert finished.hold_blocks == self.connector.blocks_held(request_id)
         assert finished.hold_blocks >= job.parked, "a load may still write"
         job.finished, job.running = True, False
@@ -444,9 +441,8 @@ class Engine(RuleBasedStateMachine):
             # The lease of a complete prompt may be open still, but nobody has its ticket.
             self.take_back(job)
 
-    @rule(tokens=st.integers(1, 16), seconds=st.sampled_from([0.0, 0.5, 4.0]))
-    def step(self, tokens: int, seconds: float) -> None:
-        self.now_s += seconds
+    @rule(tokens=st.integers(1, 16))
+    def step(self, tokens: int) -> None:
         scheduled = []
         for request_id, job in self.alive.items():
             if job.running and job.computed < job.request.num_prompt_tokens:
@@ -456,7 +452,6 @@ class Engine(RuleBasedStateMachine):
             scheduled,
             preempted=self.preempted,
             block_ids=lambda request_id: self.alive[request_id].blocks,
-            now_s=self.now_s,
         )
         self.preempted = []
         self.work(step)
@@ -561,7 +556,7 @@ class Engine(RuleBasedStateMachine):
         """Everything ends, and nothing is left: all blocks are free, each producer of a ticket has been told."""
         for request_id in list(self.alive):
             self.end(request_id, completed=False)
-        self.step(tokens=1, seconds=0.0)
+        self.step(tokens=1)
         for request_id in list(self.loads):
             del self.loads[request_id]
             self.kept.discard(request_id)
@@ -616,12 +611,14 @@ def test_a_prompt_is_saved_with_its_windows_and_its_state(tokens: int, expected:
     connector = grouped_scheduler()
     connector.add(producer(tokens))
     step = connector.build_step(
-        [Scheduled("r", tokens)], preempted=(), block_ids=lambda _: tables_of(tokens), now_s=0.0
+        [Scheduled("r", tokens)],
+        preempted=(),
+        block_ids=lambda _: tables_of(tokens),
     )
     (save,) = step.save
     assert (save.block_tables, save.num_tokens) == (expected, tokens)
     assert NULL not in {block for table in save.block_tables for block in table}
-    params = connector.request_finished("r", completed=True, now_s=0.0).params
+    params = connector.request_finished("r", completed=True).params
     assert params is not None
     assert params["remote_block_ids"] == [list(table) for table in expected]
 
@@ -639,7 +636,7 @@ def test_what_is_missing_of_each_group_is_received(computed: int, expected: tupl
     ticket = GROUPED.without_leases(
         request_id="remote", block_ids=[[1, 2, 3, 4], [5, 6, 7], [8]], num_tokens=13, ttl_s=9.0
     )
-    connector.add(consumer(13, ticket))
+    connector.add(consumer(14, ticket))
     assert connector.num_new_matched_tokens("r", computed) == Matched(13 - computed, True)
     connector.update_after_alloc("r", tables_of(13), 13 - computed)
     (receive,) = step_of(connector).receive
@@ -649,7 +646,7 @@ def test_what_is_missing_of_each_group_is_received(computed: int, expected: tupl
 def test_a_full_hit_reads_no_group_and_says_so() -> None:
     connector = grouped_scheduler()
     ticket = GROUPED.without_leases(request_id="remote", block_ids=[[1], [2, 3], [8]], num_tokens=4, ttl_s=9.0)
-    connector.add(consumer(4, ticket))
+    connector.add(consumer(5, ticket))
     assert connector.num_new_matched_tokens("r", 4) == Matched(0, False)
     connector.update_after_alloc("r", tables_of(4), 0)
     assert [release.request_id for release in step_of(connector).release] == ["r"]
@@ -668,7 +665,7 @@ def test_a_full_hit_reads_no_group_and_says_so() -> None:
 def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, problem: str) -> None:
     connector = grouped_scheduler()
     ids = [[1, 2, 3, 4], [5, 6, 7], [8]]
-    connector.add(consumer(13, GROUPED.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)))
+    connector.add(consumer(14, GROUPED.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)))
     with pytest.raises(UsageError, match=problem):
         connector.update_after_alloc("r", tables, 13)
 
@@ -685,6 +682,49 @@ def test_tables_that_do_not_hold_what_is_needed_are_a_usage_error(tables: Any, p
 def test_groups_that_cannot_be_are_a_config_error(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         scheduler(**changes)
+
+
+@each(
+    ("groups", "left", "expected"),
+    [
+        ((FULL, STATE), False, Matched(0, False)),  # the state is after the last token, whose logits are wanted
+        ((FULL, LOCAL), False, Matched(13, True)),
+        ((FULL, LOCAL), True, Matched(0, False)),
+    ],
+)
+def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
+    groups: tuple[GroupFacts, ...], left: bool, expected: Matched
+) -> None:
+    connector = scheduler(groups=groups, leave_last_token=left)
+    introduction = msgspec.structs.replace(INTRODUCTION, groups=groups, more_block_ids=((),))
+    ids = [[1, 2, 3, 4], [5]] if STATE in groups else [[1, 2, 3, 4], [5, 6, 7]]
+    ticket = introduction.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)
+    connector.add(consumer(13, ticket))
+    connector.add(consumer(14, ticket, "longer"))
+    assert connector.num_new_matched_tokens("r", 0) == expected
+    assert connector.num_new_matched_tokens("longer", 0) == Matched(13, True)
+    connector.update_after_alloc("r", tables_of(13)[:2], expected.tokens)
+    step = step_of(connector)
+    assert [keep.request_id for keep in step.keep] == ["longer"]
+    assert [release.request_id for release in step.release] == ([] if expected.tokens else ["r"])
+
+
+@each(
+    ("left", "offered"),
+    [
+        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [7]), True),
+        (([10, 11, 12, 13, 14], [NULL] * 4 + [34, 35, 36, 37], [7]), True),  # of an answer of more than one token
+        (([10, 11, 12, 13], [NULL] * 5 + [35, 36], [7]), False),  # the window has moved on
+        (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [8]), False),
+    ],
+)
+def test_a_prompt_of_which_a_block_has_been_taken_back_is_not_offered(left: Any, offered: bool) -> None:
+    connector = grouped_scheduler()
+    connector.add(producer(13))
+    connector.build_step([Scheduled("r", 13)], preempted=(), block_ids=lambda _: tables_of(13))
+    finished = connector.request_finished("r", completed=True, block_ids=left)
+    assert (finished.hold_blocks, finished.params is not None) == (offered, offered)
+    assert step_of(connector).withdraw == ([] if offered else ["r"])
 
 
 def test_full_blocks_are_full_in_every_group_that_begins_the_prompt() -> None:

@@ -19,6 +19,7 @@ from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import LeaseExpired, RuntimeClosed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
@@ -54,7 +55,7 @@ class Engine:
 
     def step(self, *scheduled: tuple[str, int], blocks: Sequence[int] = (), preempted: Sequence[str] = ()) -> Step:
         entries = [Scheduled(*entry) for entry in scheduled]
-        step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks, now_s=0.0)
+        step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
         self.worker.begin(step)
         self.collect()
         return step
@@ -81,7 +82,7 @@ class Engine:
         """Compute a prompt and finish; what the router gets."""
         self.scheduler.add(Request(request_id, tokens, PREFILL))
         self.step((request_id, tokens), blocks=blocks)
-        finished = self.scheduler.request_finished(request_id, completed=True, now_s=0.0)
+        finished = self.scheduler.request_finished(request_id, completed=True)
         assert finished.hold_blocks
         assert finished.params is not None
         return finished.params
@@ -182,7 +183,7 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
         assert (layer[:, [0, 1, 2, 3, 4, 7]] == -1.0).all()
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
-    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+    pair.decode.scheduler.request_finished("d", completed=True)
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
@@ -199,7 +200,23 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
         assert isinstance(decode.until(load_ended), Loaded)
         hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
         assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
-        decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+        decode.scheduler.request_finished("d", completed=True)
+
+
+@pytest.mark.parametrize("pair", [{"lease_ttl_s": 0.3}], indirect=True)
+def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) -> None:
+    """However long the step takes that completes the prompt: nobody can have read it before."""
+    prefill = pair.prefill
+    prefill.scheduler.add(Request("r", 7, PREFILL))
+    prefill.step(("r", 7), blocks=(1, 2))
+    offer = next(found for _ in steps() if (found := prefill.worker._courier.offers.get("r")))
+    assert offer.lease is not None
+    entry = offer.lease._entry
+    next(None for _ in steps() if entry.expires_s > entry.offered_s + 3 * CONFIG.limits.seal_hold_s + 3 * 0.3)
+    finished = prefill.scheduler.request_finished("r", completed=True)
+    assert finished.params is not None
+    assert Ticket.from_params(finished.params).ttl_s == 0.3
+    assert prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.EXPIRED, True)
 
 
 def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:
@@ -231,7 +248,7 @@ def test_what_was_kept_is_let_go(pair: Pair, end: str) -> None:
         scheduler.update_after_alloc("d", [5, 6], 7 if end == "loaded" else 0)
     if end == "loaded":
         assert isinstance(pair.decode.until(load_ended), Loaded)
-    scheduler.request_finished("d", completed=end != "aborted", now_s=0.0)
+    scheduler.request_finished("d", completed=end != "aborted")
     pair.decode.step()
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     pair.decode.until_settled()
@@ -249,7 +266,7 @@ def begin_held(prefill: Engine, decode: Engine) -> None:
 def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -> None:
     decode = pair.decode
     begin_held(pair.prefill, decode)
-    assert decode.scheduler.request_finished("d", completed=False, now_s=0.0).hold_blocks
+    assert decode.scheduler.request_finished("d", completed=False).hold_blocks
     decode.step()
     decode.step()
     assert decode.happened == []
@@ -274,7 +291,7 @@ def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     failed = decode.until(load_ended)
     assert isinstance(failed, LoadFailed)
     assert "deadline exceeded in phase 'wire'" in str(failed.error)
-    decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+    decode.scheduler.request_finished("d", completed=False)
     pair.prefill.scheduler.withdraw_all()
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
 
@@ -291,7 +308,7 @@ def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
     assert isinstance(failed.error, LeaseExpired)
     assert failed.block_tables == ((5, 6),)
     assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
-    pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+    pair.decode.scheduler.request_finished("d", completed=False)
 
 
 def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> None:
@@ -301,14 +318,14 @@ def test_a_preempted_prompt_is_offered_again_under_another_name(pair: Pair) -> N
     prefill.step(preempted=["r"])
     second = prefill.step(("r", 7), blocks=[3, 4]).save[0]
     assert first.serve_id != second.serve_id
-    params = prefill.scheduler.request_finished("r", completed=True, now_s=0.0).params
+    params = prefill.scheduler.request_finished("r", completed=True).params
     assert params is not None
     assert params["remote_block_ids"] == [3, 4]
     pair.decode.receive(params, [5, 6])
     assert isinstance(pair.decode.until(load_ended), Loaded)
     outcomes = {prefill.until(lease_ended) for _ in range(2)}
     assert outcomes == {LeaseEnded("r", LeaseOutcome.REVOKED, False), LeaseEnded("r", LeaseOutcome.READ, True)}
-    pair.decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+    pair.decode.scheduler.request_finished("d", completed=True)
 
 
 def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> None:
@@ -317,10 +334,10 @@ def test_blocks_of_a_withdrawn_prompt_may_be_loaded_into_at_once(pair: Pair) -> 
     decode = pair.decode
     decode.scheduler.add(Request("own", 7, PREFILL))
     decode.step(("own", 7), blocks=[5, 6])
-    decode.scheduler.request_finished("own", completed=False, now_s=0.0)
+    decode.scheduler.request_finished("own", completed=False)
     decode.receive(params, [5, 6])
     assert isinstance(decode.until(load_ended), Loaded)
-    decode.scheduler.request_finished("d", completed=True, now_s=0.0)
+    decode.scheduler.request_finished("d", completed=True)
 
 
 @pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
@@ -329,7 +346,7 @@ def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: 
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
     pair.decode.receive(params, [5, 6])
     assert isinstance(pair.decode.until(load_ended), LoadFailed)
-    pair.decode.scheduler.request_finished("d", completed=False, now_s=0.0)
+    pair.decode.scheduler.request_finished("d", completed=False)
 
 
 def test_steps_without_work_wake_nobody(pair: Pair) -> None:

@@ -59,6 +59,8 @@ class LeaseEntry:
     expires_s: float
     lifetime_ends_s: float
     """Renewals do not move `expires_s` beyond this."""
+    ttl_s: float
+    """What a renewal gives."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
     """Who has read, each with its share of an engine's reading."""
@@ -121,7 +123,7 @@ class LeaseBook:
         """Note a new lease. Its request has none that is open."""
         assert terms.request_id not in self._open, "a request has one lease at a time"
         lifetime_ends_s = now_s + max(terms.ttl_s, self._lifetime_s)
-        entry = LeaseEntry(terms, now_s, now_s + terms.ttl_s, lifetime_ends_s)
+        entry = LeaseEntry(terms, now_s, now_s + terms.ttl_s, lifetime_ends_s, terms.ttl_s)
         self._entries[terms.lease_id] = self._open[terms.request_id] = entry
         self._recent.pop(terms.request_id, None)
         self._remind(entry)
@@ -129,12 +131,21 @@ class LeaseBook:
             self._forget_old_reminders()
         return entry
 
+    def restart(self, entry: LeaseEntry, ttl_s: float, now_s: float) -> None:
+        """Count the time of a lease from now on, as if it were opened now with that `ttl_s`; not of one that has ended.
+
+        It never ends earlier than before: a reader may have been told when that is, and count on it.
+        """
+        if entry.is_open:
+            entry.ttl_s, entry.expires_s = ttl_s, max(entry.expires_s, now_s + ttl_s)
+            entry.lifetime_ends_s = max(entry.lifetime_ends_s, now_s + max(ttl_s, self._lifetime_s))
+
     def renew(self, lease_id: str, reader: str, now_s: float) -> Counted:
         """Give a lease its ttl_s again. A reader that has read needs that no more: its word is late."""
         entry = self._entries.get(lease_id)
         if entry is None or not entry.is_open or reader in entry.readers:
             return Counted.LATE
-        entry.expires_s = min(now_s + entry.terms.ttl_s, entry.lifetime_ends_s)
+        entry.expires_s = max(entry.expires_s, min(now_s + entry.ttl_s, entry.lifetime_ends_s))
         return Counted.NOTED
 
     def read(self, lease_id: str, reader: str, share: tuple[int, int], now_s: float) -> Counted:

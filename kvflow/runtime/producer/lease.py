@@ -94,12 +94,18 @@ class Lease:
     """
 
     def __init__(
-        self, ticket: Ticket, entry: LeaseEntry, outcome: asyncio.Future[LeaseOutcome], revoke: Callable[[], None]
+        self,
+        ticket: Ticket,
+        entry: LeaseEntry,
+        outcome: asyncio.Future[LeaseOutcome],
+        revoke: Callable[[], None],
+        restart: Callable[[float | None], None],
     ) -> None:
         self.ticket = ticket
         self._entry = entry
         self._outcome = outcome
         self._revoke = revoke
+        self._restart = restart
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
@@ -150,6 +156,16 @@ class Lease:
         self._require_here("revoke()")
         self._revoke()
         return self
+
+    def restart(self, ttl_s: float | None = None) -> None:
+        """Count the lease's time from now on, as if it were offered now with that `ttl_s` (Config.lease_ttl_s).
+
+        For engines that offer a prompt before its ticket is out, such as before the step that completes it. A lease
+        never ends earlier by that; one that has ended stays so. Raises RequestError if `ttl_s` is no time, UsageError
+        off the runtime's loop.
+        """
+        self._require_here("restart()")
+        self._restart(None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
     def _require_here(self, what: str) -> None:
         require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")

@@ -107,7 +107,9 @@ class Serving:
             offered_s,
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
-        lease = Lease(ticket, entry, outcome, partial(self._end, entry, LeaseEvent.REVOKE))
+        lease = Lease(
+            ticket, entry, outcome, partial(self._end, entry, LeaseEvent.REVOKE), partial(self._restart, entry)
+        )
         self._offers[entry] = _Offer(lease, held, outcome)
         self._all_ended.clear()
         self._blocks.open(held, partial(self._not_staged, entry))
@@ -196,6 +198,9 @@ class Serving:
         counted = self._book.renew(lease_id, reader, self._clock.now_s())
         self._notifications[counted] += 1
         self._renewals += counted is Counted.NOTED
+
+    def _restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
+        self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
 
     def _not_staged(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error("request %s: its blocks cannot be copied", entry.terms.request_id, exc_info=error)

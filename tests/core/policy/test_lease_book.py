@@ -95,6 +95,7 @@ class BookMachine(RuleBasedStateMachine):
         self.ended: dict[LeaseEntry, float] = {}
         self.freed: set[LeaseEntry] = set()
         self.promised: dict[LeaseEntry, float] = {}
+        self.begun: dict[LeaseEntry, tuple[float, float]] = {}
 
     def some(self, number: int) -> LeaseEntry | None:
         entries = list(self.promised)
@@ -116,10 +117,21 @@ class BookMachine(RuleBasedStateMachine):
         if counted is Counted.NOTED:
             assert is_open
             assert reader not in entry.readers
-            end_s = entry.offered_s + max(entry.terms.ttl_s, LIFETIME_S)
-            self.promised[entry] = min(self.now_s + entry.terms.ttl_s, end_s)
+            begun_s, ttl_s = self.begun.get(entry, (entry.offered_s, entry.terms.ttl_s))
+            end_s = max(begun_s + max(ttl_s, LIFETIME_S), entry.offered_s + entry.terms.ttl_s)
+            self.promised[entry] = max(self.promised[entry], min(self.now_s + ttl_s, end_s))
         else:
             assert (counted, entry.expires_s) == (Counted.LATE, before_s)
+
+    @rule(number=st.integers(0, 50), ttl_s=st.floats(0.001, 20.0))
+    def restart(self, number: int, ttl_s: float) -> None:
+        """As if it were opened now, but for what a reader may have been told before."""
+        entry = self.some(number)
+        if entry is not None:
+            self.book.restart(entry, ttl_s, self.now_s)
+            if entry.is_open:
+                self.begun[entry] = (self.now_s, ttl_s)
+                self.promised[entry] = max(self.promised[entry], self.now_s + ttl_s)
 
     @rule(number=st.integers(0, 50), reader=st.sampled_from("abc"), whole=st.integers(1, 3))
     def read(self, number: int, reader: str, whole: int) -> None:
