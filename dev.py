@@ -82,6 +82,7 @@ def vllm(options: list[str]) -> int:
     home = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
     python = ensure_vllm(home)
     check(python, ROOT / "tests_vllm" / "model.py", home / "smollm2")
+    check(python, ROOT / "tests_vllm" / "tiny.py", home / "tiny")
     os.environ["KVFLOW_VLLM_HOME"] = str(home)
     tests = [] if any(option.startswith("tests_vllm") for option in options) else [ROOT / "tests_vllm"]
     return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *tests, *options)

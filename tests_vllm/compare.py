@@ -4,7 +4,7 @@ Both pairs of servers run, and take turns: while one answers the other is stoppe
 keeps two cores busy when it is idle. Run it in the environment of `python3 dev.py vllm`, on a machine that does
 nothing else:
 
-    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale]
+    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale|models]
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests_vllm.servers import KVFLOW, NAME, ROOT, HTTPFailed, Server, Setup, prefill
+from tests_vllm.servers import KVFLOW, NAME, ROOT, HTTPFailed, Server, Setup, hand_over_ids, prefill
+from tests_vllm.test_models import EXTERNAL, ROWS, prompt_of
+from tests_vllm.test_models import LENGTHS as MODEL_LENGTHS
 
 LENGTHS = (100, 400, 1000, 1900)
 TOKENS = 16
@@ -183,6 +187,61 @@ def stale(name: str) -> None:
         pair.kill()
 
 
+def models() -> None:
+    """Every kind of cache: prompts whose tokens are those of one instance, and whether the servers live."""
+    print(f"\n| row of tests_vllm/test_models.py | {' | '.join(CONNECTORS)} |\n|---|{'---|' * len(CONNECTORS)}")
+    for row, setups in ROWS.items():
+        cells = [_judge_model(name, setups) for name in CONNECTORS]
+        print(f"| {row} | {' | '.join(cells)} |", flush=True)
+
+
+def _judge_model(name: str, setups: tuple[Setup, Setup]) -> str:
+    servers: list[Server] = []
+    try:
+        for core, setup in enumerate(setups):
+            extra = setup.extra if name == "kvflow" else ()
+            port = (("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18800 + 10 * core)),)
+            connector = setup.connector if name == "kvflow" else CONNECTORS[name]
+            servers.append(Server.start(replace(setup, connector=connector, extra=extra, environment=port)))
+        try:
+            for server in servers:
+                server.wait_up()
+        except AssertionError:
+            return "does not start"
+        producer, consumer = servers
+        found = [_same(producer, consumer, prompt_of(length)) for length in MODEL_LENGTHS]
+        counts = {answer: found.count(answer) for answer in dict.fromkeys(found)}
+        answers = ", ".join(f"{count} {answer}" for answer, count in counts.items())
+        received = consumer.metric(EXTERNAL, source="external_kv_transfer")
+        lists = _same_list(producer, consumer)
+        alive = "" if all(server.healthy() for server in servers) else "; **an engine died**"
+        return f"{answers} of {len(found)}, {received:.0f} tokens received; a list of prompts: {lists}{alive}"
+    finally:
+        for server in servers:
+            if server.alive:
+                server.kill()
+
+
+def _same(producer: Server, consumer: Server, prompt: Sequence[int]) -> str:
+    try:
+        expected = producer.ids(prompt, cache_salt="alone")
+        return "equal" if hand_over_ids(producer, consumer, prompt) == expected else "**wrong**"
+    except (HTTPFailed, httpx.HTTPError) as error:
+        return f"HTTP {error.status}" if isinstance(error, HTTPFailed) else "lost"
+
+
+def _same_list(producer: Server, consumer: Server) -> str:
+    prompts = [prompt_of(150, seed=3), prompt_of(170, seed=4)]
+    body = {"model": NAME, "prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
+    try:
+        expected = [producer.ids(prompt, TOKENS, cache_salt="alone") for prompt in prompts]
+        params = prefill(producer, prompts[0])
+        found = consumer.post("/v1/completions", {**body, "ignore_eos": True, "kv_transfer_params": params})
+        return "equal" if [choice["token_ids"] for choice in found["choices"]] == expected else "**wrong**"
+    except (HTTPFailed, httpx.HTTPError) as error:
+        return f"HTTP {error.status}" if isinstance(error, HTTPFailed) else "lost"
+
+
 def _story(pair: Pair) -> list[int]:
     return pair.consumer.tokens((ROOT / "docs" / "architecture.md").read_text())
 
@@ -191,8 +250,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--only", choices=["speed", "idle", "stale"])
+    parser.add_argument("--only", choices=["speed", "idle", "stale", "models"])
     options = parser.parse_args()
+    if options.only == "models":
+        return models()
     if options.only != "stale":
         pairs: list[Pair] = []
         try:

@@ -24,6 +24,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
 MODEL = HOME / "smollm2"
+MODELS = HOME / "tiny"
 NAME = "smollm2"
 UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
 DOWN_WITHIN_S = 60.0
@@ -204,6 +205,11 @@ def prefill(server: Server, prompt: Sequence[int]) -> dict[str, Any]:
 def hand_over(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> str:
     """A router: forwards what the prefill side has said, without looking at it."""
     return consumer.text(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
+
+
+def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
+    """The same, with the answer's tokens."""
+    return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
 
 
 def _free_port() -> int:

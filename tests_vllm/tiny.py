@@ -43,10 +43,10 @@ def configurations() -> dict[str, Any]:
 
     sliding = {"sliding_window": WINDOW}
     mla = {
-        "kv_lora_rank": 64,
+        "kv_lora_rank": 512,  # vLLM computes latents of 576 only
         "q_lora_rank": None,
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 32,
         "num_key_value_heads": 4,
         "first_k_dense_replace": 8,

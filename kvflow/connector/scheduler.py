@@ -11,8 +11,9 @@ a `Step` for the engine's workers. In the order of a request's life:
     request_finished         may its blocks be freed, and what does the router get?
 
 A request consumes (its parameters are a ticket) or produces (`do_remote_decode`); `core.policy.states` draws the life
-of each. A ticket is used once: whatever becomes of the load, after it the prompt is computed locally. Whether a failed
-load fails its request or is recomputed is the engine's policy.
+of each. A ticket is used once: whatever becomes of the load, after it the prompt is computed locally, also that of
+another request with the same ticket, such as another try or sample. Whether a failed load fails its request or is
+recomputed is the engine's policy.
 
 What makes a hand-over safe: a prompt's lease is opened in the step that completes the prompt, under a name that is a
 secret until `request_finished` gives it to the router. From then on the blocks are held until the workers report that
@@ -21,7 +22,9 @@ the lease has ended; before, a preemption or an abort may take them at once, sin
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,8 +45,11 @@ from kvflow.core.policy.states import (
     request_blocks_held,
 )
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
+from kvflow.core.protocol.spare import with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, UsageError
+
+logger = logging.getLogger(__name__)
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -62,6 +68,7 @@ _PLAIN: Mapping[str, checks.Check] = {
 }
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
+_USED_MAX = 1 << 14  # tickets that are remembered
 _SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
 
 
@@ -177,6 +184,8 @@ class ConnectorScheduler:
         self._introduction: Ticket | None = None
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
+        self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
+        """The tickets that have come lately, by engine and request."""
         self._next = Step()
 
     def __repr__(self) -> str:
@@ -217,6 +226,9 @@ class ConnectorScheduler:
             ticket = Ticket.from_params(params)
             if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
                 check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
+            if not self._first_use(ticket):
+                logger.info("request %s: its ticket has been used, its prompt is computed here", request_id)
+                return
             most = num_prompt_tokens - 1 if self._config.leave_last_token else num_prompt_tokens
             offered = ticket.offered_tokens if ticket.num_tokens <= most else 0
             consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=offered)
@@ -227,6 +239,15 @@ class ConnectorScheduler:
             self._producers[request_id] = _Producer(
                 request_id=request_id, num_prompt_tokens=num_prompt_tokens, prompt=request.prompt_token_ids
             )
+
+    def _first_use(self, ticket: Ticket) -> bool:
+        key = (ticket.engine_id, ticket.request_id)
+        first = key not in self._used
+        self._used[key] = None
+        self._used.move_to_end(key)
+        if len(self._used) > _USED_MAX:
+            self._used.popitem(last=False)
+        return first
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
         """How many tokens beyond `num_computed_tokens`, which fill whole blocks, can come from remote."""
@@ -352,7 +373,7 @@ class ConnectorScheduler:
             self._next.send.append(Send(request_id=request.request_id))
         else:
             self._producer_fires(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
-        return Finished(request_blocks_held(request.state), ticket.to_params())
+        return Finished(request_blocks_held(request.state), with_spare(ticket.to_params()))
 
     @staticmethod
     def _has(save: Save, tables: Sequence[Sequence[int]]) -> bool:

@@ -82,6 +82,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._groups = groups_of(kv_cache_config)
+        self._stats = KVFlowStats()
         if role is KVConnectorRole.SCHEDULER:
             self._leaves_last_token = any(group.recycles for group in self._groups)
             facts = [group.facts for group in self._groups]
@@ -92,7 +93,6 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
         self._runtime = Runtime(config)
         self._worker = ConnectorWorker(self._runtime)
-        self._stats = KVFlowStats()
         self._failed_blocks: set[int] = set()
 
     @classmethod
@@ -123,6 +123,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.add(request)
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
+            self._stats.data["tickets_refused"].append(type(error).__name__)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
@@ -212,8 +213,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return taken
 
     def get_kv_connector_stats(self) -> KVFlowStats | None:
-        """Of the workers; the scheduler has none."""
-        if self.role is not KVConnectorRole.WORKER or self._stats.is_empty():
+        """What has been noted since the last call, by the scheduler's object or a worker's."""
+        if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, KVFlowStats()
         return taken

@@ -33,6 +33,7 @@ _HISTOGRAMS = {
 }
 _COUNTERS = {
     "load_failures": ("load_failures", "Loads that failed or were abandoned.", "reason"),
+    "tickets_refused": ("tickets_refused", "Parameters that were of no use: the prompt was computed.", "reason"),
     "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
 }
 
@@ -78,6 +79,7 @@ class KVFlowStats(KVConnectorStats):
         return {
             "Loads": len(seconds),
             "Failed loads": len(self.data["load_failures"]),
+            "Refused tickets": len(self.data["tickets_refused"]),
             "Median load (ms)": round(seconds[len(seconds) // 2] * 1e3, 3) if seconds else 0,
             "Longest load (ms)": round(seconds[-1] * 1e3, 3) if seconds else 0,
             "Loaded (MiB)": round(sum(sizes) / 2**20, 3),

@@ -110,6 +110,7 @@ def test_a_ticket_is_for_the_prompt_that_was_computed(full_blocks_only: bool) ->
         [(range(10), True), (range(12), True), (range(1, 11), False), ([*range(9), 99], full_blocks_only), (None, True)]
     ):
         request = Request(f"c{number}", 10 if tokens is None else len(tokens), params, tokens)
+        connector = scheduler()
         if fits:
             connector.add(request)
             assert connector.num_new_matched_tokens(f"c{number}", 0) == Matched(offered, True)
@@ -165,6 +166,20 @@ def test_a_ticket_is_used_once() -> None:
     assert step_of(connector, ("r", 10), preempted=["r"]) == Step()
     assert connector.request_finished("r", completed=True) == Finished(False, None)
     assert connector.open_requests == 0
+
+
+def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another sample, or another try after its lease has ended well: an error would be for nothing."""
+    monkeypatch.setattr("kvflow.connector.scheduler._USED_MAX", 2)
+    connector = scheduler()
+    for request_id, ticket in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "three"), ("e", "three"), ("f", "one")]:
+        connector.add(consumer(9, ticket_of(8, request_id=ticket), request_id))
+    assert [connector.num_new_matched_tokens(one, 0).tokens for one in "abcdef"] == [8, 0, 8, 8, 0, 8]
+    connector.update_after_alloc("b", [0, 1, 2], 0)
+    connector.request_finished("b", completed=True)
+    step = step_of(connector)
+    assert [keep.request_id for keep in step.keep] == ["a", "c", "d", "f"]
+    assert step.release == []
 
 
 @each("told_before_the_step", [False, True])
@@ -700,7 +715,7 @@ def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
     ids = [[1, 2, 3, 4], [5]] if STATE in groups else [[1, 2, 3, 4], [5, 6, 7]]
     ticket = introduction.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)
     connector.add(consumer(13, ticket))
-    connector.add(consumer(14, ticket, "longer"))
+    connector.add(consumer(14, msgspec.structs.replace(ticket, request_id="other"), "longer"))
     assert connector.num_new_matched_tokens("r", 0) == expected
     assert connector.num_new_matched_tokens("longer", 0) == Matched(13, True)
     connector.update_after_alloc("r", tables_of(13)[:2], expected.tokens)

@@ -27,6 +27,7 @@ from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_off
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
+from kvflow.core.protocol.spare import MARK, without_spare
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
@@ -318,6 +319,9 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         _check_values(read)
         return read
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
+    request_id = params.get("remote_request_id")
+    if isinstance(request_id, str) and MARK in request_id:
+        params = without_spare(params, request_id)
     nested = _check_sizes(params, block_ids_max)
     try:
         raw = msgspec.convert(params, _GroupedTicketParams if nested else _TicketParams)
