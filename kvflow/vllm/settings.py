@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads")
-# The system chooses the ports: tickets name those of all ranks.
-_DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0}
+# The system chooses the ports: tickets name those of all ranks. A peer that is only slow is waited for as long as a
+# load may take: its failure would be a request's.
+_DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0, "handshake_timeout_s": 30.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

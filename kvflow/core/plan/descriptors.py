@@ -25,7 +25,10 @@ BlockIds: TypeAlias = Int64Array
 GivenBlockIds: TypeAlias = "Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Sequence[int]]"
 """Block ids of a request: a list, or one for each group of layers, in order or by the groups' names."""
 
-_PLANNED_AT_ONCE = 1 << 16  # descriptors; a slice alone costs some 15 us, many at once a third of that
+_PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and many more are out of the cache
+
+
+_MANY = 1 << 10  # block ids, from which on array operations are faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +112,16 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
         # The usual case, by built-ins: on a load's critical path, with cold caches, they beat array operations.
         if not block_ids:
             return np.empty(0, dtype=np.int64)
-        if min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids):
-            return np.array(block_ids, dtype=np.int64)
+        if min(block_ids) >= 0 and max(block_ids) < num_blocks:
+            ids = np.array(block_ids, dtype=np.int64)
+            if len(ids) < _MANY:
+                once = len(set(block_ids)) == len(ids)
+            else:
+                seen = np.zeros(num_blocks, dtype=bool)
+                seen[ids] = True
+                once = np.count_nonzero(seen) == len(ids)
+            if once:
+                return ids
     return _judge_block_ids(block_ids, num_blocks, what)
 
 
@@ -254,22 +265,22 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
         follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
         if follows.any():
             starts = np.flatnonzero(np.concatenate(([True], ~follows)))
-            sizes = (size * np.diff(starts, append=len(local)))[:, None]
+            sizes = size * np.diff(starts, append=len(local))
             local, remote = local[starts], remote[starts]
-    first = 0 if head is None else 1
-    table = np.empty((2, first + len(pairs.local_bases) * len(local) * pieces, 3), dtype=np.int64)
-    grid = table[:, first:].reshape(2, len(pairs.local_bases), len(local), pieces, 3)  # a view: only an axis is split
-    for side, bases, offsets, inside in (
-        (grid[0], pairs.local_bases, local, pairs.local_offsets),
-        (grid[1], pairs.remote_bases, remote, pairs.remote_offsets),
-    ):
-        np.add(bases[:, None, None], offsets[:, None] + inside, out=side[..., 0])
-    grid[..., 1] = sizes
-    table[0, :, 2] = pairs.local_device.number
-    table[1, :, 2] = pairs.remote_device.number
+    first, regions = 0 if head is None else 1, len(pairs.local_bases)
+    rows = np.empty((2, len(local) * pieces, 3), dtype=np.int64)  # of a region at address 0
+    np.add(local[:, None], pairs.local_offsets, out=rows[0, :, 0].reshape(len(local), pieces))
+    np.add(remote[:, None], pairs.remote_offsets, out=rows[1, :, 0].reshape(len(local), pieces))
+    rows[:, :, 1] = sizes
+    rows[0, :, 2], rows[1, :, 2] = pairs.local_device.number, pairs.remote_device.number
+    table = np.empty((2, first + regions * rows.shape[1], 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, regions, *rows.shape[1:])  # a view: only an axis is split
+    grid[:] = rows[:, None]
+    grid[0, :, :, 0] += pairs.local_bases[:, None]
+    grid[1, :, :, 0] += pairs.remote_bases[:, None]
     if head is not None:
-        table[0, 0, :2] = head.local, head.size_bytes
-        table[1, 0, :2] = head.remote, head.size_bytes
+        table[0, 0] = head.local, head.size_bytes, pairs.local_device.number
+        table[1, 0] = head.remote, head.size_bytes, pairs.remote_device.number
         size_bytes += head.size_bytes
     return Descriptors(
         table=table.view(np.uint64),
