@@ -534,7 +534,7 @@ CHANGES = st.fixed_dictionaries(
 )
 
 
-@examples(30, 150)
+@examples(30, 100)
 @given(changes=CHANGES)
 @example({"num_tokens": float("nan")})
 @example({"num_tokens": 32.0})

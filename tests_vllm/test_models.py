@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,8 @@ LENGTHS = (2, 31, 33, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW - 1, 2 * WINDOW
 PREFILL = Setup(role="kv_producer", core=0, options=OPTIONS)
 DECODE = Setup(role="kv_consumer", core=1, options=OPTIONS)
 NO_HYBRID = ("--disable-hybrid-kv-cache-manager",)
+NO_CACHE = ("--no-enable-prefix-caching",)  # vLLM 0.32 computes Mamba on the CPU without it only
+BF16 = ("--dtype", "bfloat16")  # vLLM 0.32 computes linear attention on the CPU in it only
 CHUNKED = ("--max-num-batched-tokens", "64")
 
 
@@ -38,14 +41,9 @@ def pair_of(
 
 
 def in_multi(setup: Setup) -> Setup:
-    """With another connector behind it, which keeps blocks that were evicted in the host's memory."""
+    """As a child of vLLM's MultiConnector; its others do not run on a CPU."""
     ours = {**dict(KVFLOW), "kv_role": setup.role, "kv_connector_extra_config": dict(setup.extra)}
-    offloading = {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26},
-    }
-    return replace(setup, connector=(("kv_connector", "MultiConnector"),), extra=(("connectors", [ours, offloading]),))
+    return replace(setup, connector=(("kv_connector", "MultiConnector"),), extra=(("connectors", [ours]),))
 
 
 ROWS = {
@@ -56,14 +54,24 @@ ROWS = {
     "all windows": pair_of("all-sliding"),
     "gpt-oss": pair_of("gpt-oss"),
     "MLA": pair_of("mla"),
-    "state": pair_of("falcon-h1"),
-    "linear attention": pair_of("qwen3-next"),
+    "state": pair_of("falcon-h1", NO_CACHE, NO_CACHE),
+    "linear attention": pair_of("qwen3-next", BF16, BF16),
+    "in MultiConnector": (in_multi(pair_of("full")[0]), in_multi(pair_of("full")[1])),
 }
+
+
+INEXACT = {"MLA", "linear attention"}
+"""A token computed in decode is not bit by bit one computed in prefill, also without any transfer."""
 
 
 def prompt_of(length: int, seed: int = 1) -> list[int]:
     source = random.Random(f"{length} {seed}")
     return [source.randrange(5, VOCABULARY) for _ in range(length)]
+
+
+@pytest.fixture
+def exact(request: pytest.FixtureRequest) -> bool:
+    return not any(f"[{row}]" in request.node.name for row in INEXACT)
 
 
 @pytest.fixture(scope="module", params=ROWS)
@@ -74,48 +82,76 @@ def pair(request: pytest.FixtureRequest, site: Site) -> Iterator[tuple[Server, S
     assert consumer.healthy()
 
 
+def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+CLOSE = 0.5
+"""How much less likely, in nats, the other token may be where vLLM computes prefill and decode otherwise."""
+
+
+def assert_same(server: Server, prompt: list[int], found: list[int], exact: bool) -> None:
+    """Whether these are the tokens of one instance, at least up to where two are nearly as likely."""
+    as_ids = {"return_tokens_as_token_ids": True, **ALONE}
+    answer = server.complete(prompt, len(found), return_token_ids=True, ignore_eos=True, logprobs=20, **as_ids)
+    (expected,) = tokens_of(answer)
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours == theirs:
+            continue
+        assert not exact, f"{len(prompt)} tokens: {found}, alone {expected}"
+        likely = answer["choices"][0]["logprobs"]["top_logprobs"][index]
+        gap = likely[f"token_id:{theirs}"] - likely.get(f"token_id:{ours}", -1e9)
+        assert gap < CLOSE, f"{len(prompt)} tokens: {found}, alone {expected}: token {index} is {gap} less likely"
+        return
+
+
 def received(server: Server) -> float:
     return server.metric(EXTERNAL, source="external_kv_transfer")
 
 
-def test_the_tokens_are_those_of_a_single_instance(pair: tuple[Server, Server]) -> None:
+def test_the_tokens_are_those_of_a_single_instance(pair: tuple[Server, Server], exact: bool) -> None:
     producer, consumer = pair
     for length in LENGTHS:
         prompt = prompt_of(length)
         before = received(consumer)
-        assert hand_over_ids(producer, consumer, prompt) == producer.ids(prompt, **ALONE), length
+        found = hand_over_ids(producer, consumer, prompt)
+        assert_same(producer, prompt, found, exact)
+        with pytest.raises(AssertionError):
+            assert_same(producer, prompt_of(length, seed=9), found, exact)
         consumer.wait_metric(EXTERNAL, before + length - 1, source="external_kv_transfer")
     assert consumer.metric(FAILED) == 0
 
 
-def test_a_cached_prefix_and_what_was_received_are_of_use(pair: tuple[Server, Server]) -> None:
+def test_a_cached_prefix_and_what_was_received_are_of_use(pair: tuple[Server, Server], exact: bool) -> None:
     producer, consumer = pair
     prompt = prompt_of(400, seed=2)
     for length in (300, 400):
         part = prompt[:length]
-        assert hand_over_ids(producer, consumer, part) == producer.ids(part, **ALONE)
-    assert consumer.ids(prompt + prompt[:20]) == producer.ids(prompt + prompt[:20], **ALONE)
+        assert_same(producer, part, hand_over_ids(producer, consumer, part), exact)
+    assert_same(producer, prompt + prompt[:20], consumer.ids(prompt + prompt[:20]), exact)
 
 
-def test_samples_and_lists_of_prompts(pair: tuple[Server, Server]) -> None:
+def test_samples_and_lists_of_prompts(pair: tuple[Server, Server], exact: bool) -> None:
     """One ticket for several requests: the first reads, the others compute."""
     producer, consumer = pair
     prompts = [prompt_of(150, seed=3), prompt_of(170, seed=4)]
-    expected = [producer.ids(prompt, **ALONE) for prompt in prompts]
     params = prefill(producer, prompts[0])
     both = {"prompt": prompts, "return_token_ids": True, "ignore_eos": True, "kv_transfer_params": params}
     found = consumer.post("/v1/completions", {"model": NAME, "max_tokens": 16, "temperature": 0, **both})
-    assert [choice["token_ids"] for choice in found["choices"]] == expected
-    samples = consumer.complete(
-        prompts[1], 16, n=2, return_token_ids=True, ignore_eos=True, kv_transfer_params=prefill(producer, prompts[1])
-    )
-    assert [choice["token_ids"] for choice in samples["choices"]] == [expected[1], expected[1]]
+    for prompt, tokens in zip(prompts, tokens_of(found), strict=True):
+        assert_same(producer, prompt, tokens, exact)
+    if not exact:
+        return
+    sampled = {"n": 2, "seed": 7, "temperature": 0.5, "return_token_ids": True, "ignore_eos": True}
+    alone = producer.complete(prompts[1], 16, **sampled, **ALONE)
+    samples = consumer.complete(prompts[1], 16, **sampled, kv_transfer_params=prefill(producer, prompts[1]))
+    assert tokens_of(samples) == tokens_of(alone)
 
 
-def test_many_at_once(pair: tuple[Server, Server]) -> None:
+def test_many_at_once(pair: tuple[Server, Server], exact: bool) -> None:
     producer, consumer = pair
     prompts = [prompt_of(20 + 15 * number, seed=5) for number in range(24)]
-    expected = [producer.ids(prompt, 8, **ALONE) for prompt in prompts]
     with ThreadPoolExecutor(24) as clients:
         found = list(clients.map(lambda prompt: hand_over_ids(producer, consumer, prompt, 8), prompts))
-    assert found == expected
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert_same(producer, prompt, tokens, exact)

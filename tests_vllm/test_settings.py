@@ -7,14 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from kvflow import LeaseOutcome, Limits
 from kvflow.connector.worker import LeaseEnded, LoadFailed
+from kvflow.core.cache.groups import GroupFacts
 from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.vllm.layout import block_size_of
+from kvflow.vllm.layout import groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
+
+FULL = GroupFacts(name="full", block_size=16)
 
 
 def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
@@ -50,7 +62,7 @@ def test_extra_config_goes_where_it_belongs() -> None:
     config = config_of(given, tp_rank=3, pp_rank=1)
     assert config.limits == Limits(peers_max=7)
     assert (config.lease_ttl_s, config.listen_port) == (7.0, 5600 + (1 * 2 + 1) * 4 + 3)
-    scheduling = scheduling_of(given, block_size=16)
+    scheduling = scheduling_of(given, [FULL], leave_last_token=False)
     assert (scheduling.block_size, scheduling.lease_ttl_s, scheduling.fetch_tokens_min) == (16, 7.0, 64)
     assert (scheduling.produces, scheduling.consumes) == (True, False)
     assert extra_of(given).kv_format == "plain"
@@ -72,23 +84,58 @@ def test_extra_config_goes_where_it_belongs() -> None:
 )
 def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scheduling_of(vllm_config(**extra), block_size=16)
+        scheduling_of(vllm_config(**extra), [FULL], leave_last_token=False)
 
 
-def test_one_group_of_full_attention() -> None:
-    spec = FullAttentionSpec(block_size=128, num_kv_heads=3, head_size=64, dtype=torch.float32)
-    group = KVCacheGroupSpec(["layers.0"], spec)
-    one = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
-    assert block_size_of(one) == 128
-    two = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group, group])
-    with pytest.raises(ConfigError, match=r"expected one KV cache group .*FullAttentionSpec, FullAttentionSpec"):
-        block_size_of(two)
+HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
+STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
+
+
+def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_groups_and_their_windows() -> None:
+    """vLLM keeps what the next token needs: a window counts the token itself."""
+    found = groups_of(
+        cache_of(
+            FullAttentionSpec(**HEADS),
+            SlidingWindowSpec(**HEADS, sliding_window=96),
+            ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64),
+            MambaSpec(**STATE),
+            FullAttentionSpec(**HEADS, sliding_window=96),  # as with the hybrid cache manager off
+        )
+    )
+    facts = [(group.facts.kind, group.facts.window, group.facts.block_size, group.recycles) for group in found]
+    assert facts == [
+        ("full", 0, 128, False),
+        ("sliding", 95, 128, True),
+        ("chunked", 64, 128, True),
+        ("state", 0, 1, True),
+        ("full", 0, 128, True),
+    ]
+    assert [group.at for group in found] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("specs", "problem"),
+    [
+        ((), "the model has no KV cache"),
+        ((CrossAttentionSpec(**HEADS),), "layers.0, ...: CrossAttentionSpec is not transferred"),
+        ((MambaSpec(**STATE, num_speculative_blocks=2),), "state with speculative decoding is not transferred"),
+        ((FullAttentionSpec(**HEADS, tokens_per_state=4),), "4 tokens are compressed into one"),
+    ],
+)
+def test_what_is_not_transferred_is_refused_at_the_start(specs: tuple[KVCacheSpec, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        groups_of(cache_of(*specs))
 
 
 def test_statistics_add_up() -> None:
     error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
-    stats = KVFlowStats.of([LoadFailed("r", (1,), error), LeaseEnded("s", LeaseOutcome.READ, True)])
-    both = stats.aggregate(KVFlowStats.of([LoadFailed("r", (1,), None)]))
+    stats = KVFlowStats.of([LoadFailed("r", ((1,),), error), LeaseEnded("s", LeaseOutcome.READ, True)])
+    both = stats.aggregate(KVFlowStats.of([LoadFailed("r", ((1,),), None)]))
     assert both.data["load_failures"] == ["LeaseExpired", "Abandoned"]
     assert both.reduce()["Failed loads"] == 2
     assert both.reduce()["Leases read"] == 1

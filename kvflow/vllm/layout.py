@@ -91,8 +91,8 @@ def _kind(spec: KVCacheSpec, what: str) -> tuple[GroupKind, int]:
     if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
         raise ConfigError(f"{what}: {spec.tokens_per_state} tokens are compressed into one, which is not transferred")
     match spec:
-        case MambaSpec() if spec.num_speculative_blocks or spec.num_prefill_checkpoint_blocks:
-            raise ConfigError(f"{what}: state with speculative decoding or checkpoints is not transferred")
+        case MambaSpec() if spec.num_speculative_blocks:
+            raise ConfigError(f"{what}: state with speculative decoding is not transferred")
         case MambaSpec():
             return GroupKind.STATE, 0
         case SlidingWindowSpec():

@@ -587,7 +587,7 @@ class Engine(RuleBasedStateMachine):
         assert set(self.told) == self.offered
 
 
-TestEngine = machine_test(Engine, 37, 150, steps=40)
+TestEngine = machine_test(Engine, 37, 110, steps=40)
 
 
 # --- several groups

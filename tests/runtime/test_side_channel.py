@@ -244,7 +244,7 @@ async def test_giving_up_a_handshake_does_not_take_it_from_others(pair: EnginePa
     pair.assert_loaded([1], [3])
 
 
-@examples(25, 60, suppress_health_check=list(HealthCheck))
+@examples(25, 45, suppress_health_check=list(HealthCheck))
 @given(frames=st.lists(st.binary(max_size=300), min_size=1, max_size=4))
 async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
     async with open_pair() as pair:

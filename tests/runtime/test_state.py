@@ -245,7 +245,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(producer=sides[0], consumer=sides[1], num_tokens=draw(st.integers(1, 16)))
 
 
-@examples(15, 60, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+@examples(15, 40, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 @given(case=cases())
 def test_every_unit_of_the_state_arrives_where_its_rank_has_it(case: Case) -> None:
     run_virtual(run(case, InprocCluster().world()))

@@ -36,7 +36,7 @@ RANKS_MAX = 16  # of both engines together
 
 # Passing takes seconds; finding a small counterexample may take the five minutes that Hypothesis gives itself.
 pytestmark = pytest.mark.timeout(600)
-family = examples(60, 150, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+family = examples(60, 110, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 _STYLES = (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST, KVStyle.APART, KVStyle.FUSED)
 
@@ -205,7 +205,7 @@ def test_the_right_bytes_move(drawn: st.SearchStrategy[HandOver], data: st.DataO
     run_virtual(run(data.draw(drawn), InprocCluster().world()))
 
 
-@examples(10, 60, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+@examples(10, 40, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 @given(case=hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2), paths=buffers))
 async def test_sockets_and_threads_change_nothing(case: HandOver) -> None:
     """The same in real time: a ZeroMQ listener for each rank, and copies in threads."""

@@ -17,7 +17,7 @@ from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE
 ROOT = Path(__file__).parents[2]
 SEEDS = budget(100, 200)
 SEEDS_PER_TEST = 100
-SEEDS_TWICE = budget(2, 10)
+SEEDS_TWICE = budget(2, 8)
 
 PRINT_DIGESTS = f"""
 from kvflow.testing.simulator import simulate

@@ -54,7 +54,7 @@ def tables(draw: st.DrawFn) -> tuple[Regions, Regions]:
     return regions(), regions()
 
 
-@examples(100, 500)
+@examples(100, 350)
 @given(
     both=tables(), local_ids=st.permutations(range(4)), remote_ids=st.permutations(range(4)), count=st.integers(0, 4)
 )

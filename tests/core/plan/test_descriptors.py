@@ -84,7 +84,7 @@ block_sizes = st.tuples(st.integers(1, 6), st.sampled_from([1, 1, 2, 3, 4]), st.
 )
 
 
-@examples(100, 500)
+@examples(100, 350)
 @given(
     sizes=block_sizes,
     offered=st.integers(0, 8),
@@ -197,7 +197,7 @@ TAIL = Load(
 ONE_ROW = replace(BLOCKS_TOGETHER, blocks=1)
 
 
-@examples(120, 600)
+@examples(120, 400)
 @given(load=loads(), seed=st.integers(0, 2**31))
 @example(load=TAIL, seed=0)
 @example(load=Load(whole_sides(ONE_ROW, ONE_ROW), 4, [0], [0]), seed=0)
