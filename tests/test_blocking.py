@@ -164,6 +164,18 @@ def test_a_lease_is_revoked_from_any_thread(pair: Pair) -> None:
         pair.load(lease)
 
 
+def test_a_lease_is_restarted_from_any_thread(pair: Pair) -> None:
+    lease = pair.offer()
+    entry = lease._lease._entry
+    before_s = entry.expires_s
+    lease.restart(1e6)
+    lease.restart()  # told in order
+    assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+    assert entry.expires_s > before_s + 1e5
+    with pytest.raises(RequestError, match="ttl_s"):
+        lease.restart(0.0)
+
+
 def test_a_request_that_waits_keeps_its_lease(network: InprocNetwork | None) -> None:
     """Time passes for the consumer alone, as the test says: the lease cannot end before it is renewed."""
     clock = ManualClock()

@@ -22,7 +22,6 @@ the lease has ended; before, a preemption or an abort may take them at once, sin
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,9 +46,7 @@ from kvflow.core.policy.states import (
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.spare import with_spare
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, UsageError
-
-logger = logging.getLogger(__name__)
+from kvflow.errors import ConfigError, RequestError, UsageError
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -213,7 +210,8 @@ class ConnectorScheduler:
     def add(self, request: EngineRequest) -> None:
         """A request has come.
 
-        RequestError (PromptMismatch if the ticket is of another prompt): its prompt is computed locally.
+        RequestError (PromptMismatch if the ticket is of another prompt): its prompt is computed locally. So it is for a
+        ticket that has come before.
         """
         if self.state_of(request.request_id) is not None:
             raise UsageError(f"request {request.request_id!r}: it is there already")
@@ -227,8 +225,7 @@ class ConnectorScheduler:
             if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
                 check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
             if not self._first_use(ticket):
-                logger.info("request %s: its ticket has been used, its prompt is computed here", request_id)
-                return
+                raise RequestError(f"request {request_id!r}: another request has used its ticket")
             most = num_prompt_tokens - 1 if self._config.leave_last_token else num_prompt_tokens
             offered = ticket.offered_tokens if ticket.num_tokens <= most else 0
             consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=offered)

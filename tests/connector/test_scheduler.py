@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,7 +174,9 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("kvflow.connector.scheduler._USED_MAX", 2)
     connector = scheduler()
     for request_id, ticket in [("a", "one"), ("b", "one"), ("c", "two"), ("d", "three"), ("e", "three"), ("f", "one")]:
-        connector.add(consumer(9, ticket_of(8, request_id=ticket), request_id))
+        used = pytest.raises(RequestError, match=f"'{request_id}'.*used") if request_id in "be" else nullcontext()
+        with used:
+            connector.add(consumer(9, ticket_of(8, request_id=ticket), request_id))
     assert [connector.num_new_matched_tokens(one, 0).tokens for one in "abcdef"] == [8, 0, 8, 8, 0, 8]
     connector.update_after_alloc("b", [0, 1, 2], 0)
     connector.request_finished("b", completed=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,32 @@ async def test_how_long_a_lease_lasts(lifetime_s: float, renewed_at_s: Sequence[
         assert (lease.done, timed.serving.renewals) == (False, len(renewed_at_s))
         await timed.pass_time(0.3)
         assert await lease is LeaseOutcome.EXPIRED
+
+
+@pytest.mark.parametrize(
+    ("at_s", "ttl_s", "ends_s"),
+    [(20.0, None, 50.0), (20.0, 40.0, 60.0), (20.0, 1.0, 30.0), (0.0, 700.0, 700.0)],
+    ids=["from the configuration", "given", "never shortened", "beyond the lifetime of before"],
+)
+async def test_a_lease_that_is_restarted_lasts_as_if_it_were_offered_then(
+    timed: TimedPair, at_s: float, ttl_s: float | None, ends_s: float
+) -> None:
+    lease = timed.offer([3])
+    await timed.pass_time(at_s)
+    lease.restart(ttl_s)
+    await timed.pass_time(ends_s - 0.1 - at_s)
+    assert not lease.done
+    await timed.pass_time(0.3)
+    assert await lease is LeaseOutcome.EXPIRED
+    lease.restart()  # no effect
+    assert lease.done
+
+
+async def test_a_lease_is_restarted_with_a_time(timed: TimedPair) -> None:
+    lease = timed.offer([3])
+    for ttl_s in (0.0, -1.0, math.nan, "5"):
+        with pytest.raises(RequestError, match="ttl_s"):
+            lease.restart(ttl_s)  # type: ignore[arg-type]
 
 
 class EagerClock(ManualClock):
