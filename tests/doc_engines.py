@@ -132,7 +132,7 @@ async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> Async
         }
         stack.callback(lambda: "runtime" in names and names["runtime"].close())
         yield names
-        step = names["connector"].build_step([], preempted=[], block_ids=lambda _: []
+        step = names["connector"].build_step([], preempted=[], block_ids=lambda _: [])
         names["worker"].begin(step)
         assert names["report"].blocks == 2
         assert names["outcome"] is LeaseOutcome.REVOKED
