@@ -2,7 +2,7 @@
 
 from kvflow.runtime.world import World
 from kvflow.testing.books import assert_closed, assert_conserved, assert_quiet
-from kvflow.testing.caches import PatternCache, assert_blocks_equal, assert_loaded, compare_blocks
+from kvflow.testing.caches import PatternCache, StateCache, assert_blocks_equal, assert_loaded, compare_blocks
 from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
@@ -27,6 +27,7 @@ __all__ = [
     "OfferWatch",
     "Pair",
     "PatternCache",
+    "StateCache",
     "TestEngine",
     "VirtualLoop",
     "Weather",

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle, axes_of
+from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches, tensors_of
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,6 +121,36 @@ class PatternCache:
             mixed = (mixed ^ (mixed >> 29)) * (prime << 16 | 0x5BD1)
         mixed = (mixed ^ (mixed >> 32)) & ~(1 << (8 * layout.itemsize - 2))
         return mixed.unsqueeze(-1).view(_INTEGERS[layout.itemsize])[..., 0]
+
+
+class StateCache:
+    """One rank's state per request, seen slot by slot: what `watch_offers` needs of a group of it.
+
+    Args:
+        engine_id: Whose it is, as messages name it.
+        kv_caches: The tensors that were registered, by layer.
+        layout: Their layout.
+    """
+
+    def __init__(self, engine_id: str, kv_caches: KVCaches, layout: StateLayout) -> None:
+        self.engine_id = engine_id
+        self.layout = layout
+        self._layers = [cast("tuple[torch.Tensor, ...]", tensors_of(*layer)) for layer in kv_caches.items()]
+
+    def digests(self, block_ids: Sequence[int]) -> torch.Tensor:
+        """A number for each slot (layer, tensor, slot, 1), which changes with any one byte of it."""
+        rows = []
+        for tensor in (tensor for tensors in self._layers for tensor in tensors):
+            ids = torch.tensor([int(block) for block in block_ids], dtype=torch.int64, device=tensor.device)
+            held = tensor[ids].reshape(len(ids), -1).view(torch.uint8).to(torch.int64)
+            weights = 2 * torch.arange(held.shape[1], device=tensor.device) * _PRIMES[0] + 1
+            rows.append((held * weights).sum(1).cpu())
+        return torch.stack(rows).view(len(self._layers), -1, len(block_ids), 1)
+
+    def name_of(self, layer: int, part: int, block: int, slot: int) -> str:
+        """A place, as messages name it; a block of state is one slot, `slot` is 0."""
+        name, tensor = self.layout.layer_names[layer], self.layout.tensors[part].name
+        return f"engine {self.engine_id!r}, layer {name!r}, {tensor}, block {block}, slot {slot}"
 
 
 def compare_blocks(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from kvflow.errors import UsageError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
-from kvflow.testing.caches import PatternCache
+from kvflow.testing.caches import PatternCache, StateCache
 
 
 class Findings:
@@ -39,10 +39,10 @@ class Findings:
 class OfferWatch:
     """What `watch_offers` opens; an observer of its runtime."""
 
-    def __init__(self, cache: PatternCache) -> None:
-        self._cache = cache
+    def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
+        self._caches = caches
         self._findings = Findings()
-        self._offered: dict[Lease, torch.Tensor] = {}
+        self._offered: dict[Lease, list[torch.Tensor]] = {}
 
     def assert_unchanged(self) -> None:
         """No offer has changed so far; AssertionError names the first place that has. Legal at any moment."""
@@ -52,10 +52,13 @@ class OfferWatch:
 
     def offer(self, lease: Lease) -> None:
         """Remember what a new lease offers."""
-        if len(lease.block_tables) > 1:
-            raise UsageError(f"request {lease.request_id!r}: offers of several groups of layers cannot be watched yet")
+        tables = lease.block_tables
+        if len(tables) != len(self._caches):
+            lease.revoke()
+            watched = f"watched are the caches of {len(self._caches)}"
+            raise UsageError(f"request {lease.request_id!r}: offers of {len(tables)} groups of layers, {watched}")
         if not lease.done:
-            self._offered[lease] = self._cache.digests(lease.block_ids)
+            self._offered[lease] = [cache.digests(ids) for cache, ids in zip(self._caches, tables, strict=True)]
 
     def lease_ended(self, record: LeaseRecord) -> None:
         """See `Observer`: told in the step that gives the blocks back, before anybody else can know."""
@@ -67,21 +70,23 @@ class OfferWatch:
         """See `Observer`."""
 
     def _compare(self, lease: Lease, when: str) -> None:
-        before, size = self._offered[lease], self._cache.layout.block_size
-        now = self._cache.digests(lease.block_ids)
-        places = [
-            place for place in (before != now).nonzero().tolist() if _token(place, size) < lease.ticket.num_tokens
-        ]
-        if places:
-            layer, part, index, slot = places[0]
-            where = self._cache.name_of(layer, part, lease.block_ids[index], slot)
-            token = _token(places[0], size)
-            self._findings.add(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
-            self._offered[lease] = now
+        tokens, facts = lease.ticket.offered_tokens, lease.ticket.groups
+        for group, (cache, block_ids) in enumerate(zip(self._caches, lease.block_tables, strict=True)):
+            before, now = self._offered[lease][group], cache.digests(block_ids)
+            size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
+            ends = bool(facts) and not facts[group].whole
+            first = (-(-tokens // size) - len(block_ids)) * size if ends else 0
+            found = [(first + place[2] * size + place[3], place) for place in (before != now).nonzero().tolist()]
+            inside = [(token, place) for token, place in found if token < tokens]
+            if inside:
+                token, (layer, part, index, slot) = inside[0]
+                where = cache.name_of(layer, part, block_ids[index], slot)
+                self._findings.add(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
+                self._offered[lease][group] = now
 
 
 @contextlib.contextmanager
-def watch_offers(runtime: Runtime, cache: PatternCache) -> Iterator[OfferWatch]:
+def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
     """Nothing may change in the blocks that `runtime` offers, until their lease has ended and its hold is over.
 
     Digests of every slot are taken when `serve_blocks` returns, and compared in the step in which the blocks are given
@@ -90,13 +95,15 @@ def watch_offers(runtime: Runtime, cache: PatternCache) -> Iterator[OfferWatch]:
 
     Args:
         runtime: The producer's; its `serve_blocks` is watched from here on, under any name that is looked up later.
-        cache: What it has registered; the content is the engine's own and need not be a pattern.
+        cache: What it has registered, or a cache for each of several groups, in their order (a `StateCache` for state);
+            the content is the engine's own and need not be a pattern.
 
     Raises:
         AssertionError: At the end, if an offer has changed, also when an error of the engine comes through; it names
             engine, layer, block, slot, token and request.
     """
-    watch, serve = OfferWatch(cache), runtime.serve_blocks
+    watch = OfferWatch([cache] if isinstance(cache, PatternCache) else list(cache))
+    serve = runtime.serve_blocks
 
     def serve_watched(request: ServeRequest) -> Lease:
         lease = serve(request)
@@ -219,10 +226,6 @@ def _final(check: Callable[[], None], after_error: Callable[[], None]) -> Iterat
             raise found from error
         raise
     check()
-
-
-def _token(place: list[int], block_size: int) -> int:
-    return place[2] * block_size + place[3]
 
 
 def _caller() -> str:

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
-from typing import cast
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from kvflow import Lease
+from kvflow import CacheGroup, CacheLayout, Config, Runtime, ServeRequest, StateLayout, StateTensor
 from kvflow.core.cache.layout import KVStyle
 from kvflow.errors import UsageError
-from kvflow.testing import BlockWatch, InprocPair, PatternCache, compare_blocks, inproc_pair, watch_blocks, watch_offers
+from kvflow.testing import (
+    BlockWatch,
+    InprocNetwork,
+    InprocPair,
+    InprocTransport,
+    PatternCache,
+    StateCache,
+    World,
+    compare_blocks,
+    watch_blocks,
+    watch_offers,
+)
 from tests.core.caches import Cache, Recipe, recipes
 
 
@@ -133,11 +144,40 @@ async def test_a_free_list_that_loses_a_block(kvflow_pair: InprocPair, allocator
         allocator.free.remove(5)
 
 
-async def test_an_offer_of_several_groups_is_refused_and_not_half_watched() -> None:
-    lease = SimpleNamespace(request_id="req", block_tables=((1,), (2,)), done=False)
-    async with inproc_pair() as pair:
-        with (
-            watch_offers(pair.producer.runtime, pair.producer.cache) as offers,
-            pytest.raises(UsageError, match="'req'"),
+async def test_an_offer_of_several_groups_is_watched_as_a_whole_or_refused() -> None:
+    full = {"layers.0": torch.zeros(2, 8, 4, 1, 2)}
+    local = {"layers.1": torch.zeros(2, 8, 2, 1, 2)}
+    state = {"layers.2": (torch.zeros(8, 3), torch.zeros(8, 2, 2))}
+    layouts = [
+        CacheLayout.infer(full, order="NHD", block_size=4),
+        CacheLayout.infer(local, order="NHD", block_size=2),
+    ]
+    of_state = StateLayout.infer(state, [StateTensor(name="conv"), StateTensor(name="ssm")])
+    groups = [
+        CacheGroup("full", full, layouts[0]),
+        CacheGroup("local", local, layouts[1], window=3),
+        CacheGroup("state", state, of_state),
+    ]
+    caches = [PatternCache("p", full, layouts[0]), PatternCache("p", local, layouts[1])]
+    world = World(transport=lambda _, name: InprocTransport(name, InprocNetwork()))
+    async with Runtime(Config(engine_id="p", listen="tcp://127.0.0.1:0"), world=world) as runtime:
+        await runtime.register_kv_caches(groups)
+        request = ServeRequest("req", {"full": [1, 2, 3], "local": [5, 6], "state": [4]}, num_tokens=11)
+        with watch_offers(runtime, caches), pytest.raises(UsageError, match=r"'req': offers of 3 groups.*of 2"):
+            runtime.serve_blocks(request)
+        for tensor, where, found in (
+            (full["layers.0"], (0, 3, 2), "layer 'layers.0', K, block 3, slot 2: token 10"),
+            (local["layers.1"], (1, 5, 1), "layer 'layers.1', V, block 5, slot 1: token 9"),
+            (state["layers.2"][1], (4, 1), "layer 'layers.2', ssm, block 4, slot 0: token 10"),
         ):
-            offers.offer(cast(Lease, lease))
+            again = replace(request, request_id=f"req {found}")
+            with (
+                pytest.raises(AssertionError, match=f"{re.escape(found)} of request .* was overwritten before"),
+                watch_offers(runtime, [*caches, StateCache("p", state, of_state)]) as watch,
+            ):
+                lease = runtime.serve_blocks(again)
+                full["layers.0"][0, 3, 3] += 1  # behind the last token
+                local["layers.1"][0, 6, 1] += 1
+                watch.assert_unchanged()
+                tensor[where] += 1
+                await lease.revoke()
