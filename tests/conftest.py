@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["KVFLOW_THOROUGH"] = "1"  # read where a budget is declared, by this process and by xdist's
     # On a machine that does other things too, an example may be slow without being wrong.
     health = [HealthCheck.too_slow]
-    examples = budget(40, 75)
+    examples = budget(32, 75)
     settings.register_profile("kvflow", max_examples=examples, deadline=None, suppress_health_check=health)
     settings.load_profile("kvflow")
 

@@ -266,6 +266,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "groups": (),
             "fetch_tokens_min": 1,
             "full_blocks_only": False,
+            "leave_last_token": False,
             "produces": True,
             "consumes": True,
         },
