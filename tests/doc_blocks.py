@@ -240,7 +240,9 @@ def check_vllm(words: list[str]) -> None:
     """The part of it that is kvflow's; vLLM itself is not at hand."""
     assert options_of(words) <= {"--port", "--kv-transfer-config"}, words
     given = json.loads(words[words.index("--kv-transfer-config") + 1])
-    assert (ROOT / given["kv_connector_module_path"].replace(".", "/")).is_dir()
+    plugins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module = given.get("kv_connector_module_path", plugins["kvflow"].partition(":")[0])
+    assert (ROOT / module.replace(".", "/")).is_dir()
     assert given["kv_connector"] == "KVFlowConnector"
     assert given["kv_role"] in ("kv_producer", "kv_consumer", "kv_both")
     assert given.get("kv_connector_extra_config", {}).keys() <= {entry.name for entry in fields(Config)}

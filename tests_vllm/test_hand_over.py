@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -66,6 +67,11 @@ def test_many_at_once(pair: tuple[Server, Server], story: list[int]) -> None:
     with ThreadPoolExecutor(32) as clients:
         assert list(clients.map(lambda prompt: hand_over(producer, consumer, prompt, 8), prompts)) == expected
     consumer.wait_metric(EXTERNAL, before + sum(map(len, prompts)), source="external_kv_transfer")
+
+
+def test_the_lines_of_the_runtime_are_among_those_of_vllm(pair: tuple[Server, Server]) -> None:
+    for server in pair:
+        assert re.search(r"INFO .*runtime .* opened at tcp:", server.log.read_text())
 
 
 def test_all_blocks_come_back(pair: tuple[Server, Server], story: list[int]) -> None:

@@ -13,6 +13,7 @@ first block is given back with the last token. What is refused is said at the st
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm()
         self._groups = groups_of(kv_cache_config)
         self._stats = KVFlowStats()
         if role is KVConnectorRole.SCHEDULER:
@@ -252,6 +254,16 @@ def _scheduled(output: SchedulerOutput) -> Iterator[Scheduled]:
     cached = output.scheduled_cached_reqs
     for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
         yield Scheduled(request_id, computed + tokens[request_id])
+
+
+def _log_as_vllm() -> None:
+    """kvflow's lines go where vLLM's go, unless somebody has said otherwise."""
+    ours, theirs = logging.getLogger("kvflow"), logging.getLogger("vllm")
+    if not ours.handlers and ours.level == logging.NOTSET:
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def _without_last_token(request: Request) -> bool:

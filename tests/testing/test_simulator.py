@@ -1,4 +1,4 @@
-"""A hundred seeds, or thousands, the same every time, that do something worth checking; and what a failed one says."""
+"""Some seeds, or thousands, the same every time, that do something worth checking; and what a failed one says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvflow.testing.simulator import describe, simulate
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE
 
 ROOT = Path(__file__).parents[2]
-SEEDS = budget(100, 200)
-SEEDS_PER_TEST = 100
+SEEDS = budget(64, 192)
+SEEDS_PER_TEST = 64
 SEEDS_TWICE = budget(2, 8)
 
 PRINT_DIGESTS = f"""
