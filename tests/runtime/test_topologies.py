@@ -36,7 +36,7 @@ RANKS_MAX = 16  # of both engines together
 
 # Passing takes seconds; finding a small counterexample may take the five minutes that Hypothesis gives itself.
 pytestmark = pytest.mark.timeout(600)
-family = examples(48, 110, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+family = examples(48, 95, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
 
 _STYLES = (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST, KVStyle.APART, KVStyle.FUSED)
 

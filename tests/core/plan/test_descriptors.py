@@ -197,7 +197,7 @@ TAIL = Load(
 ONE_ROW = replace(BLOCKS_TOGETHER, blocks=1)
 
 
-@examples(120, 400)
+@examples(120, 320)
 @given(load=loads(), seed=st.integers(0, 2**31))
 @example(load=TAIL, seed=0)
 @example(load=Load(whole_sides(ONE_ROW, ONE_ROW), 4, [0], [0]), seed=0)

@@ -159,7 +159,7 @@ def only_wire_errors(payload: bytes) -> None:
         assert decode(messages.encode(message)) == message
 
 
-@examples(400, 2000)
+@examples(400, 1400)
 @given(payload=st.binary(max_size=80))
 @example(payload=b"")
 @example(payload=b"\xc1")
@@ -198,7 +198,7 @@ def test_valid_msgpack_of_another_shape_raises_wire_errors_only(value: object) -
 ENCODED = [messages.encode(message) for _, examples in DECODERS.values() for message in examples]
 
 
-@examples(200, 2000)
+@examples(200, 1400)
 @given(data=st.data())
 def test_damaged_messages_raise_wire_errors_only(data: st.DataObject) -> None:
     payload = bytearray(data.draw(st.sampled_from(ENCODED)))
