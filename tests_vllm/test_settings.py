@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvflow import LeaseOutcome, Limits
+from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.worker import LeaseEnded, LoadFailed
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.vllm.layout import groups_of
+from kvflow.vllm.connector import KVFlowConnector
+from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
 
-FULL = GroupFacts(name="full", block_size=16)
+FULL = Group(at=0, specs={}, facts=GroupFacts(name="full", block_size=16), recycles=False)
 
 
 def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
@@ -62,7 +65,7 @@ def test_extra_config_goes_where_it_belongs() -> None:
     config = config_of(given, tp_rank=3, pp_rank=1)
     assert config.limits == Limits(peers_max=7)
     assert (config.lease_ttl_s, config.listen_port) == (7.0, 5600 + (1 * 2 + 1) * 4 + 3)
-    scheduling = scheduling_of(given, [FULL], leave_last_token=False)
+    scheduling = scheduling_of(given, [FULL])
     assert (scheduling.block_size, scheduling.lease_ttl_s, scheduling.fetch_tokens_min) == (16, 7.0, 64)
     assert (scheduling.produces, scheduling.consumes) == (True, False)
     assert extra_of(given).kv_format == "plain"
@@ -84,7 +87,7 @@ def test_extra_config_goes_where_it_belongs() -> None:
 )
 def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        scheduling_of(vllm_config(**extra), [FULL], leave_last_token=False)
+        scheduling_of(vllm_config(**extra), [FULL])
 
 
 HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
@@ -130,6 +133,38 @@ def test_groups_and_their_windows() -> None:
 def test_what_is_not_transferred_is_refused_at_the_start(specs: tuple[KVCacheSpec, ...], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         groups_of(cache_of(*specs))
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "left"),
+    [
+        ("kv_both", {"do_remote_decode": True}, True),
+        ("kv_producer", {"do_remote_decode": True, "do_remote_prefill": True}, True),
+        ("kv_consumer", {"do_remote_decode": True}, False),
+        ("kv_both", {"do_remote_decode": True, "do_remote_prefill": True}, False),
+        ("kv_both", {}, False),
+        ("kv_both", None, False),
+    ],
+)
+def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, Any] | None, left: bool) -> None:
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._scheduling = scheduling_of(vllm_config(role), [dataclasses.replace(FULL, recycles=True)])
+    connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
+    connector._stats = KVFlowStats()
+    prompt = [5, 6, 7]
+    request: Any = SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=prompt,
+        _all_token_ids=[*prompt],
+        num_prompt_tokens=3,
+        max_tokens=9,
+        kv_transfer_params=params,
+        get_skip_reading_prefix_cache=lambda: False,
+    )
+    connector.on_new_request(request)
+    assert (request.num_prompt_tokens, request.max_tokens) == ((2, 1) if left else (3, 9))
+    assert (request.prompt_token_ids, request._all_token_ids) == ((prompt[:2],) * 2 if left else (prompt,) * 2)
+    assert prompt == [5, 6, 7], "it may be another request's, too"
 
 
 def test_statistics_add_up() -> None:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 from kvflow import checks
 from kvflow.connector.step import Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
+from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import (
     CONSUMER_TABLE,
     PRODUCER_TABLE,
@@ -132,8 +133,6 @@ class SchedulingConfig:
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")
         if self.full_blocks_only and self.has_state:
             raise ConfigError("full_blocks_only: a state belongs to the last token of the prompt, not to a full block")
-        if self.has_state:
-            object.__setattr__(self, "leave_last_token", True)
 
     @property
     def all_groups(self) -> tuple[GroupFacts, ...]:
@@ -143,6 +142,19 @@ class SchedulingConfig:
     @property
     def has_state(self) -> bool:
         return any(group.kind is GroupKind.STATE for group in self.groups)
+
+    @property
+    def leaves_last_token(self) -> bool:
+        """Whether an offer of a whole prompt is of no use."""
+        return self.leave_last_token or self.has_state
+
+    def takes(self, params: Mapping[str, Any]) -> bool:
+        """Whether a request with these parameters is to come from remote."""
+        return self.consumes and bool(params.get("do_remote_prefill"))
+
+    def offers(self, params: Mapping[str, Any]) -> bool:
+        """Whether a request with these parameters is computed for a reader."""
+        return self.produces and bool(params.get("do_remote_decode")) and not self.takes(params)
 
     @property
     def full_block_tokens(self) -> int:
@@ -220,19 +232,19 @@ class ConnectorScheduler:
         params = checks.mapping(request.kv_transfer_params, "kv_transfer_params")
         checks.text(request.request_id, "request_id")
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
-        if params.get("do_remote_prefill") and self._config.consumes:
+        if self._config.takes(params):
             ticket = Ticket.from_params(params)
             if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
                 check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
             if not self._first_use(ticket):
                 raise RequestError(f"request {request_id!r}: another request has used its ticket")
-            most = num_prompt_tokens - 1 if self._config.leave_last_token else num_prompt_tokens
+            most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
             offered = ticket.offered_tokens if ticket.num_tokens <= most else 0
             consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=offered)
             self._consumers[request_id] = consumer
             if consumer.offered_tokens:
                 self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
-        elif params.get("do_remote_decode") and self._config.produces:
+        elif self._config.offers(params):
             self._producers[request_id] = _Producer(
                 request_id=request_id, num_prompt_tokens=num_prompt_tokens, prompt=request.prompt_token_ids
             )
@@ -358,7 +370,7 @@ class ConnectorScheduler:
             return Finished(False, None)
         ticket = self._introduction.without_leases(
             request_id=save.serve_id,
-            block_ids=save.block_tables if len(save.block_tables) > 1 else save.block_tables[0],
+            block_ids=given_block_ids(save.block_tables),
             num_tokens=save.num_tokens,
             ttl_s=ttl_s,
             prompt_digest=""

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.step import BlockTables, Keep, Receive, Save, Step
-from kvflow.core.plan.descriptors import GivenBlockIds
+from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
@@ -108,8 +108,16 @@ class _Offer:
     request_id: str
     lease: Lease | None
     ttl_s: float
+    restart: asyncio.TimerHandle | None = None
+    """When its time is begun anew, as long as its ticket is not out."""
     outcome: LeaseOutcome | None = None
     sent: bool = False
+
+    def let_run(self) -> None:
+        """Its time is begun anew no more."""
+        if self.restart is not None:
+            self.restart.cancel()
+            self.restart = None
 
 
 @dataclass(slots=True)
@@ -172,7 +180,9 @@ class _Courier:
     async def _load(self, runtime: Runtime, receive: Receive, started: list[Load]) -> LoadReport:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
-        request = LoadRequest(receive.request_id, ticket=receive.ticket, block_ids=_given(receive.block_tables))
+        request = LoadRequest(
+            receive.request_id, ticket=receive.ticket, block_ids=given_block_ids(receive.block_tables)
+        )
         started.append(runtime.start_load(request))
         return await started[0]
 
@@ -198,37 +208,37 @@ class _Courier:
             await _release(runtime, receive.ticket)
 
     def _save(self, runtime: Runtime, save: Save) -> None:
-        block_ids = _given(save.block_tables)
+        block_ids = given_block_ids(save.block_tables)
         request = ServeRequest(save.serve_id, block_ids=block_ids, num_tokens=save.num_tokens, ttl_s=save.ttl_s)
         try:
             lease = runtime.serve_blocks(request)
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
-            self.offers[save.request_id] = _Offer(save.request_id, None, save.ttl_s, LeaseOutcome.REVOKED)
+            self.offers[save.request_id] = _Offer(save.request_id, None, save.ttl_s, outcome=LeaseOutcome.REVOKED)
             return
         offer = self.offers[save.request_id] = _Offer(save.request_id, lease, save.ttl_s)
-        self._restart_later(offer)
+        self._keep_offer(offer, lease)
         self._spawn(self._watch(offer, lease))
 
-    def _restart(self, offer: _Offer) -> None:
-        """Its time begins when its ticket is out: nobody can have read it before."""
-        if offer.lease is not None and offer.outcome is None and self.offers.get(offer.request_id) is offer:
-            offer.lease.restart(offer.ttl_s)
-            if not offer.sent:
-                self._restart_later(offer)
-
-    def _restart_later(self, offer: _Offer) -> None:
-        asyncio.get_running_loop().call_later(offer.ttl_s / 3, self._restart, offer)
+    def _keep_offer(self, offer: _Offer, lease: Lease) -> None:
+        """Begin its time anew until its ticket is out: nobody can read it before."""
+        lease.restart(offer.ttl_s)
+        offer.restart = asyncio.get_running_loop().call_later(offer.ttl_s / 3, self._keep_offer, offer, lease)
 
     async def _watch(self, offer: _Offer, lease: Lease) -> None:
-        offer.outcome = await lease
+        try:
+            offer.outcome = await lease
+        finally:
+            offer.let_run()
         self.withdrawn.discard(lease)
         self._report_if_over(offer)
 
     def _send(self, request_id: str) -> None:
         offer = self.offers[request_id]
         offer.sent = True
-        self._restart(offer)
+        if offer.lease is not None:
+            offer.lease.restart(offer.ttl_s)
+        offer.let_run()
         self._report_if_over(offer)
 
     def _withdraw(self, request_id: str) -> None:
@@ -237,6 +247,7 @@ class _Courier:
             return  # its end is on its way to the engine
         if not offer.sent:
             del self.offers[request_id]
+        offer.let_run()
         if offer.lease is not None and offer.outcome is None:
             offer.lease.revoke()
             self.withdrawn.add(offer.lease)
@@ -259,11 +270,6 @@ class _Courier:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self.problem = task.exception()
-
-
-def _given(tables: BlockTables) -> GivenBlockIds:
-    """Block ids as requests take them."""
-    return tables[0] if len(tables) == 1 else tables
 
 
 async def _release(runtime: Runtime, ticket: Ticket) -> None:

@@ -86,10 +86,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups = groups_of(kv_cache_config)
         self._stats = KVFlowStats()
         if role is KVConnectorRole.SCHEDULER:
-            self._leaves_last_token = any(group.recycles for group in self._groups)
-            facts = [group.facts for group in self._groups]
-            scheduling = scheduling_of(vllm_config, facts, leave_last_token=self._leaves_last_token)
-            self._scheduler = ConnectorScheduler(scheduling, new_secret=lambda: secrets.token_hex(16))
+            self._scheduling = scheduling_of(vllm_config, self._groups)
+            self._scheduler = ConnectorScheduler(self._scheduling, new_secret=lambda: secrets.token_hex(16))
             return
         self._kv_format = extra_of(vllm_config).kv_format
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
@@ -117,8 +115,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def on_new_request(self, request: Request) -> None:
-        params = request.kv_transfer_params or {}
-        if self._leaves_last_token and params.get("do_remote_decode") and not _without_last_token(request):
+        offered = self._scheduling.offers(request.kv_transfer_params or {})
+        if offered and self._scheduling.leaves_last_token and not _without_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
             return
         try:

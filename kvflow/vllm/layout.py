@@ -55,7 +55,7 @@ class Group:
     """Of each layer."""
     facts: GroupFacts
     recycles: bool
-    """Whether blocks of a prompt's beginning are given back, or would be if its window were known to the manager."""
+    """Whether its layers need less than the whole prompt, so that blocks of its beginning may be given back."""
 
 
 def groups_of(kv_cache_config: KVCacheConfig) -> tuple[Group, ...]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import check_known, checked_fields
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -73,13 +73,13 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
     return vllm_config.model_config.get_total_num_kv_heads() or None
 
 
-def scheduling_of(vllm_config: VllmConfig, groups: Sequence[GroupFacts], *, leave_last_token: bool) -> SchedulingConfig:
+def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
     """What the scheduler's half decides by. Raises ConfigError."""
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
     return SchedulingConfig(
-        block_size=groups[0].block_size,
-        groups=tuple(groups),
-        leave_last_token=leave_last_token,
+        block_size=groups[0].facts.block_size,
+        groups=tuple(group.facts for group in groups),
+        leave_last_token=any(group.recycles for group in groups),
         lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
         fetch_tokens_min=extra.fetch_tokens_min,
         full_blocks_only=extra.full_blocks_only,

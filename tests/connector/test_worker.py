@@ -216,6 +216,9 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     finished = prefill.scheduler.request_finished("r", completed=True)
     assert finished.params is not None
     assert Ticket.from_params(finished.params).ttl_s == 0.3
+    prefill.step()
+    next(None for _ in steps() if offer.sent)
+    assert offer.restart is None, "its time is begun anew although its ticket is out"
     assert prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.EXPIRED, True)
 
 

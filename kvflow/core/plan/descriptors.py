@@ -138,6 +138,11 @@ def count_block_ids(given: object, most: int) -> int:
     return count
 
 
+def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
+    """Block ids by group as requests take them: those of one group are a plain list."""
+    return tables[0] if len(tables) == 1 else tables
+
+
 def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     ids = whole_numbers(block_ids, what)
     outside = (ids < 0) | (ids >= num_blocks)

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 
 MARK = "~kvflow~"
-_CHARS_MAX = 4096
+CHARS_MAX = 4096
 """An engine of very many ranks has no spare."""
 
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """A ticket's dict, with the spare behind its request id."""
     packed = base64.urlsafe_b64encode(msgspec.msgpack.encode(params["kvflow"])).decode()
-    if len(packed) > _CHARS_MAX:
+    if len(packed) > CHARS_MAX:
         return dict(params)
     return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
 
@@ -30,7 +30,7 @@ def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, An
     """The dict as it was before, its field "kvflow" from the spare if it is gone. What is no spare stays as it is."""
     bare, _, packed = request_id.rpartition(MARK)
     try:
-        spare = msgspec.msgpack.decode(base64.b64decode(packed[:_CHARS_MAX], altchars=b"-_", validate=True))
+        spare = msgspec.msgpack.decode(base64.b64decode(packed, altchars=b"-_", validate=True))
     except (binascii.Error, ValueError, RecursionError, msgspec.DecodeError):
         return params
     return {"kvflow": spare, **params, "remote_request_id": bare} if isinstance(spare, dict) else params

@@ -27,7 +27,7 @@ from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_off
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
-from kvflow.core.protocol.spare import MARK, without_spare
+from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
@@ -42,6 +42,7 @@ _MORE_BLOCK_IDS_OF = operator.attrgetter("more_block_ids")
 _BLOCK_IDS_OF = operator.attrgetter("block_ids")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
+_SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -320,7 +321,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         return read
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
     request_id = params.get("remote_request_id")
-    if isinstance(request_id, str) and MARK in request_id:
+    if isinstance(request_id, str) and len(request_id) <= _SPARED_CHARS_MAX and MARK in request_id:
+        _check_sizes(params, block_ids_max)  # before they are copied, and what the spare has once more
         params = without_spare(params, request_id)
     nested = _check_sizes(params, block_ids_max)
     try:

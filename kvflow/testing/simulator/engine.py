@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     BlocksBusy,
@@ -251,7 +252,9 @@ class Engine:
         self._note("offers", offer.request_id, tokens, offer.block_ids)
         for rank in list(self.ranks):
             try:
-                lease = rank.runtime.serve_blocks(ServeRequest(offer.request_id, _given(tables), tokens, ttl_s=ttl_s))
+                lease = rank.runtime.serve_blocks(
+                    ServeRequest(offer.request_id, given_block_ids(tables), tokens, ttl_s=ttl_s)
+                )
             except KVFlowError as error:
                 self._judge_refusal(offer.request_id, error)
                 for lease in offer.leases:
@@ -333,7 +336,7 @@ class Engine:
         request = LoadRequest(
             load.offer.request_id,
             ticket.to_params(),
-            _given(load.tables),
+            given_block_ids(load.tables),
             deadline_s=plan.deadline_s,
             priority=priority,
         )
@@ -419,8 +422,3 @@ class Engine:
     def _wrong_token(self, load: Load, rank: Rank) -> str | None:
         """What is wrong with the bytes of a load on a rank; None if nothing is."""
         return rank.cache.wrong_token(load.offer.number, load.offer.tokens, load.tables)
-
-
-def _given(tables: list[list[int]]) -> list[int] | list[list[int]]:
-    """Block ids as requests take them."""
-    return tables[0] if len(tables) == 1 else tables

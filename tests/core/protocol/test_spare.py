@@ -45,6 +45,11 @@ def test_what_is_no_spare_is_a_request_error(spare: str) -> None:
         Ticket.from_params({**COMMON, "remote_request_id": f"r~kvflow~{spare}"})
 
 
+def test_a_dict_of_very_many_fields_is_refused_before_it_is_copied() -> None:
+    with pytest.raises(RequestError, match="fields in one dict"):
+        Ticket.from_params(COMMON | {str(number): number for number in range(300)})
+
+
 def test_an_engine_of_very_many_ranks_has_no_spare() -> None:
     params = TICKET.to_params()
     params["kvflow"]["ranks"] *= 100
