@@ -31,6 +31,7 @@ class Model:
     head_size: int
     dtype: torch.dtype = torch.uint8
     latent: bool = False
+    kv_format: str = "plain"
 
     @property
     def parts(self) -> int:
@@ -136,6 +137,7 @@ class RankCache:
             order=look.order,
             block_size=engine.block_size,
             style=self._cache.recipe.style,
+            kv_format=engine.model.kv_format,
             layer_indices=None if look.layers_named else self._cache.recipe.indices,
         )
 

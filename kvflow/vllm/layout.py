@@ -29,8 +29,10 @@ from vllm.v1.kv_cache_interface import (
 from kvflow.core.cache.backends import layout_for_backend, rows_of
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.state import StateLayout, StateTensor
+from kvflow.core.cache.state import StateLayout
+from kvflow.core.cache.tensors import LayerCache
 from kvflow.errors import ConfigError, LayoutError
+from kvflow.vllm.state import slots_of, state_tensors
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -128,13 +130,19 @@ def cache_groups(
     for group in groups:
         caches = {name: kv_caches[name] for name in group.specs if name in kv_caches}
         if group.facts.kind is GroupKind.STATE:
-            caches = {name: _slots(cache) for name, cache in caches.items()}
-            indices = [numbers[name] for name in caches]
+            layers: dict[str, LayerCache] = {name: slots_of(cache, _state(group)) for name, cache in caches.items()}
             layout: StateLayout | list[CacheLayout] = StateLayout.infer(
-                caches, [StateTensor(name="state")], layer_indices=indices
+                layers,
+                state_tensors(
+                    _state(group),
+                    vllm_config.parallel_config.tensor_parallel_size,
+                    model_groups=_model_groups(group, vllm_config),
+                ),
+                layer_indices=[numbers[name] for name in layers],
             )
         else:
             caches = {name: _attention(name, cache, group, vllm_config) for name, cache in caches.items()}
+            layers = {**caches}
             layout = [
                 _layout_of(same, backend, group.facts.block_size, vllm_config, kv_format, numbers)
                 for backend, same in _alike(caches, vllm_config)
@@ -142,7 +150,7 @@ def cache_groups(
         found.append(
             CacheGroup(
                 group.facts.name,
-                caches,
+                layers,
                 layout,
                 window=group.facts.window or None,
                 kind=group.facts.kind,
@@ -166,11 +174,19 @@ def _layer_numbers(names: Sequence[str]) -> dict[str, int]:
     return {name: number * spread + nth for number, same in by_number.items() for nth, name in enumerate(same)}
 
 
-def _slots(cache: torch.Tensor) -> torch.Tensor:
-    """A layer's state as bytes (slots, bytes): vLLM hands over (B, 1, 1, C), and splits C by itself."""
-    if cache.dim() != 4 or cache.shape[1:3] != (1, 1):
-        raise LayoutError(f"state: expected (B, 1, 1, C), got {tuple(cache.shape)}")
-    return cache[:, 0, 0, :]
+def _state(group: Group) -> MambaSpec:
+    """What all layers of a group with state look like. LayoutError if they differ."""
+    first, *others = group.specs.values()
+    if not isinstance(first, MambaSpec) or any(other != first for other in others):
+        raise LayoutError(f"layers {', '.join(group.specs)}: their state differs: {[first, *others]}")
+    return first
+
+
+def _model_groups(group: Group, vllm_config: VllmConfig) -> int | None:
+    """Mamba 2's groups of heads in the model, which a rank's shapes do not tell where one group is on all ranks."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(group.specs))
+    found = {getattr(getattr(layer, "norm", None), "n_groups", None) for layer in layers.values()}
+    return found.pop() if len(found) == 1 else None
 
 
 def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmConfig) -> torch.Tensor:

@@ -183,6 +183,29 @@ def hand_overs(
     )
 
 
+@st.composite
+def of_whole_heads(draw: st.DrawFn) -> HandOver:
+    """Blocks that nobody may look into but for where their heads begin, all of them filled."""
+    case = draw(hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2)))
+    style = draw(st.sampled_from(_STYLES))
+    kv_format = "cpu_fused_vec" if style is KVStyle.FUSED else "cpu_vec"
+    model = replace(case.producer.model, kv_format=kv_format)
+    blocks = draw(st.integers(1, 4))
+
+    def cut(side: Engine) -> Engine:
+        looks = tuple(replace(look, style=style, hnd_in_memory=True) for look in side.looks)
+        return replace(side, model=model, block_size=case.producer.block_size, num_blocks=blocks, looks=looks)
+
+    return replace(
+        case,
+        producer=cut(case.producer),
+        consumer=cut(case.consumer),
+        num_tokens=blocks * case.producer.block_size,
+        offered=draw(scattered(blocks, blocks)),
+        wanted=draw(scattered(blocks, blocks)),
+    )
+
+
 def _divides(a: int, b: int) -> bool:
     return a % b == 0 or b % a == 0
 
@@ -194,6 +217,7 @@ FAMILIES = {
     "pipelines split layers anywhere": hand_overs(tp_sizes=(1, 2, 4), pp_sizes=(1, 2, 3)),
     "every rank holds the latent": hand_overs(tp_sizes=(1, 2, 4, 8), pp_sizes=(1, 2), latent=True),
     "any layout fills any other": hand_overs(),
+    "whole heads of blocks that nobody can read": of_whole_heads(),
     "bytes that go through buffers are the same": hand_overs(pp_sizes=(1, 2), paths=buffers),
 }
 
@@ -223,6 +247,12 @@ def engine(kv_heads: int = 6, layers: int = 3, dtype: torch.dtype = torch.uint8,
     return replace(whole, **changes)
 
 
+def opaque(kv_format: str, **changes: Any) -> Engine:
+    """The same with heads before tokens, and a format."""
+    whole = engine(**{"looks": (Look(hnd_in_memory=True),), **changes})
+    return replace(whole, model=replace(whole.model, kv_format=kv_format))
+
+
 @pytest.mark.parametrize(
     ("producer", "consumer", "message"),
     [
@@ -234,9 +264,24 @@ def engine(kv_heads: int = 6, layers: int = 3, dtype: torch.dtype = torch.uint8,
             "num_kv_heads: ours 2 on each of 2 ranks, theirs 4 on each of 2 ranks",
         ),
         (engine(stages=((0,), (2,))), engine(), "layers: ours 3 (0, 1, 2), theirs 2 (0, 2): no stage holds 1 (1)"),
+        (
+            opaque("cpu_vec", tp_size=2, looks=(Look(),)),
+            opaque("cpu_vec"),
+            "ours 4 tokens of any heads, 4 bytes of K and V each, theirs 4 tokens of 3 heads, 4 bytes of K and V",
+        ),
+        (
+            opaque("scaled", tp_size=2),
+            opaque("scaled"),
+            "opaque blocks (kv_format): ours 4 tokens of 6 heads, 4 bytes of K and V each, strides [4, 16], theirs 4",
+        ),
+        (
+            opaque("cpu_vec", block_size=8),
+            opaque("cpu_vec"),
+            "opaque blocks (kv_format): ours 4 tokens of any heads, 4 bytes of K and V each, theirs 8 tokens of any",
+        ),
         (engine(dtype=torch.float16), engine(dtype=torch.bfloat16), "dtype: ours 'bfloat16', theirs 'float16'"),
     ],
-    ids=["tp sizes", "block sizes", "heads", "layers", "dtypes"],
+    ids=["tp sizes", "block sizes", "heads", "layers", "heads apart", "heads in one", "tokens of heads", "dtypes"],
 )
 @in_virtual_time
 async def test_what_does_not_go_together_is_named_and_nothing_is_written(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvflow import checks
-from kvflow.core.cache.layout import PLAIN, CacheLayout, KVStyle
+from kvflow.core.cache.layout import PLAIN, BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.tensors import NAME_CHARS_MAX, KVCaches, checked_caches
 from kvflow.errors import LayoutError
 
@@ -56,7 +56,7 @@ class BackendLayout:
 
     `style` and `order` are as in CacheLayout. `kv_formats` is what the bytes may mean; if there is more than one, the
     caller has to say which. `byte_formats` takes its place where the dtype is uint8 or int8. Bytes of another format
-    than "plain" move unchanged between caches of the same format, and only in whole blocks.
+    than "plain" move unchanged between caches of the same format, in whole blocks or whole heads of them.
     """
 
     backend: str
@@ -252,6 +252,18 @@ KVCacheManager - blocks_first HND HND plain - 001541bad83b84ae4c5c4a279e464572d5
     ),
 )
 """The table."""
+
+
+_OF_WHOLE_HEADS = frozenset(
+    ["diffkv", "rocm_x_packed", *(name for key in ("cpu", "cpu_fused") for name in _FORMATS[key][0])]
+)
+
+
+def heads_are_apart(kv_format: str, block: BlockShape) -> bool:
+    """Whether each head's bytes of a block mean something without the other heads'."""
+    tokens_in_line = block.tokens == 1 or block.token_stride == block.run
+    heads_in_line = block.heads == 1 or block.head_stride == block.tokens * block.run
+    return kv_format in _OF_WHOLE_HEADS and tokens_in_line and heads_in_line
 
 
 def known_backends() -> tuple[str, ...]:

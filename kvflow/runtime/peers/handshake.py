@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 
 from kvflow.checks import is_name
+from kvflow.core.cache.backends import heads_are_apart
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
@@ -239,7 +240,9 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple
         if share.part:
             found += _different(f"rows of {share.part}", len(mine.parts), len(theirs.parts))
         elif not share.plain:
-            found += _different("opaque blocks (kv_format)", (mine.block, mine.parts), (theirs.block, theirs.parts))
+            found += _different(
+                "opaque blocks (kv_format)", *(_opaque(side, share.kv_format) for side in (mine, theirs))
+            )
     reachable = {kind for kind, reached in DEVICES.items() if reached}
     if regions[0].device.kind not in reachable:
         found.append(f"device: ours {sorted(reachable)}, theirs {regions[0].device.kind}")
@@ -250,6 +253,15 @@ def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple
 
 def _different(name: str, ours: object, theirs: object) -> list[str]:
     return [] if ours == theirs else [f"{name}: ours {ours}, theirs {theirs}"]
+
+
+def _opaque(regions: Regions, kv_format: str) -> str:
+    """What has to be equal of blocks that nobody can take apart, or no further than into heads."""
+    tokens, heads, run, *strides = regions.block
+    parts = " and ".join(regions.parts)
+    if heads_are_apart(kv_format, regions.block):
+        return f"{tokens} tokens of any heads, {run} bytes of {parts} each"
+    return f"{tokens} tokens of {heads} heads, {run} bytes of {parts} each, strides {strides}"
 
 
 def _head_bytes(regions: Regions) -> int:
