@@ -1,6 +1,7 @@
 """A chat whose prompt is computed in one process and whose answer is generated in another.
 
     python examples/disaggregated_chat.py --prompt "Why is the sky blue?"
+    python examples/disaggregated_chat.py --model sliding-window
 
 This process is the router. It asks the prefill engine to compute the prompt and gets the first token and a
 ticket; it hands both to the decode engine, which loads the prompt's KV cache through kvflow and goes on from
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from disaggregated.engines import start_engine
-from disaggregated.example import engine_settings, options_parser, run_example, unpacked_model
+from disaggregated.example import MODELS, engine_settings, options_parser, run_example, unpacked_model
 from disaggregated.hand_over import answer_alone, hand_over
 from disaggregated.messages import Ready
 from paged_engine.tokenizer import ChatTokenizer, TextStream
@@ -35,6 +36,7 @@ DECODE = "decode-0"
 class Options:
     """The command line."""
 
+    model: str
     prompt: str
     tokens: int
     block_size: int
@@ -75,14 +77,21 @@ async def chat(options: Options, checkpoint: Path, screen: Screen) -> bool:
 
 def run(options: Options, screen: Screen) -> bool:
     """Chat; whether the two answers are equal."""
-    screen.header("disaggregated chat", prefill=PREFILL, decode=[DECODE], transport=options.transport)
-    with unpacked_model(screen) as checkpoint:
+    name, _ = MODELS[options.model]
+    screen.header("disaggregated chat", model=name, prefill=PREFILL, decode=[DECODE], transport=options.transport)
+    with unpacked_model(screen, options.model) as checkpoint:
         return asyncio.run(chat(options, checkpoint, screen))
 
 
 def main() -> int:
     parser = options_parser(
         "SmolLM2 in two processes: one computes the prompt, kvflow moves its KV cache, the other answers."
+    )
+    parser.add_argument(
+        "--model",
+        choices=tuple(MODELS),
+        default="smollm2",
+        help="sliding-window: a tiny random model most of whose layers attend to a window (default: smollm2)",
     )
     options = Options(**vars(parser.parse_args()))
     return run_example(lambda screen: run(options, screen), transport=options.transport)

@@ -29,7 +29,7 @@ from disaggregated.worker import WorkerSettings
 from paged_engine import Engine
 from paged_engine.sharding import Shard, divisible_kv_heads
 from paged_engine.tokenizer import ChatTokenizer, TextStream
-from paged_engine.weights import load_model, read_config
+from paged_engine.weights import MODEL_NAME, load_model, read_config
 
 if TYPE_CHECKING:
     from disaggregated.screen import Screen
@@ -125,7 +125,13 @@ def run(options: Options, screen: Screen) -> bool:
     # As many as each rank has: one thread gives the same sums everywhere.
     torch.set_num_threads(1)
     prefill, *decodes = options.engines
-    screen.header("different parallelism on both sides", prefill=prefill, decode=decodes, transport=options.transport)
+    screen.header(
+        "different parallelism on both sides",
+        model=MODEL_NAME,
+        prefill=prefill,
+        decode=decodes,
+        transport=options.transport,
+    )
     with unpacked_model(screen) as checkpoint:
         return asyncio.run(Conversation(options, checkpoint, screen).compare())
 

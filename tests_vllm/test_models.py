@@ -41,7 +41,7 @@ def pair_of(
 
 
 def _with(setup: Setup, folder: Path, options: tuple[str, ...]) -> Setup:
-    core = "0|1" if TP2[0] in options else setup.core
+    core = "0|1" if {TP2[0], DP2[0]} & {*options} else setup.core
     return replace(setup, model=folder, options=OPTIONS + options, core=core)
 
 
@@ -64,6 +64,7 @@ ROWS = {
     "TP 1 to 2": pair_of("gemma3", (), TP2),
     "TP 2 to 1": pair_of("gemma3", TP2, ()),
     "TP 2 to 2": pair_of("full", TP2, TP2),
+    "DP 2 to 2": pair_of("full", DP2, DP2),
     "state, TP 1 to 2": pair_of("falcon-h1", NO_CACHE, (*NO_CACHE, *TP2)),
     "state, TP 2 to 1": pair_of("falcon-h1", (*NO_CACHE, *TP2), NO_CACHE),
     "linear attention, TP 2 to 1": pair_of("qwen3-next", (*BF16, *TP2), BF16),

@@ -22,6 +22,7 @@ from paged_engine.weights import (
     require_modules,
     write_checkpoint,
 )
+from paged_engine.windowed import WINDOWED_NAME, write_windowed
 
 from disaggregated.router import WorkerError, set_worker_environment
 from disaggregated.worker import WorkerSettings
@@ -62,13 +63,18 @@ def at_least(least: int) -> Callable[[str], int]:
     return count
 
 
+MODELS = {"smollm2": (MODEL_NAME, write_checkpoint), "sliding-window": (WINDOWED_NAME, write_windowed)}
+"""By what `--model` calls them: the name, and who writes the files."""
+
+
 @contextmanager
-def unpacked_model(screen: Screen) -> Iterator[Path]:
+def unpacked_model(screen: Screen, model: str = "smollm2") -> Iterator[Path]:
     """The model's files for as long as the `with`, unpacked once for all processes."""
+    name, write = MODELS[model]
     with tempfile.TemporaryDirectory(prefix="kvflow-example-") as directory:
         checkpoint = Path(directory)
-        with screen.busy(f"unpacking {MODEL_NAME}, some seconds"):
-            write_checkpoint(checkpoint)
+        with screen.busy(f"unpacking {name}, some seconds"):
+            write(checkpoint)
         yield checkpoint
 
 

@@ -68,6 +68,9 @@ class Loaded(Message, frozen=True):
     blocks: int
     descriptors: int
     size: int
+    blocks_left: int
+    """Of layers with a window, those that lie before it and were not read."""
+    size_left: int
     seconds: dict[str, float]
     total_s: float
 

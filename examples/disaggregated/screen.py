@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from paged_engine.weights import MODEL_NAME
 from rich.box import ROUNDED
 from rich.console import Console
 from rich.live import Live
@@ -33,10 +32,12 @@ class Screen:
     def __init__(self) -> None:
         self._console = Console(highlight=False)
         self._errors = Console(highlight=False, stderr=True)
+        self._model = ""
 
-    def header(self, title: str, *, prefill: str, decode: Sequence[str], transport: str) -> None:
+    def header(self, title: str, *, model: str, prefill: str, decode: Sequence[str], transport: str) -> None:
+        self._model = model
         text = Text.assemble(
-            (f"{MODEL_NAME}, float32, greedy", "bold"),
+            (f"{model}, float32, greedy", "bold"),
             "\n",
             (prefill, PREFILL_STYLE),
             f"  ── KV cache, NIXL over {transport} ──▶  ",
@@ -56,7 +57,7 @@ class Screen:
         """The panel in which the answer of these two engines grows."""
         try:
             with Live(console=self._console, auto_refresh=False) as live:
-                yield Answer(live, prefill, decode)
+                yield Answer(live, self._model, prefill, decode)
         finally:
             if not self._console.is_terminal:
                 # Then the panel was printed once, at the end, and without a line break.
@@ -72,6 +73,9 @@ class Screen:
         table.add_row("prompt tokens", f"{prompt_count:,}")
         table.add_row("blocks", f"{loaded.blocks:,}")
         table.add_row("bytes", f"{loaded.size:,}")
+        if loaded.blocks_left:
+            table.add_row("not moved: blocks", f"{loaded.blocks_left:,}", "before the windows")
+            table.add_row("not moved: bytes", f"{loaded.size_left:,}")
         table.add_row("descriptors", f"{loaded.descriptors:,}")
         table.add_row("lease", outcome, end_section=True)
         for phase, seconds in loaded.seconds.items():
@@ -130,8 +134,9 @@ class Screen:
 class Answer:
     """The assistant's text; the first token comes from the prefill engine, the others from the decode engine."""
 
-    def __init__(self, live: Live, prefill: str, decode: str) -> None:
+    def __init__(self, live: Live, model: str, prefill: str, decode: str) -> None:
         self._live = live
+        self._model = model.partition("-")[0]
         self._legend = Text.assemble((prefill, PREFILL_STYLE), " ", (decode, DECODE_STYLE))
         self._first: str | None = None
 
@@ -141,7 +146,7 @@ class Answer:
             self._first = text
         body = Text.assemble((self._first, PREFILL_STYLE), (text.removeprefix(self._first), DECODE_STYLE))
         panel = Panel(
-            body, title="SmolLM2", title_align="left", subtitle=self._legend, subtitle_align="right", box=ROUNDED
+            body, title=self._model, title_align="left", subtitle=self._legend, subtitle_align="right", box=ROUNDED
         )
         self._live.update(panel, refresh=True)
 

@@ -18,13 +18,14 @@ from pathlib import Path
 import msgspec
 import torch
 import uvloop
-from paged_engine import Engine, OutOfBlocksError, blocks_for
+from paged_engine import Engine, OutOfBlocksError
 from paged_engine.all_reduce import AllReduce
 from paged_engine.sharding import WHOLE, Shard
-from paged_engine.weights import MODEL_NAME, load_model
+from paged_engine.weights import load_model
 
 import kvflow
 from disaggregated.channel import Channel, ChannelClosedError
+from disaggregated.groups import LayerGroups
 from disaggregated.messages import (
     Command,
     Decode,
@@ -90,7 +91,7 @@ async def _started(
         tp_rank=settings.shard.tp_rank,
         tp_size=settings.shard.tp_size,
         listen="tcp://127.0.0.1:0",
-        model=MODEL_NAME,
+        model=model.config.name,
     )
     async with Engine(
         model,
@@ -104,8 +105,7 @@ async def _started(
         worker = _Worker(engine, runtime, channel)
         try:
             async with runtime:
-                layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
-                await runtime.register_kv_caches(engine.kv_caches, layout)
+                await runtime.register_kv_caches(worker.groups.caches)
                 yield worker
         finally:
             await worker.all_given_back()  # closing has ended all loads and leases
@@ -118,6 +118,7 @@ class _Worker:
         self._engine = engine
         self._runtime = runtime
         self._channel = channel
+        self.groups = LayerGroups(engine)
         self._giving_back: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -154,7 +155,11 @@ class _Worker:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(command.prompt)))
             token = await self._engine.prefill(command.prompt, block_ids)
             lease = self._runtime.serve_blocks(
-                kvflow.ServeRequest(command.request_id, block_ids=block_ids, num_tokens=len(command.prompt))
+                kvflow.ServeRequest(
+                    command.request_id,
+                    block_ids=self.groups.tables(block_ids, len(command.prompt)),
+                    num_tokens=len(command.prompt),
+                )
             )
             freed = self._give_back(blocks.pop_all(), after=lease)
         try:
@@ -170,9 +175,10 @@ class _Worker:
         async with AsyncExitStack() as blocks:
             room = self._engine.reserve(command.prompt_count + command.max_tokens)
             block_ids = await blocks.enter_async_context(room)
-            filled_count = blocks_for(command.prompt_count, self._engine.block_size)
-            request = kvflow.LoadRequest(command.request_id, ticket=command.ticket, block_ids=block_ids[:filled_count])
-            await self._channel.send(_loaded(await self._load(request, blocks)))
+            tables = self.groups.tables(block_ids, command.prompt_count)
+            request = kvflow.LoadRequest(command.request_id, ticket=command.ticket, block_ids=tables)
+            report = await self._load(request, blocks)
+            await self._channel.send(_loaded(report, *self.groups.left(command.prompt_count)))
             await self._stream(
                 self._engine.decode(
                     command.token,
@@ -231,12 +237,14 @@ async def _failures_reported(channel: Channel[Command, Event]) -> AsyncIterator[
             await channel.send(Failed(error=f"{type(error).__name__}: {error}"))
 
 
-def _loaded(report: kvflow.LoadReport) -> Loaded:
+def _loaded(report: kvflow.LoadReport, blocks_left: int, size_left: int) -> Loaded:
     return Loaded(
         sources=list(report.sources),
         blocks=report.blocks,
         descriptors=report.descriptors,
         size=report.bytes,
+        blocks_left=blocks_left,
+        size_left=size_left,
         seconds=dict(report.seconds),
         total_s=report.total_s,
     )

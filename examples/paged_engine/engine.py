@@ -14,7 +14,7 @@ its step to end and only then gives its blocks back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -99,6 +99,15 @@ class Engine:
     def kv_caches(self) -> dict[str, torch.Tensor]:
         """One tensor per layer, [2, blocks, KV heads, block size, head size]; live as long as the engine."""
         return self._cache.tensors
+
+    @property
+    def model_name(self) -> str:
+        return self._model.config.name
+
+    @property
+    def windows(self) -> Mapping[str, int]:
+        """By layer name, how many tokens a token attends to there; 0: all of them."""
+        return self._model.windows
 
     @property
     def block_size(self) -> int:

@@ -13,7 +13,7 @@ same `row_count` a sequence gets the same bits in any company.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 
@@ -37,6 +37,15 @@ class ModelConfig:
     rope_theta: float
     position_count_max: int
     eos_token_id: int
+    name: str = "llama"
+    window: int = 0
+    """How many tokens, itself included, a token attends to in layers with a window; 0: no layer has one."""
+    full_attention_every: int = 1
+    """The last of so many layers has no window."""
+
+    def window_of(self, layer: int) -> int:
+        """A layer's window in tokens; 0: it attends to all of them."""
+        return self.window if (layer + 1) % self.full_attention_every else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +80,8 @@ class Part:
     pages: Pages
     start: int
     context_count: int
-    mask: torch.Tensor
+    masks: Mapping[int, torch.Tensor]
+    """By a layer's window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +109,8 @@ class LlamaModel:
         self._layers = {
             layer_name(index): _layer_weights(weights, layer_name(index)) for index in range(config.layer_count)
         }
+        self.windows = {layer_name(index): config.window_of(index) for index in range(config.layer_count)}
+        """By layer name; 0: the layer attends to all tokens."""
 
     @property
     def layer_names(self) -> tuple[str, ...]:
@@ -142,7 +154,9 @@ class LlamaModel:
         positions = [chunk.start + index for chunk in chunks for index in range(len(chunk.token_ids))]
         cos, sin = _rotation(_rows(positions, row_count), self.config)
         ends = accumulate(len(chunk.token_ids) for chunk in chunks)
-        return Batch(parts=[_part(chunk, end) for chunk, end in zip(chunks, ends, strict=True)], cos=cos, sin=sin)
+        windows = {*self.windows.values()}
+        parts = [_part(chunk, end, windows) for chunk, end in zip(chunks, ends, strict=True)]
+        return Batch(parts=parts, cos=cos, sin=sin)
 
     def _normed(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
@@ -158,7 +172,8 @@ class LlamaModel:
         attended = torch.zeros_like(query)
         for part in batch.parts:
             part.pages.write(name, part.start, key[part.rows], value[part.rows])
-            attended[part.rows] = _attended(query[part.rows], *part.pages.read(name, part.context_count), part.mask)
+            context, mask = part.pages.read(name, part.context_count), part.masks[self.windows[name]]
+            attended[part.rows] = _attended(query[part.rows], *context, mask)
         return linear(attended.flatten(1), layer.output)
 
 
@@ -168,7 +183,7 @@ def _rows(numbers: Sequence[int], row_count: int) -> torch.Tensor:
     return torch.tensor([*numbers, *repeat(0, row_count - len(numbers))])
 
 
-def _part(chunk: Chunk, end: int) -> Part:
+def _part(chunk: Chunk, end: int, windows: Iterable[int]) -> Part:
     """The chunk whose last token is in the row before `end`."""
     token_count = len(chunk.token_ids)
     context_count = chunk.start + token_count
@@ -178,9 +193,14 @@ def _part(chunk: Chunk, end: int) -> Part:
         pages=chunk.pages,
         start=chunk.start,
         context_count=context_count,
-        # A token sees itself and everything before it.
-        mask=torch.arange(context_count) <= torch.arange(chunk.start, context_count)[:, None],
+        masks={window: _mask(chunk.start, context_count, window) for window in windows},
     )
+
+
+def _mask(start: int, stop: int, window: int) -> torch.Tensor:
+    """What the tokens from `start` on see: themselves and what is before them, as much of it as a window holds."""
+    distance = torch.arange(start, stop)[:, None] - torch.arange(stop)
+    return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
 def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -69,6 +69,7 @@ def write_checkpoint(directory: Path) -> None:
 
     reader = GGUFReader(package_directory() / GGUF_NAME)
     config = ModelConfig(
+        name=MODEL_NAME,
         layer_count=_value(reader, "llama.block_count"),
         kv_head_count=_value(reader, "llama.attention.head_count_kv"),
         head_dim=_value(reader, "llama.rope.dimension_count"),

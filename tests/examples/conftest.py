@@ -41,7 +41,7 @@ def greedy_answer(model: Any, prompt: Sequence[int], max_tokens: int) -> list[in
     return generated
 
 
-def write_llama(model: Any, directory: Path) -> None:
+def write_llama(model: Any, directory: Path, **more: Any) -> None:
     """A Llama of transformers, as the examples' engine reads it."""
     from paged_engine.model import ModelConfig
     from paged_engine.weights import write_weights
@@ -55,9 +55,27 @@ def write_llama(model: Any, directory: Path) -> None:
         rope_theta=config["rope_parameters"]["rope_theta"],
         position_count_max=config["max_position_embeddings"],
         eos_token_id=config["eos_token_id"],
+        **more,
     )
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     write_weights(tensors, ours, directory)
+
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    # Large weights part the logits, so that no two tokens are equally likely.
+    "initializer_range": 0.5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
 
 
 @pytest.fixture(scope="session")
@@ -65,24 +83,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """A random Llama with two query heads per KV head."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        # Large weights part the logits, so that no two tokens are equally likely.
-        initializer_range=0.5,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY)).eval()
     directory = tmp_path_factory.mktemp("tiny")
     write_llama(model, directory)
+    return Model(directory, partial(greedy_answer, model))
+
+
+@pytest.fixture(scope="session")
+def tiny_windowed(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The same as a Mistral, each of whose layers attends to a window of four tokens."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(**TINY, head_dim=8, sliding_window=4, attn_implementation="eager")
+    model = transformers.MistralForCausalLM(config).eval()
+    directory = tmp_path_factory.mktemp("windowed")
+    write_llama(model, directory, window=4, full_attention_every=4)
     return Model(directory, partial(greedy_answer, model))
 
 

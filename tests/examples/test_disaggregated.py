@@ -73,6 +73,19 @@ def test_the_chat_runs_as_it_stands(run_python: RunPython) -> None:
     assert all(table[rate].endswith(" GB/s") for rate in ("post + wire", "all phases"))
 
 
+def test_what_lies_before_windows_is_not_moved(run_python: RunPython) -> None:
+    """Two groups of layers: one attends to all 134 tokens, five to the last 32."""
+    demo = run_python(str(CHAT), "--model=sliding-window", "--tokens=8", "--block-size=16")
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert "✓ same text: 8 tokens" in demo.stdout
+    table = dict(re.findall(r"^│ ([a-z:+ ]+?) +│ +(\S+) │", demo.stdout, flags=re.MULTILINE))
+    blocks = blocks_for(int(table["prompt tokens"]), 16)
+    assert (int(table["blocks"]), int(table["not moved: blocks"])) == (blocks + 3, blocks - 3)
+    block_bytes = 16 * 2 * 2 * 32 * 4  # of a layer: K and V, 2 heads of 32 float32 values
+    assert int(table["not moved: bytes"].replace(",", "")) == (blocks - 3) * 5 * block_bytes
+    assert int(table["bytes"].replace(",", "")) <= (blocks + 3 * 5) * block_bytes
+
+
 def test_names_what_is_not_installed(run_python: RunPython) -> None:
     lines = (
         "import runpy, sys",

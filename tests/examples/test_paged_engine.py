@@ -187,6 +187,11 @@ class TestEngine:
                 assert await answer_of(engine, PROMPT[:length], 20) == tiny.greedy(PROMPT[:length], 20)
                 assert engine.statistics().blocks_used == 0
 
+    async def test_windows_are_those_of_transformers(self, tiny: Model, tiny_windowed: Model) -> None:
+        async with Engine(load_model(tiny_windowed.checkpoint), block_count=16, block_size=4) as engine:
+            answer = await answer_of(engine, PROMPT, 20)
+        assert answer == tiny_windowed.greedy(PROMPT, 20) != tiny.greedy(PROMPT, 20)
+
     @pytest.mark.parametrize("batch_size", [1, 4])
     async def test_concurrent_requests_share_a_small_cache(
         self, tiny: Model, model: WatchedModel, batch_size: int
