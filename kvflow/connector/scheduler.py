@@ -178,6 +178,7 @@ class _Producer:
     prompt: Sequence[int] | None
     saved: Save | None = None
     """The prompt's lease."""
+    num_computed_tokens: int = 0
     state: ProducerState = ProducerState.COMPUTING
 
 
@@ -310,8 +311,10 @@ class ConnectorScheduler:
             self._preempt(request_id)
         for entry in scheduled:
             request = self._producers.get(entry.request_id)
-            if request is not None and request.state is ProducerState.COMPUTING:
-                self._save_if_complete(request, entry.num_computed_tokens, block_ids)
+            if request is not None:
+                request.num_computed_tokens = entry.num_computed_tokens
+                if request.state is ProducerState.COMPUTING:
+                    self._save_if_complete(request, block_ids)
         step, self._next = self._next, Step()
         step.keep = [keep for keep in step.keep if self._waits(keep)]
         step.abandon = [request_id for request_id in step.abandon if request_id in self._consumers]
@@ -332,14 +335,14 @@ class ConnectorScheduler:
         """A request has ended for the engine: `completed` by itself, or else aborted or failed.
 
         With `hold_blocks` its blocks are the engine's again when it is reported as sent, or as received. With
-        `block_ids`, those that it still has, nothing is offered of which a block has been taken back since.
+        `block_ids`, those that it still has, nothing is offered of which a block has been taken back since; nor is a
+        state that has gone on with the request's answer.
         """
         if request_id in self._consumers:
             return self._consumer_finished(self._consumers[request_id])
         if request_id in self._producers:
             request = self._producers[request_id]
-            kept = block_ids is None or request.saved is None or self._has(request.saved, self._tables(block_ids))
-            return self._producer_finished(request, completed and kept)
+            return self._producer_finished(request, completed and self._has_prompt(request, block_ids))
         return Finished(False, None)
 
     def withdraw_all(self) -> None:
@@ -384,10 +387,17 @@ class ConnectorScheduler:
             self._producer_fires(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
         return Finished(request_blocks_held(request.state), with_spare(ticket.to_params()))
 
-    @staticmethod
-    def _has(save: Save, tables: Sequence[Sequence[int]]) -> bool:
-        """Whether all of a saved prompt's blocks are in the request's tables."""
-        return all(set(saved) <= set(table) for saved, table in zip(save.block_tables, tables, strict=True))
+    def _has_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
+        """Whether a saved prompt's blocks are where they were, as far as is known, and its state is that of its end."""
+        save = request.saved
+        if save is None or (self._config.has_state and request.num_computed_tokens > save.num_tokens):
+            return False
+        return block_ids is None or self._prompt_blocks(self._tables(block_ids), save.num_tokens) == save.block_tables
+
+    def _prompt_blocks(self, tables: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Of a request's tables, what is offered of a prompt of so many tokens."""
+        pairs = zip(self._config.all_groups, tables, strict=True)
+        return tuple(_blocks(group, ids, 0, tokens) for group, ids in pairs)
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
         """A table for each group. UsageError if there are more or fewer."""
@@ -404,19 +414,16 @@ class ConnectorScheduler:
             self._producer_fires(request, ProducerEvent.PREEMPT)
             self._withdraw(request)
 
-    def _save_if_complete(
-        self, request: _Producer, num_computed_tokens: int, block_ids: Callable[[str], GivenTables]
-    ) -> None:
-        if num_computed_tokens < request.num_prompt_tokens or self._introduction is None:
+    def _save_if_complete(self, request: _Producer, block_ids: Callable[[str], GivenTables]) -> None:
+        if request.num_computed_tokens < request.num_prompt_tokens or self._introduction is None:
             return
         tokens, tables = request.num_prompt_tokens, self._tables(block_ids(request.request_id))
         if self._config.full_blocks_only:
             tokens -= tokens % self._config.full_block_tokens
-        pairs = zip(self._config.all_groups, tables, strict=True)
         save = Save(
             request_id=request.request_id,
             serve_id=f"{request.request_id[:_SHOWN_ID_CHARS]}#{self._new_secret()}",
-            block_tables=tuple(_blocks(group, ids, 0, tokens) for group, ids in pairs),
+            block_tables=self._prompt_blocks(tables, tokens),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvflow.connector.scheduler import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
@@ -340,72 +341,135 @@ def test_a_step_survives_its_way_to_the_workers() -> None:
 # --- a whole engine
 
 
+NULL = 0
+"""The block that stands in front of a window in an engine's table."""
+FULL = GroupFacts(name="full", block_size=4)
+LOCAL = GroupFacts(name="local", block_size=2, kind=GroupKind.SLIDING, window=5)
+CHUNKED = GroupFacts(name="chunked", block_size=4, kind=GroupKind.CHUNKED, window=6)
+STATE = GroupFacts(name="state", block_size=1, kind=GroupKind.STATE)
+MODELS = ((), (FULL, LOCAL), (FULL, STATE), (FULL, LOCAL, CHUNKED, STATE), (CHUNKED,))
+
+
+def span_of(group: GroupFacts, tokens: int) -> range:
+    """The blocks of a group that hold what is needed once `tokens` tokens are computed."""
+    if group.kind is GroupKind.STATE:
+        return range(min(tokens, 1))
+    return range(group.first_needed(tokens) // group.block_size, -(-tokens // group.block_size))
+
+
+def grouped_ticket(groups: Sequence[GroupFacts], num_tokens: int, request_id: str) -> Ticket:
+    if not groups:
+        return ticket_of(num_tokens, request_id=request_id)
+    introduction = msgspec.structs.replace(INTRODUCTION, groups=tuple(groups), more_block_ids=((),) * (len(groups) - 1))
+    ids = [[*span_of(group, num_tokens)] for group in groups]
+    return introduction.without_leases(
+        request_id=request_id, block_ids=ids if len(ids) > 1 else ids[0], num_tokens=num_tokens, ttl_s=9.0
+    )
+
+
+class JobState(enum.Enum):
+    WAITING = enum.auto()
+    PARKED = enum.auto()
+    RUNNING = enum.auto()
+    COMPUTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+UNFINISHED = [state for state in JobState if state is not JobState.FINISHED]
+
+
 @dataclass
 class Job:
     """A request as the model's engine sees it."""
 
     request: Request
     ticket: Ticket | None
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     running: bool = False
     parked: bool = False  # its load is under way
     finished: bool = False
 
+    @property
+    def state(self) -> JobState:
+        if self.finished or self.parked:
+            return JobState.FINISHED if self.finished else JobState.PARKED
+        if self.running:
+            return JobState.COMPUTED if self.computed >= self.request.num_prompt_tokens else JobState.RUNNING
+        return JobState.WAITING
+
+    @property
+    def blocks(self) -> set[int]:
+        return {block for table in self.tables for block in table} - {NULL}
+
 
 class Engine(RuleBasedStateMachine):
     """An engine's scheduler with a pool of blocks, workers that end loads and leases at any time, and a connector.
 
-    A block that the engine takes back must not be written by a load, nor be readable by anybody who has its ticket.
+    A block that the engine takes back must not be written by a load, nor be readable by anybody who has its ticket. And
+    who has a ticket finds the prompt in its blocks, also if the request has gone on: windows move, a state changes.
     """
-
-    jobs = Bundle("jobs")
 
     def __init__(self) -> None:
         super().__init__()
-        self.connector = scheduler(fetch_tokens_min=3)
         self.ids = itertools.count()
+        self.holds: dict[int, object] = {}  # what each block holds
         self.alive: dict[str, Job] = {}
         self.preempted: list[str] = []
         # The workers.
-        self.loads: dict[str, tuple[int, ...]] = {}
-        self.leases: dict[str, tuple[int, ...]] = {}
+        self.loads: dict[str, set[int]] = {}
+        self.leases: dict[str, dict[int, object]] = {}  # each block, and what it has to hold
         self.out: set[str] = set()  # leases whose ticket the router has
         self.awaited: set[str] = set()  # requests that the workers know to be sent
         self.told: dict[str, int] = {}  # how often each producer was told that its blocks are free
         self.offered: set[str] = set()
         self.kept: set[str] = set()  # requests whose tickets' leases the workers keep
 
-    @initialize(num_blocks=st.integers(4, 12))
-    def start(self, num_blocks: int) -> None:
-        self.free = set(range(num_blocks))
+    @initialize(num_blocks=st.integers(4, 20), groups=st.sampled_from(MODELS))
+    def start(self, num_blocks: int, groups: tuple[GroupFacts, ...]) -> None:
+        self.free = set(range(1, 1 + num_blocks))
         self.num_blocks = num_blocks
+        self.connector = scheduler(introduce=False, groups=groups, fetch_tokens_min=3)
+        self.given = groups
+        self.groups = groups or (FULL,)
+        self.connector.introduce(grouped_ticket(groups, 0, "introduction"))
 
     # Requests come, and go.
 
-    @rule(target=jobs, tokens=st.integers(1, 14))
-    def a_prompt_to_produce(self, tokens: int) -> str:
-        return self.come(producer(tokens, f"p{next(self.ids)}"), None)
+    @rule(tokens=st.integers(1, 14))
+    def a_prompt_to_produce(self, tokens: int) -> None:
+        self.come(producer(tokens, f"p{next(self.ids)}"), None)
 
-    @rule(target=jobs, tokens=st.integers(1, 14), offered=st.integers(0, 16))
-    def a_prompt_to_receive(self, tokens: int, offered: int) -> str:
+    @rule(tokens=st.integers(1, 14), offered=st.integers(0, 16))
+    def a_prompt_to_receive(self, tokens: int, offered: int) -> None:
         request_id = f"c{next(self.ids)}"
-        ticket = ticket_of(offered, request_id=request_id)
+        ticket = grouped_ticket(self.given, offered, request_id)
         if offered:
             self.offered.add(request_id)
-        return self.come(consumer(tokens, ticket, request_id), ticket)
+        self.come(consumer(tokens, ticket, request_id), ticket)
 
-    def come(self, request: Request, ticket: Ticket | None) -> str:
+    def come(self, request: Request, ticket: Ticket | None) -> None:
         self.connector.add(request)
         self.alive[request.request_id] = Job(request, ticket)
-        return request.request_id
 
-    @rule(request_id=jobs, completed=st.booleans())
-    def end(self, request_id: str, completed: bool) -> None:
-        job = self.alive.get(request_id)
-        if job is None or job.finished or (completed and job.computed < job.request.num_prompt_tokens):
-            return
-        finished = self.connector.request_finished(request_id, completed=completed)
+    def of(self, *states: JobState) -> list[str]:
+        """Requests in one of these states."""
+        return sorted(request_id for request_id, job in self.alive.items() if job.state in states)
+
+    @precondition(lambda engine: engine.of(JobState.COMPUTED))
+    @rule(data=st.data())
+    def complete(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.of(JobState.COMPUTED))), completed=True)
+
+    @precondition(lambda engine: engine.of(*UNFINISHED))
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(self.of(*UNFINISHED))), completed=False)
+
+    def end(self, request_id: str, *, completed: bool) -> None:
+        job = self.alive[request_id]
+        tables = self.tables_of(request_id) if job.tables else None
+        finished = self.connector.request_finished(request_id, completed=completed, block_ids=tables)
         assert finished.hold_blocks == self.connector.blocks_held(request_id)
         assert finished.hold_blocks >= job.parked, "a load may still write"
         job.finished, job.running = True, False
@@ -418,23 +482,59 @@ class Engine(RuleBasedStateMachine):
 
     def take_back(self, job: Job) -> None:
         """The blocks go back to the pool: nobody may write them, nobody with a ticket may read them."""
-        blocks = set(job.blocks)
-        for request_id, written in self.loads.items():
-            assert not blocks & set(written), f"{request_id} is still being loaded"
-        for request_id in self.out & self.leases.keys():
-            assert not blocks & set(self.leases[request_id]), f"{request_id} can still be read"
-        self.free |= blocks
-        job.blocks = []
+        self.give_back(job.blocks)
+        job.tables = []
         if job.finished:
             del self.alive[job.request.request_id]
 
+    def give_back(self, blocks: set[int]) -> None:
+        for request_id, written in self.loads.items():
+            assert not blocks & written, f"{request_id} is still being loaded"
+        for request_id in self.out & self.leases.keys():
+            assert not blocks & self.leases[request_id].keys(), f"{request_id} can still be read"
+        self.free |= blocks
+
+    def tables_of(self, request_id: str) -> list[list[int]] | list[int]:
+        """As an engine gives them."""
+        tables = self.alive[request_id].tables
+        return tables if len(self.given) > 1 else tables[0]
+
+    def cover(self, job: Job, tokens: int) -> bool:
+        """Blocks for so many tokens, without those in front of windows; False if there are too few."""
+        wanted = [
+            (at, block)
+            for at, group in enumerate(self.groups)
+            for block in range(len(job.tables[at]), 1 if group.kind is GroupKind.STATE else span_of(group, tokens).stop)
+        ]
+        behind = [
+            (at, block)
+            for at, group in enumerate(self.groups)
+            for block in range(min(span_of(group, tokens).start, len(job.tables[at])))
+        ]
+        self.give_back({job.tables[at][block] for at, block in behind} - {NULL})
+        for at, block in behind:
+            job.tables[at][block] = NULL
+        needed = {(at, block): block >= span_of(self.groups[at], tokens).start for at, block in wanted}
+        if sum(needed.values()) > len(self.free):
+            return False
+        for at, block in wanted:
+            job.tables[at].append(self.free.pop() if needed[at, block] else NULL)
+        return True
+
+    def compute(self, job: Job, tokens: int) -> None:
+        """Its blocks hold what so many tokens leave there."""
+        for at, (group, table) in enumerate(zip(self.groups, job.tables, strict=True)):
+            for index, block in enumerate(table):
+                self.holds[block] = (job.request, at, tokens if group.kind is GroupKind.STATE else index)
+        job.computed = tokens
+
     # The scheduler.
 
-    @rule(request_id=jobs, cached_blocks=st.integers(0, 3), use_remote=st.booleans())
-    def schedule(self, request_id: str, cached_blocks: int, use_remote: bool) -> None:
-        job = self.alive.get(request_id)
-        if job is None or job.finished or job.running or job.parked:
-            return
+    @precondition(lambda engine: engine.of(JobState.WAITING))
+    @rule(data=st.data(), cached_blocks=st.integers(0, 3), use_remote=st.booleans())
+    def schedule(self, data: st.DataObject, cached_blocks: int, use_remote: bool) -> None:
+        request_id = data.draw(st.sampled_from(self.of(JobState.WAITING)))
+        job = self.alive[request_id]
         prompt = job.request.num_prompt_tokens
         computed = min(cached_blocks, (prompt - 1) // BLOCK_SIZE) * BLOCK_SIZE
         matched = self.connector.num_new_matched_tokens(request_id, computed)
@@ -442,35 +542,35 @@ class Engine(RuleBasedStateMachine):
         assert matched.tokens == 0 or matched.asynchronous
         assert computed + matched.tokens <= prompt
         external = matched.tokens if use_remote else 0
-        need = -(-prompt // BLOCK_SIZE)
-        if len(self.free) < need:
+        job.tables = [[] for _ in self.groups]
+        if not self.cover(job, max(computed + external, 1)):
+            job.tables = []
             return
-        job.blocks = [self.free.pop() for _ in range(need)]
-        self.connector.update_after_alloc(request_id, job.blocks, external)
+        self.compute(job, computed + external)
+        self.connector.update_after_alloc(request_id, self.tables_of(request_id), external)
         job.parked, job.running = external > 0, external == 0
-        job.computed = computed + external
 
-    @rule(request_id=jobs)
-    def preempt(self, request_id: str) -> None:
-        job = self.alive.get(request_id)
-        if job is not None and job.running:
-            job.running, job.computed = False, 0
-            self.preempted.append(request_id)
-            # The lease of a complete prompt may be open still, but nobody has its ticket.
-            self.take_back(job)
+    @precondition(lambda engine: engine.of(JobState.RUNNING, JobState.COMPUTED))
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.of(JobState.RUNNING, JobState.COMPUTED)))
+        job = self.alive[request_id]
+        job.running, job.computed = False, 0
+        self.preempted.append(request_id)
+        # The lease of a complete prompt may be open still, but nobody has its ticket.
+        self.take_back(job)
 
-    @rule(tokens=st.integers(1, 16))
-    def step(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, 16), answer=st.integers(0, 5))
+    def step(self, tokens: int, answer: int) -> None:
+        """So many tokens are computed, of a prompt or of an answer."""
         scheduled = []
         for request_id, job in self.alive.items():
-            if job.running and job.computed < job.request.num_prompt_tokens:
-                job.computed = min(job.computed + tokens, job.request.num_prompt_tokens)
+            left = job.request.num_prompt_tokens - job.computed
+            more = min(tokens, left) if left > 0 else answer
+            if job.running and more and self.cover(job, job.computed + more):
+                self.compute(job, job.computed + more)
                 scheduled.append(Scheduled(request_id, job.computed))
-        step = self.connector.build_step(
-            scheduled,
-            preempted=self.preempted,
-            block_ids=lambda request_id: self.alive[request_id].blocks,
-        )
+        step = self.connector.build_step(scheduled, preempted=self.preempted, block_ids=self.tables_of)
         self.preempted = []
         self.work(step)
         waiting = {
@@ -478,7 +578,7 @@ class Engine(RuleBasedStateMachine):
             for request_id, job in self.alive.items()
             if self.connector.state_of(request_id) is ConsumerState.EXPECTED
             and job.ticket is not None
-            and 0 < job.ticket.num_tokens <= job.request.num_prompt_tokens
+            and 0 < job.ticket.num_tokens <= job.request.num_prompt_tokens - (STATE in self.groups)
         }
         assert self.kept - self.loads.keys() == waiting
 
@@ -493,9 +593,10 @@ class Engine(RuleBasedStateMachine):
             self.leases.pop(request_id, None)
         for receive in step.receive:
             assert receive.request_id not in self.loads
-            assert set(receive.block_tables[0]) <= set(self.alive[receive.request_id].blocks)
-            assert not any(set(receive.block_tables[0]) & set(blocks) for blocks in self.leases.values())
-            self.loads[receive.request_id] = receive.block_tables[0]
+            blocks = {block for table in receive.block_tables for block in table}
+            assert blocks <= self.alive[receive.request_id].blocks
+            assert not any(blocks & self.leases[other].keys() for other in self.out & self.leases.keys())
+            self.loads[receive.request_id] = blocks
             self.tell(receive.request_id)
         for release in step.release:
             self.tell(release.request_id)
@@ -503,8 +604,13 @@ class Engine(RuleBasedStateMachine):
             assert request_id in self.loads
         for save in step.save:
             assert save.request_id not in self.leases
-            assert list(save.block_tables[0]) == self.alive[save.request_id].blocks
-            self.leases[save.request_id] = save.block_tables[0]
+            request = self.alive[save.request_id].request
+            assert save.num_tokens == request.num_prompt_tokens
+            self.leases[save.request_id] = {
+                block: (request, at, save.num_tokens if group.kind is GroupKind.STATE else index)
+                for at, (group, table) in enumerate(zip(self.groups, save.block_tables, strict=True))
+                for index, block in zip(span_of(group, save.num_tokens), table, strict=True)
+            }
         for send in step.send:
             assert send.request_id in self.out
             self.awaited.add(send.request_id)
@@ -553,6 +659,12 @@ class Engine(RuleBasedStateMachine):
     # What always holds.
 
     @invariant()
+    def who_has_a_ticket_finds_the_prompt(self) -> None:
+        for request_id in self.out & self.leases.keys():
+            for block, expected in self.leases[request_id].items():
+                assert self.holds[block] == expected, f"{request_id}: block {block}"
+
+    @invariant()
     def no_block_is_lost_or_twice(self) -> None:
         owned = [block for job in self.alive.values() for block in job.blocks]
         assert len(owned) == len(set(owned))
@@ -572,9 +684,9 @@ class Engine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything ends, and nothing is left: all blocks are free, each producer of a ticket has been told."""
-        for request_id in list(self.alive):
+        for request_id in self.of(*UNFINISHED):
             self.end(request_id, completed=False)
-        self.step(tokens=1)
+        self.step(tokens=1, answer=0)
         for request_id in list(self.loads):
             del self.loads[request_id]
             self.kept.discard(request_id)
@@ -583,25 +695,20 @@ class Engine(RuleBasedStateMachine):
         for request_id in self.out:
             self.leases.pop(request_id, None)
         self.report()
-        assert self.free == set(range(self.num_blocks))
+        assert self.free == set(range(1, 1 + self.num_blocks))
         assert self.connector.open_requests == 0
         assert self.leases == {}
         assert self.kept == set()
         assert set(self.told) == self.offered
 
 
-TestEngine = machine_test(Engine, 37, 110, steps=40)
+TestEngine = machine_test(Engine, 60, 400, steps=40)
 
 
 # --- several groups
 
-FULL = GroupFacts(name="full", block_size=4)
-LOCAL = GroupFacts(name="local", block_size=2, kind=GroupKind.SLIDING, window=5)
-STATE = GroupFacts(name="state", block_size=1, kind=GroupKind.STATE)
 GROUPS = (FULL, LOCAL, STATE)
 GROUPED = msgspec.structs.replace(INTRODUCTION, groups=GROUPS, more_block_ids=((), ()))
-NULL = 0
-"""The block that stands in front of a window in an engine's table."""
 
 
 def grouped_scheduler(**changes: Any) -> ConnectorScheduler:
@@ -734,6 +841,7 @@ def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
         (([10, 11, 12, 13, 14], [NULL] * 4 + [34, 35, 36, 37], [7]), True),  # of an answer of more than one token
         (([10, 11, 12, 13], [NULL] * 5 + [35, 36], [7]), False),  # the window has moved on
         (([10, 11, 12, 13], [NULL] * 4 + [34, 35, 36], [8]), False),
+        (([10, 11, 12, 13, 14], [NULL] * 5 + [35, 36, 34], [7]), False),  # taken back, and come again for the answer
     ],
 )
 def test_a_prompt_of_which_a_block_has_been_taken_back_is_not_offered(left: Any, offered: bool) -> None:
@@ -743,6 +851,18 @@ def test_a_prompt_of_which_a_block_has_been_taken_back_is_not_offered(left: Any,
     finished = connector.request_finished("r", completed=True, block_ids=left)
     assert (finished.hold_blocks, finished.params is not None) == (offered, offered)
     assert step_of(connector).withdraw == ([] if offered else ["r"])
+
+
+@each(("groups", "offered"), [((FULL, STATE), False), ((FULL, LOCAL), True)])
+def test_a_state_that_has_gone_on_is_not_offered(groups: tuple[GroupFacts, ...], offered: bool) -> None:
+    connector = scheduler(groups=groups)
+    connector.introduce(grouped_ticket(groups, 0, "introduction"))
+    connector.add(producer(13))
+    tables = tables_of(13)[0], tables_of(13)[2 if STATE in groups else 1]
+    for computed in (13, 14):
+        connector.build_step([Scheduled("r", computed)], preempted=(), block_ids=lambda _: tables)
+    finished = connector.request_finished("r", completed=True, block_ids=tables)
+    assert (finished.hold_blocks, finished.params is not None) == (offered, offered)
 
 
 def test_full_blocks_are_full_in_every_group_that_begins_the_prompt() -> None:

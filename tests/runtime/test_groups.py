@@ -17,7 +17,7 @@ from group_hand_overs import Attention, GroupHandOver, Part, run
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest
+from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
@@ -148,6 +148,37 @@ def test_layers_of_a_group_that_look_different_go_through_scratch_memory_each_it
 @given(data=st.data())
 def test_every_token_of_every_window_arrives(drawn: st.SearchStrategy[GroupHandOver], data: st.DataObject) -> None:
     run_virtual(run(data.draw(drawn), InprocCluster().world()))
+
+
+def quantized(heads: int) -> tuple[dict[str, torch.Tensor], list[CacheLayout]]:
+    """Two layers of bytes, and beside each the scale of each head of each token, as docs/groups.md has it."""
+    values = {f"layers.{at}": torch.randint(-99, 99, (2, 6, 4, heads, 8), dtype=torch.int8) for at in range(2)}
+    scales = {f"scales.{at}": torch.rand(2, 6, 4, heads).unsqueeze(-1) for at in range(2)}
+    layouts = [
+        CacheLayout.infer(values, order="NHD", block_size=4),
+        CacheLayout.infer(scales, order="NHD", block_size=4, layer_indices=[1000, 1001]),
+    ]
+    return {**values, **scales}, layouts
+
+
+async def test_scales_of_a_quantized_cache_are_layers_of_their_own() -> None:
+    """Read from two ranks of two heads each: every value arrives with its scale."""
+    config = replace(PATIENT, engine_id="prefill", listen="tcp://127.0.0.1:0", tp_size=2)
+    cluster, parts, whole = InprocCluster(), [quantized(2) for _ in range(2)], quantized(4)
+    async with (
+        Runtime(config, world=cluster.world()) as first,
+        Runtime(replace(config, tp_rank=1), world=cluster.world()) as second,
+        Runtime(replace(config, engine_id="decode", tp_size=1), world=cluster.world()) as consumer,
+    ):
+        for runtime, (layers, layouts) in zip((first, second, consumer), (*parts, whole), strict=True):
+            await runtime.register_kv_caches([CacheGroup("full", layers, layouts)])
+        leases = [runtime.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8)) for runtime in (first, second)]
+        ticket = merge_tickets([lease.ticket for lease in leases])
+        await consumer.load_blocks(LoadRequest("req", ticket, [5, 0]))
+        for lease in leases:
+            await lease
+    for name, tensor in whole[0].items():
+        assert torch.equal(tensor[:, [5, 0]], torch.cat([layers[name][:, [1, 2]] for layers, _ in parts], dim=3))
 
 
 async def test_a_group_that_is_not_staged_yet_is_not_read_whatever_is_missing_of_the_others() -> None:
