@@ -4,7 +4,9 @@ Both pairs of servers run, and take turns: while one answers the other is stoppe
 keeps two cores busy when it is idle. Run it in the environment of `python3 dev.py vllm`, on a machine that does
 nothing else:
 
-    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale|models]
+    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale|models|first]
+
+`models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +28,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests_vllm.servers import KVFLOW, NAME, ROOT, HTTPFailed, Server, Setup, hand_over_ids, prefill
-from tests_vllm.test_models import EXTERNAL, ROWS, prompt_of
+from tests_vllm.test_models import EXTERNAL, ROWS, assert_same, is_exact, prompt_of
 from tests_vllm.test_models import LENGTHS as MODEL_LENGTHS
 
 LENGTHS = (100, 400, 1000, 1900)
@@ -190,56 +193,103 @@ def stale(name: str) -> None:
 def models() -> None:
     """Every kind of cache: prompts whose tokens are those of one instance, and whether the servers live."""
     print(f"\n| row of tests_vllm/test_models.py | {' | '.join(CONNECTORS)} |\n|---|{'---|' * len(CONNECTORS)}")
-    for row, setups in ROWS.items():
-        cells = [_judge_model(name, setups) for name in CONNECTORS]
+    for row in ROWS:
+        cells = [_judge_model(name, row) for name in CONNECTORS]
         print(f"| {row} | {' | '.join(cells)} |", flush=True)
 
 
-def _judge_model(name: str, setups: tuple[Setup, Setup]) -> str:
+@contextmanager
+def _both(name: str, setups: tuple[Setup, Setup]) -> Iterator[tuple[Server, Server]]:
+    """A row's servers with one of the connectors; AssertionError if they do not start."""
     servers: list[Server] = []
     try:
         for core, setup in enumerate(setups):
-            extra = setup.extra if name == "kvflow" else ()
-            port = (("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18800 + 10 * core)),)
-            connector = setup.connector if name == "kvflow" else CONNECTORS[name]
-            servers.append(Server.start(replace(setup, connector=connector, extra=extra, environment=port)))
-        try:
-            for server in servers:
-                server.wait_up()
-        except AssertionError:
-            return "does not start"
-        producer, consumer = servers
-        found = [_same(producer, consumer, prompt_of(length)) for length in MODEL_LENGTHS]
-        counts = {answer: found.count(answer) for answer in dict.fromkeys(found)}
-        answers = ", ".join(f"{count} {answer}" for answer, count in counts.items())
-        received = consumer.metric(EXTERNAL, source="external_kv_transfer")
-        lists = _same_list(producer, consumer)
-        alive = "" if all(server.healthy() for server in servers) else "; **an engine died**"
-        return f"{answers} of {len(found)}, {received:.0f} tokens received; a list of prompts: {lists}{alive}"
+            if name == "kvflow":
+                servers.append(Server.start(setup))
+                continue
+            ours = dict(CONNECTORS[name])
+            multi = "connectors" in dict(setup.extra)
+            theirs = replace(
+                setup,
+                connector=(("kv_connector", "MultiConnector"),) if multi else tuple(ours.items()),
+                extra=(("connectors", [{**ours, "kv_role": setup.role}]),) if multi else (),
+                environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18800 + 10 * core)),),
+            )
+            servers.append(Server.start(theirs))
+        for server in servers:
+            server.wait_up()
+        yield servers[0], servers[1]
     finally:
         for server in servers:
             if server.alive:
                 server.kill()
 
 
-def _same(producer: Server, consumer: Server, prompt: Sequence[int]) -> str:
+def _judge_model(name: str, row: str) -> str:
     try:
-        expected = producer.ids(prompt, cache_salt="alone")
-        return "equal" if hand_over_ids(producer, consumer, prompt) == expected else "**wrong**"
+        with _both(name, ROWS[row]) as (producer, consumer):
+            found = [_same(producer, consumer, prompt_of(length), row) for length in MODEL_LENGTHS]
+            counts = {answer: found.count(answer) for answer in dict.fromkeys(found)}
+            answers = ", ".join(f"{count} {answer}" for answer, count in counts.items())
+            received = consumer.metric(EXTERNAL, source="external_kv_transfer")
+            lists = _same_list(producer, consumer, row)
+            alive = "" if producer.healthy() and consumer.healthy() else "; **an engine died**"
+            return f"{answers} of {len(found)}, {received:.0f} tokens received; a list of prompts: {lists}{alive}"
+    except AssertionError:
+        return "does not start"
+    except httpx.HTTPError:
+        return "**an engine died**"
+
+
+def _same(producer: Server, consumer: Server, prompt: Sequence[int], row: str) -> str:
+    try:
+        found = hand_over_ids(producer, consumer, prompt)
+        return _judged(producer, prompt, found, row)
     except (HTTPFailed, httpx.HTTPError) as error:
         return f"HTTP {error.status}" if isinstance(error, HTTPFailed) else "lost"
 
 
-def _same_list(producer: Server, consumer: Server) -> str:
+def _same_list(producer: Server, consumer: Server, row: str) -> str:
     prompts = [prompt_of(150, seed=3), prompt_of(170, seed=4)]
     body = {"model": NAME, "prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "return_token_ids": True}
     try:
-        expected = [producer.ids(prompt, TOKENS, cache_salt="alone") for prompt in prompts]
         params = prefill(producer, prompts[0])
         found = consumer.post("/v1/completions", {**body, "ignore_eos": True, "kv_transfer_params": params})
-        return "equal" if [choice["token_ids"] for choice in found["choices"]] == expected else "**wrong**"
+        answers = [choice["token_ids"] for choice in found["choices"]]
+        judged = {_judged(producer, *pair, row) for pair in zip(prompts, answers, strict=True)}
+        return judged.pop() if len(judged) == 1 else "**wrong**"
     except (HTTPFailed, httpx.HTTPError) as error:
         return f"HTTP {error.status}" if isinstance(error, HTTPFailed) else "lost"
+
+
+def _judged(producer: Server, prompt: Sequence[int], found: list[int], row: str) -> str:
+    try:
+        assert_same(producer, list(prompt), found, is_exact(row))
+    except AssertionError:
+        return "**wrong**"
+    return "equal"
+
+
+def first(rounds: int) -> None:
+    """How long the first hand-over between two new engines takes, of two ranks each, on cores that are busy already."""
+    print(f"\nThe first hand-over, TP 2 to 2, beside a busy loop on each core: seconds at decode, of {rounds} starts")
+    for name in CONNECTORS:
+        found = []
+        for turn in range(rounds):
+            with _both(name, ROWS["TP 2 to 2"]) as (producer, consumer):
+                loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+                try:
+                    params = prefill(producer, prompt_of(300, seed=turn))
+                    began_s = time.perf_counter()
+                    consumer.ids(prompt_of(300, seed=turn), 1, kv_transfer_params=params)
+                    found.append(f"{time.perf_counter() - began_s:.1f}")
+                except (HTTPFailed, httpx.HTTPError) as error:
+                    found.append(f"{type(error).__name__} after {time.perf_counter() - began_s:.1f}")
+                finally:
+                    for loop in loops:
+                        loop.kill()
+                        loop.wait()
+        print(f"{name:8} {', '.join(found)}", flush=True)
 
 
 def _story(pair: Pair) -> list[int]:
@@ -250,10 +300,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--only", choices=["speed", "idle", "stale", "models"])
+    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first"])
     options = parser.parse_args()
     if options.only == "models":
         return models()
+    if options.only == "first":
+        return first(options.rounds)
     if options.only != "stale":
         pairs: list[Pair] = []
         try:
