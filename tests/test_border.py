@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -186,6 +187,9 @@ SEGMENT = Segment(name="x", size=4, units=2, model_units=2)
 STATE = {"layers.0": (torch.zeros(3, 4, 2),)}
 STATE_TENSORS = (StateTensor(name="conv", segments=(SEGMENT,)),)
 STATE_LAYOUT = StateLayout.infer(STATE, STATE_TENSORS)
+HAPPENED = SimpleNamespace(query=lambda: True, synchronize=lambda: None)
+"""An event."""
+
 RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]] = {
     Config: (
         values_of(CONFIG)
@@ -214,6 +218,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "reader_count": 1,
             "traceparent": TRACEPARENT,
             "prompt": [7, 8, 9, 10],
+            "ready": HAPPENED,
         },
         use_serve_request,
         RequestError,
@@ -226,6 +231,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "deadline_s": 5.0,
             "priority": 0,
             "prompt": [7, 8, 9, 10],
+            "after": HAPPENED,
         },
         use_load_request,
         RequestError,

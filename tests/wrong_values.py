@@ -146,6 +146,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
         _generator(),
     ],
     "tuple[GroupFacts, ...]": lambda: [None, *_odd(), 0, "a", [0], (None,), ({},), (Hostile(),), {}, _generator()],
+    "DeviceEvent | None": lambda: [*_odd(), 0, True, "", [], {}, _generator()],
     "Axis": lambda: [None, *_no_whole_number(), -1],
     "tuple[StateTensor, ...]": lambda: [None, *_odd(), 0, "", [], [None], {}, _generator()],
     "tuple[tuple[int, ...], ...]": lambda: [None, *_odd(), 0, "", [], [None], [0], {}, _generator(), [[1.5]]],

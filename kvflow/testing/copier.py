@@ -1,10 +1,11 @@
-"""Copies on the loop itself, for small caches in tests and for virtual time, where there are no threads."""
+"""Copies and events on the loop itself, for small caches in tests and virtual time, where there are no threads."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 
+from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch
 from kvflow.runtime.memory.copy_thread import CopyThread
 
 
@@ -19,6 +20,8 @@ class InlineCopier(CopyThread):
         self._open = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
 
     def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
         self._open += 1
@@ -26,7 +29,22 @@ class InlineCopier(CopyThread):
         self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
         self._loop.call_at(self._free_at_s, self._run, job, on_end)
 
+    def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
+        watch = Watch(event, on_end)
+        self._watches.add(watch)
+        self._loop.call_soon(self._look)
+        return watch
+
+    def _look(self) -> None:
+        for watch in self._watches.look():
+            watch.on_end(watch.error)
+        pause_s = self._watches.pause_s(self._loop.time())
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if pause_s is None or self._closed else self._loop.call_later(pause_s, self._look)
+
     async def _ended(self) -> None:
+        self._closed = True
         await self._idle.wait()
 
     def _run(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:

@@ -16,8 +16,10 @@ from kvflow.core.protocol.freshness import SealTable
 from kvflow.runtime.consumer import loader
 from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer
+from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.testing.simulator import simulate
 
 SEEDS_MAX = 1000
@@ -116,6 +118,21 @@ def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Connection, "idle", idle)
 
 
+def serve_before_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease whose blocks the device has yet to compute says that they are there."""
+    real = OfferedBlocks.open
+    monkeypatch.setattr(OfferedBlocks, "open", lambda self, held, _, on_error: real(self, held, None, on_error))
+
+
+def land_while_the_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load does not wait for the last step of who had its blocks before."""
+
+    async def happened(self: CopyThread, event: object) -> None:
+        pass
+
+    monkeypatch.setattr(CopyThread, "happened", happened)
+
+
 def read_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The offered blocks of a window are taken for those of the prompt's beginning."""
     mutate_matches(monkeypatch, lambda some, whole, _: some if whole else replace(some, remote_ids=some.remote_ids * 0))
@@ -150,6 +167,8 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "never_expire": (never_expire, "I7", 0),
     "keep_broken_connections": (keep_broken_connections, "I7", 18),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
+    "serve_before_computed": (serve_before_computed, "I2", 9),
+    "land_while_the_device_writes": (land_while_the_device_writes, "I1 I2", 9),
     "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
     "leave_state_behind": (leave_state_behind, "I2", 6),
 }

@@ -11,9 +11,14 @@ ticket; a torn, wiped or reused word matches no id. Two arguments make a read fr
   less than `quick_read_max_s`, half of `hold_s`, on the reader's own clock. Had the lease ended later than the fetch,
   the blocks were still held. This saves small loads a round trip.
 
-A producer that copies blocks to host buffers before they can be read opens the lease first: until all are there, the
-last four bytes of its word are those of the id, exclusive-or the number of blocks that are still missing. So a reader
-that comes early finds out how far it may read, again without an answer from the producer.
+A producer whose device has yet to compute the blocks, or that copies them to host buffers before they can be read,
+opens the lease first: until all are there, the last four bytes of its word are those of the id, exclusive-or the number
+of blocks that are still missing. So a reader that comes early finds out how far it may read, again without an answer
+from the producer.
+
+Both arguments have two premises, which a seal cannot vouch for. What it says to be there has been computed: the
+producer's engine says so, by an event or by having waited for its device. And addresses mean the memory that they meant
+when they were registered: so nobody maps other memory there while it is.
 
 No clocks are compared, nobody on the producer has to answer, and it makes no difference why a lease ended: ran out,
 was revoked, or was used up by another reader of the same ticket. Half of the hold leaves room for the drift of clocks
@@ -158,8 +163,9 @@ class Freshness:
     """What one load's read knows of one lease; pure. `next_step` is asked before each post, `judge` after the last
     byte, `fetched` tells what was seen.
 
-    Before anything is read from a rank that stages its blocks, or whose lease may have run out by its clock, the seal
-    has to be seen. Otherwise it is fetched with the first read.
+    Before anything is read from a rank whose blocks may not be there yet (`staged`: it stages them, or its device has
+    yet to compute them), or whose lease may have run out by its clock, the seal has to be seen. Otherwise it is fetched
+    with the first read, and has to say that all blocks are there.
     """
 
     __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "_staged", "asked")
@@ -202,7 +208,7 @@ class Freshness:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long the whole read took; None if the seal
         was fetched after its end.
         """
-        if self._seen is None:
+        if self._seen is None or (self._seen > 0 and not self._staged):
             return Step.STALE
         return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
 

@@ -213,6 +213,8 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     seal_index: int
     block_ids: tuple[int, ...] | None
     more_block_ids: tuple[tuple[int, ...], ...] = ()
+    pending: bool = False
+    """Whether its blocks are still being computed."""
 
 
 class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):

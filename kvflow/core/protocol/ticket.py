@@ -80,6 +80,8 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     block_ids: BlockIds | None = None
     more_block_ids: tuple[BlockIds, ...] = ()
     """Those of the further groups, as in a ticket."""
+    pending: bool = False
+    """Whether the blocks were still being computed, so that the seal has to be seen before anything is read."""
 
     @property
     def address(self) -> str:

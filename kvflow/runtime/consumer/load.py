@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
+from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.runtime.clock import Clock
@@ -39,6 +40,10 @@ class LoadRequest:
     priority: int = 0
     prompt: Sequence[int] | None = None
     """Token ids of the prompt. PromptMismatch if the ticket is of another one, as far as its producer has told."""
+    after: DeviceEvent | None = None
+    """An event after which the device does nothing to the local blocks any more, such as a CUDA event behind the last
+    step of who had them before: no byte lands earlier. **Without it the blocks have to be at rest when the load is
+    asked for.**"""
 
 
 def checked_load_request(request: object, id_chars_max: int, block_ids_max: int) -> LoadRequest:
@@ -49,17 +54,19 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
     if type(request) is LoadRequest and type(request.request_id) is str and type(request.block_ids) in (list, tuple):
         plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= id_chars_max
         plain_ids = len(request.block_ids) <= block_ids_max
-        if plain_id and plain_ids and request.deadline_s is None and request.priority is _USUAL_PRIORITY:
-            return request  # the usual case, in few steps
+        usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
+        if plain_id and plain_ids and usual:
+            return request  # in few steps
     given = checks.instance(request, LoadRequest, "load_blocks")
     request_id = checks.request_id(given.request_id, id_chars_max)
     try:
         count_block_ids(given.block_ids, block_ids_max)
         deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
         priority = checks.whole(given.priority, "priority")
+        after = checked_event(given.after, "after")
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
-    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt)
+    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after)
 
 
 class Stopwatch:

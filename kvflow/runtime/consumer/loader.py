@@ -17,6 +17,7 @@ from operator import attrgetter
 from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, Freshness
 from kvflow.core.protocol.prompts import check_prompt
@@ -297,7 +298,13 @@ class Loader:
                 for ids, count in zip(given, connection.num_blocks, strict=True):
                     tables.append(check_block_ids(ids, num_blocks=count, what=what))
                 offered.append(tables)
-        flight = self._take_off(load, await self._admit(load), offered)
+        self._reach.hold(load.read_from)  # a connection that breaks while we wait stays until we have found out
+        try:
+            if load.request.after is not None:
+                await self._until(load, load.request.after)
+            flight = self._take_off(load, await self._admit(load), offered)
+        finally:
+            self._reach.release(load.read_from)
         try:
             for read in load.reads:
                 for block_map in read.origin.connection.block_maps:
@@ -345,6 +352,15 @@ class Loader:
             what=f"request {load.request.request_id!r}",
         )
 
+    async def _until(self, load: _Load, after: DeviceEvent) -> None:
+        """Wait until the device has left the blocks alone. TransferFailed if that will never be known."""
+        load.watch.enter("queued")
+        try:
+            await self._gear.copy_thread.happened(after)
+        except Exception as error:
+            raise load.failure(TransferFailed, f"its event `after` failed: {error}") from error
+        load.watch.enter("plan")
+
     async def _admit(self, load: _Load) -> Permit:
         """Wait until as many more ranks may be read from. Overloaded if too many loads wait already."""
         ranks, ranks_max = len(load.read_from), self._config.limits.loads_max
@@ -357,13 +373,9 @@ class Loader:
                 self._admissions.end(permit)
                 waiting = f"{self._config.loads_waiting_max} loads (loads_waiting_max) wait already"
                 raise load.failure(Overloaded, waiting)
-            self._reach.hold(load.read_from)  # a connection that breaks meanwhile stays until we have found out
-            try:
-                load.watch.enter("queued")
-                await granted(self._admissions, permit)
-                load.watch.enter("plan")
-            finally:
-                self._reach.release(load.read_from)
+            load.watch.enter("queued")
+            await granted(self._admissions, permit)
+            load.watch.enter("plan")
         return permit
 
     def _take_off(self, load: _Load, admission: Permit, offered: Sequence[Sequence[BlockIds]]) -> Flight:
@@ -381,7 +393,8 @@ class Loader:
             assert index is not None, "there are as many words as ranks may be read from"
             seal = Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES)
             sure_s, quick_s = source.not_expired_before_s, connection.quick_read_max_s
-            freshness = Freshness(staged=connection.staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
+            staged = connection.staged or source.lease.pending
+            freshness = Freshness(staged=staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
             load.reads.append(SourceRead(source, tables, seal, index, freshness))
         self._reach.hold(load.read_from)
         self._unsafe[flight] = load

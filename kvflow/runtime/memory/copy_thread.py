@@ -1,13 +1,16 @@
-"""The copy thread: runs copies between buffers and caches off the loop, one after the other.
+"""The copy thread: runs copies between buffers and caches off the loop, one after the other, and watches events.
 
-It is started by the first copy. What runs cannot be stopped, so who submitted it waits for its end (`transfer`).
+It is started by the first of them. A copy that runs cannot be stopped, so who submitted it waits for its end
+(`flight`). Events are looked at between copies.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
+from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
 from kvflow.transport.nixl.owner import OwnerThread
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
@@ -19,13 +22,12 @@ class CopyThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: OwnerThread | None = None
+        self._watches = Watches()
         self._ending = False
 
-    def submit(self, job: Callable[[], None], on_end: Callable[[BaseException | None], None]) -> None:
+    def submit(self, job: Callable[[], None], on_end: OnEnd) -> None:
         """Run `job` on the copy thread, then `on_end` with what it raised, or None, on the loop."""
-        if self._thread is None:
-            self._thread = OwnerThread(self._name, self._crank, self._died)
-        thread = self._thread
+        thread = self._started()
 
         def run() -> None:
             error: BaseException | None = None
@@ -37,20 +39,26 @@ class CopyThread:
 
         thread.submit(run)
 
+    def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
+        """Call `on_end` on the loop once the event has happened, with None, or with what asking it has raised."""
+        watch = Watch(event, on_end)
+        self._started().submit(lambda: self._watches.add(watch))
+        return watch
+
     async def run(self, job: Callable[[], None]) -> None:
         """Run `job` on the copy thread and wait for it. Cancelling stops the waiting only."""
-        end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        end = _End()
+        self.submit(job, end.tell)
+        await end.future
 
-        def tell(error: BaseException | None) -> None:
-            if end.cancelled():
-                return
-            if error is None:
-                end.set_result(None)
-            else:
-                end.set_exception(error)
-
-        self.submit(job, tell)
-        await end
+    async def happened(self, event: DeviceEvent) -> None:
+        """Wait until the event has happened; raises what asking it has raised. Cancelling leaves it alone."""
+        end = _End()
+        watch = self.watch(event, end.tell)
+        try:
+            await end.future
+        finally:
+            watch.dropped = True
 
     async def aclose(self, timeout_s: float) -> bool:
         """End the thread; whether it has in time. If a copy still runs the thread ends after it."""
@@ -72,11 +80,40 @@ class CopyThread:
             self._thread.submit(self._end)
             await self._thread.ended()
 
+    def _started(self) -> OwnerThread:
+        if self._thread is None:
+            self._thread = OwnerThread(self._name, self._crank, self._died)
+        return self._thread
+
     def _crank(self) -> float | None:
-        return None if self._ending else _IDLE_S
+        if self._ending:
+            return None
+        for watch in self._watches.look():
+            self._tell(watch)
+        pause_s = self._watches.pause_s(time.monotonic())
+        return _IDLE_S if pause_s is None else pause_s
+
+    def _tell(self, watch: Watch) -> None:
+        assert self._thread is not None, "it runs"
+        self._thread.run_on_loop(lambda: None if watch.dropped else watch.on_end(watch.error))
 
     def _end(self) -> None:
         self._ending = True
 
     def _died(self, cause: BaseException) -> None:
         raise AssertionError("jobs of the copy thread do not raise") from cause
+
+
+class _End:
+    """A future that is told how something has ended."""
+
+    def __init__(self) -> None:
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def tell(self, error: BaseException | None) -> None:
+        if self.future.cancelled():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)

@@ -299,6 +299,7 @@ class Reach:
             port=ticket.first.port,
             block_ids=reply.block_ids,
             more_block_ids=reply.more_block_ids,
+            pending=reply.pending,
         )
         check_lease(lease, ticket)
         return lease

@@ -1,7 +1,8 @@
 """What a lease takes of its rank: blocks, a seal, and with host staging host blocks; all of it or nothing.
 
-With host staging a lease is open before its blocks can be read: they are copied to the host group by group, and the
-seal says how many are still missing. Blocks that a copy reads are given back only after it.
+A lease may be open before its blocks can be read: the device has yet to compute them, or, with host staging, they are
+copied to the host group by group. The seal says how many are still missing. Blocks that a copy reads are given back
+only after it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.freshness import SealTable
 from kvflow.errors import RequestError
@@ -34,6 +36,8 @@ class HeldBlocks:
     """Where peers read the blocks, with host staging."""
     staged: int = 0
     """How many of them are there, group after group."""
+    computing: Watch | None = None
+    """While the device computes them: who waits for that."""
     copying: bool = False
     closed: bool = False
     on_free: Callable[[], None] | None = None
@@ -104,18 +108,34 @@ class OfferedBlocks:
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
-    def open(self, held: HeldBlocks, on_error: Callable[[BaseException], None]) -> None:
-        """Set the seal, so that readers find the lease, and begin to stage the blocks.
+    def open(self, held: HeldBlocks, ready: DeviceEvent | None, on_error: Callable[[BaseException], None]) -> None:
+        """Set the seal, so that readers find the lease, and have the blocks be there: once `ready`, and staged.
 
-        `on_error` is told why they cannot be staged, if they cannot.
+        `on_error` is told why they never will be, if so.
         """
-        self._seal(held)
-        if held.host_tables is not None:
-            self._stage_next(held, held.host_tables, on_error)
+
+        def computed(error: BaseException | None = None) -> None:
+            held.computing = None
+            if held.closed:
+                return
+            if error is not None:
+                on_error(error)
+                return
+            self._seal(held)
+            if held.host_tables is not None:
+                self._stage_next(held, held.host_tables, on_error)
+
+        if ready is None:
+            computed()
+        else:
+            held.computing = self._copy_thread.watch(ready, computed)
+            self._seal(held)
 
     def close(self, held: HeldBlocks) -> None:
         """Wipe the seal: no read that looks at it from now on succeeds."""
         held.closed = True
+        if held.computing is not None:
+            held.computing.dropped = True
         self._seals.give_back(held.seal_index)
 
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
@@ -138,8 +158,8 @@ class OfferedBlocks:
         return tuple(found)
 
     def _seal(self, held: HeldBlocks) -> None:
-        not_staged = 0 if held.host_tables is None else len(held.entries) - held.staged
-        self._seals.seal(held.seal_index, held.lease_id, not_staged)
+        there = held.computing is None and held.host_tables is None
+        self._seals.seal(held.seal_index, held.lease_id, 0 if there else len(held.entries) - held.staged)
 
     def _stage_next(
         self, held: HeldBlocks, host_tables: Sequence[BlockIds], on_error: Callable[[BaseException], None]

@@ -11,6 +11,7 @@ from typing import Any
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
+from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
@@ -40,6 +41,10 @@ class ServeRequest:
     """Trace context (W3C) of the request, for the ticket and the records of both sides."""
     prompt: Sequence[int] | None = None
     """Token ids of the prompt: with them a load that gives its own fails if it is of another prompt."""
+    ready: DeviceEvent | None = None
+    """An event after which the blocks hold the prompt, such as a CUDA event behind its forward pass: until then readers
+    wait. **Without it the bytes have to be there when the lease is opened**; a device that still computes them has to
+    be waited for first."""
 
 
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
@@ -59,6 +64,7 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
             checks.whole(given.reader_count, "reader_count", least=1),
             checked_traceparent(given.traceparent),
             given.prompt,
+            checked_event(given.ready, "ready"),
         )
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error

@@ -26,6 +26,7 @@ from functools import partial
 
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import parallelism_of
+from kvflow.core.policy.events import has_happened
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent
 from kvflow.core.protocol import messages
@@ -93,9 +94,13 @@ class Serving:
             raise RequestError(f"request {request.request_id!r}: it is being served already")
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
         lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
+        awaited = None if request.ready is None or has_happened(request.ready, f"{what}: ready") else request.ready
         held = self._blocks.take(request.block_ids, request.num_tokens, what, lease_id)
+        ready = awaited if len(held.entries) else None
         offered_s = self._clock.now_s()
-        ticket = _ticket(self._context, self._local, request, held, digest=digest, now_s=offered_s)
+        ticket = _ticket(
+            self._context, self._local, request, held, pending=ready is not None, digest=digest, now_s=offered_s
+        )
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
@@ -112,7 +117,7 @@ class Serving:
         )
         self._offers[entry] = _Offer(lease, held, outcome)
         self._all_ended.clear()
-        self._blocks.open(held, partial(self._not_staged, entry))
+        self._blocks.open(held, ready, partial(self._not_there, entry))
         if len(held.entries) == 0:
             self._end(entry, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
         else:
@@ -141,7 +146,8 @@ class Serving:
         entry = self._book.serving(question.request_id)
         if entry is None:
             return messages.NoLease(ended=self._book.served(question.request_id))
-        ticket = self._offers[entry].lease.ticket
+        offer = self._offers[entry]
+        ticket = offer.lease.ticket
         if (ticket.num_tokens, ticket.blocks_digest) != (question.num_tokens, question.blocks_digest):
             return messages.NoLease(ended=True)
         own = ticket.first
@@ -153,6 +159,7 @@ class Serving:
             seal_index=own.seal_index,
             block_ids=own.block_ids,
             more_block_ids=own.more_block_ids,
+            pending=offer.held.computing is not None,
         )
 
     def serves(self, request_id: str | None) -> bool:
@@ -202,8 +209,10 @@ class Serving:
     def _restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
 
-    def _not_staged(self, entry: LeaseEntry, error: BaseException) -> None:
-        logger.error("request %s: its blocks cannot be copied", entry.terms.request_id, exc_info=error)
+    def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
+        logger.error(
+            "request %s: its blocks cannot be read, its lease is withdrawn", entry.terms.request_id, exc_info=error
+        )
         self._end(entry, LeaseEvent.REVOKE)
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
@@ -271,7 +280,14 @@ class Serving:
 
 
 def _ticket(
-    context: RankContext, local: LocalRank, request: ServeRequest, held: HeldBlocks, *, digest: str, now_s: float
+    context: RankContext,
+    local: LocalRank,
+    request: ServeRequest,
+    held: HeldBlocks,
+    *,
+    pending: bool,
+    digest: str,
+    now_s: float,
 ) -> Ticket:
     config, identity = context.config, context.identity
     first, *more = (tuple(ids.tolist()) for ids in held.tables)
@@ -289,6 +305,7 @@ def _ticket(
         port=identity.port,
         block_ids=host[0] if host else None,
         more_block_ids=tuple(host[1:]),
+        pending=pending,
     )
     return Ticket(
         engine_id=config.engine_id,

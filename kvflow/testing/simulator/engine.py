@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvflow.core.plan.descriptors import given_block_ids
@@ -33,13 +35,15 @@ from kvflow.testing.simulator.cache import RankCache
 from kvflow.testing.simulator.checks import check_conserved, demand
 from kvflow.testing.simulator.network import LOAD, Host
 from kvflow.testing.simulator.settings import Shape
-from kvflow.testing.simulator.work import Load, LoadPlan, Offer, Rank, RankLoad
+from kvflow.testing.simulator.work import DeviceWork, Load, LoadPlan, Offer, Rank, RankLoad, all_over
 from kvflow.testing.simulator.world import make_world
 from kvflow.testing.virtual_loop import Life
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.simulation import Simulation
 
+_AT_ONCE_SHARE = 0.3  # of what a device is told to write
+_DEVICE_S = 0.01  # mean time until it has written the rest
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
@@ -214,6 +218,14 @@ class Engine:
             return None
         return [[self._free.pop() for _ in range(count)] for count in counts]
 
+    def _later(self, work: Callable[[], None]) -> DeviceWork | None:
+        """Write to a rank's cache as its device does: some time after the command, or at once."""
+        model, rng = self._simulation.settings.model, self._simulation.rng
+        if not model.device or rng.random() < _AT_ONCE_SHARE:
+            work()
+            return None
+        return DeviceWork(rng.expovariate(1 / _DEVICE_S), work)
+
     def _own(self, owner: Offer | Load) -> None:
         for block in owner.block_ids:
             self.owners[block] = owner
@@ -247,13 +259,19 @@ class Engine:
         offer = Offer(number, self, tokens, tables, ttl_s)
         self._own(offer)
         for rank in self.ranks:
-            rank.cache.write(number, tokens, tables)
+            offer.device.append(self._later(partial(rank.cache.write, number, tokens, tables)))
         self.offers[offer] = None
         self._note("offers", offer.request_id, tokens, offer.block_ids)
         for rank in list(self.ranks):
             try:
                 lease = rank.runtime.serve_blocks(
-                    ServeRequest(offer.request_id, given_block_ids(tables), tokens, ttl_s=ttl_s)
+                    ServeRequest(
+                        offer.request_id,
+                        given_block_ids(tables),
+                        tokens,
+                        ttl_s=ttl_s,
+                        ready=offer.device[rank.index],
+                    )
                 )
             except KVFlowError as error:
                 self._judge_refusal(offer.request_id, error)
@@ -275,6 +293,7 @@ class Engine:
             with self._bounded(f"lease of {offer.request_id}", bound_s):
                 outcome = await lease
             self._simulation.count(f"lease: {outcome}")
+        await all_over(offer.device)
         offer.given_back_s = self._simulation.loop.time()
         self._note("has back", offer.request_id)
         self.offers.pop(offer)
@@ -294,11 +313,15 @@ class Engine:
         self._own(load)
         self.loads[load] = None
         self._note("loads", offer.request_id, repr(offer.engine), load.block_ids)
+        if self._simulation.settings.model.device:
+            before = self._simulation.next_poison()
+            load.device = [self._later(partial(rank.cache.poison, before, load.block_ids)) for rank in self.ranks]
         endings = await self._load_on_all_ranks(load, ticket, plan)
         succeeded = self._judge(load, endings)
         offer.loaded = offer.loaded or succeeded
         if not succeeded:
             await self._safe(load)
+            await all_over(load.device)
         self.loads.pop(load)
         if succeeded and plan.use_s:
             await self._simulation.pass_time(plan.use_s)
@@ -340,7 +363,11 @@ class Engine:
             deadline_s=plan.deadline_s,
             priority=priority,
         )
-        tasks = [asyncio.create_task(self._load_on(rank, load, request)) for rank in self.ranks]
+        events = load.device or [None] * len(self.ranks)
+        tasks = [
+            asyncio.create_task(self._load_on(rank, load, replace(request, after=event)))
+            for rank, event in zip(self.ranks, events, strict=True)
+        ]
         timer = None
         if plan.cancel_after_s is not None:
             timer = self._simulation.loop.call_later(plan.cancel_after_s, self._cancel, load, tasks)

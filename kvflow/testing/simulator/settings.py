@@ -29,6 +29,8 @@ class Model:
     layers: int = 1
     """Of each group. With several, some engines are pipelines."""
     priorities: bool = False
+    device: bool = False
+    """Whether blocks are written some time after the engine has given the command, so that events are needed."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """The groups of an engine."""
@@ -51,7 +53,9 @@ _MODELS = {
     3: Model(windows=True, priorities=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
+    9: Model(device=True),
     11: Model(windows=True, layers=2),
+    13: Model(windows=True, device=True),
     14: Model(state=True, layers=2, priorities=True),
 }
 """By seed, of each sixteen; the others serve plain full attention."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,36 @@ from kvflow.testing.simulator.cache import RankCache
 
 if TYPE_CHECKING:
     from kvflow.testing.simulator.engine import Engine
+
+
+class DeviceWork:
+    """What a device does some time after it was told to: an event that has happened then."""
+
+    def __init__(self, delay_s: float, work: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._work = work
+        self._over: asyncio.Future[None] = loop.create_future()
+        loop.call_later(delay_s, self._do)
+
+    def query(self) -> bool:
+        return self._over.done()
+
+    def synchronize(self) -> None:
+        raise AssertionError("the loop would never get on")
+
+    def _do(self) -> None:
+        self._work()
+        self._over.set_result(None)
+
+    async def over(self) -> None:
+        await asyncio.shield(self._over)
+
+
+async def all_over(device: Iterable[DeviceWork | None]) -> None:
+    """Wait until the device has done all of it."""
+    for work in device:
+        if work is not None:
+            await work.over()
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +61,8 @@ class Offer:
     """When its engine got the blocks back, or died."""
     loaded: bool = False
     """Whether all ranks of some engine have loaded it."""
+    device: list[DeviceWork | None] = field(default_factory=list)
+    """What computes it on each rank, unless it was computed at once."""
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
@@ -64,6 +98,8 @@ class Load:
     tables: list[list[int]]
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
+    device: list[DeviceWork | None] = field(default_factory=list)
+    """What still writes to the blocks for who had them before, on each rank."""
 
     @property
     def block_ids(self) -> list[int]:

@@ -81,4 +81,5 @@ def test_a_seal_that_is_broken_stops_the_read(steps: list[int | None], staged: b
         one.next_step(0.0, 0)
         see(one, seen)
         assert (one.next_step(0.0, 5) is Step.STALE) == (seen is None)
-        assert (one.judge(0.0) is Step.STALE) == (seen is None)
+        read_too_early = seen is not None and seen > 0 and not staged
+        assert (one.judge(0.0) is Step.STALE) == (seen is None or read_too_early)

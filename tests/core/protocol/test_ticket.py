@@ -194,8 +194,8 @@ INTEGERS = ["kvflow.version", *PORTS, *PLACES, *SIZES, *RANK_COUNTS, *COUNTS]
 SECONDS = ["kvflow.ttl_s", *(f"{rank}expires_s" for rank in OF_RANKS)]
 
 
-OF_GROUPS = {"more_block_ids", "groups", "more_kinds"}
-"""Not in a ticket of one group."""
+LEFT_OUT = {"more_block_ids", "groups", "more_kinds", "pending"}
+"""Not in a ticket of one group whose blocks are there."""
 
 
 def _key(path: str) -> str:
@@ -207,7 +207,7 @@ def test_the_fields_below_are_all_there_are() -> None:
         *_PARAMS,
         *_PARAMS["kvflow"],
         *RankLease.__struct_fields__,
-    } - OF_GROUPS
+    } - LEFT_OUT
     for paths, kind in ((INTEGERS, int), (TEXTS, str), (FLAGS, bool), (SECONDS, float)):
         assert {path for path in REQUIRED if type(where_of(_PARAMS, path)[0][_key(path)]) is kind} == set(paths)
 

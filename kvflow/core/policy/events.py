@@ -1,0 +1,93 @@
+"""Events of a device: what has to have happened before bytes may be read, or may land.
+
+An event is asked again and again until it has happened, at first after a moment, then after a fiftieth of the time that
+it has taken so far: so no other event waits for it, nothing blocks, and what never happens costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from kvflow.checks import answer, shown
+from kvflow.errors import RequestError
+
+_PAUSE_LEAST_S, _PAUSE_MOST_S = 50e-6, 5e-3
+_PAUSE_SHARE = 0.02
+
+
+class DeviceEvent(Protocol):
+    """Something that a device does at some time, such as a `torch.cuda.Event` that has been recorded."""
+
+    def query(self) -> bool:
+        """Whether it has happened; returns at once, on any thread."""
+
+    def synchronize(self) -> None:
+        """Wait until it has happened."""
+
+
+OnEnd = Callable[[BaseException | None], None]
+
+
+def checked_event(value: object, what: str) -> DeviceEvent | None:
+    """An event, or None. RequestError for anything else."""
+    if value is None or answer(lambda: callable(value.query) and callable(value.synchronize)):  # type: ignore[attr-defined]
+        return value  # type: ignore[return-value]
+    raise RequestError(f"{what}: expected an event with query() and synchronize(), got {shown(value)}")
+
+
+def has_happened(event: DeviceEvent, what: str) -> bool:
+    """Whether it has, right now. RequestError if it does not say."""
+    try:
+        return bool(event.query())
+    except Exception as error:
+        raise RequestError(f"{what}: its query() failed: {error}") from error
+
+
+class Watch:
+    """Somebody who waits for an event."""
+
+    def __init__(self, event: DeviceEvent, on_end: OnEnd) -> None:
+        self._event = event
+        self._since_s: float | None = None
+        self.on_end = on_end
+        self.error: BaseException | None = None
+        self.dropped = False
+        """Set by who does not wait any more."""
+
+    def over(self) -> bool:
+        """Whether it has happened, or nobody will ever know (`error`), or nobody waits any more."""
+        if self.dropped:
+            return True
+        try:
+            return bool(self._event.query())
+        except BaseException as error:  # noqa: BLE001 - handed to who waits
+            self.error = error
+            return True
+
+    def pause_s(self, now_s: float) -> float:
+        """How long it may be left alone."""
+        if self._since_s is None:
+            self._since_s = now_s
+        return min(max((now_s - self._since_s) * _PAUSE_SHARE, _PAUSE_LEAST_S), _PAUSE_MOST_S)
+
+
+class Watches:
+    """All who wait. `look` from time to time, as `pause_s` says."""
+
+    def __init__(self) -> None:
+        self._open: list[Watch] = []
+
+    def add(self, watch: Watch) -> None:
+        self._open.append(watch)
+
+    def look(self) -> list[Watch]:
+        """Those whose wait is over; they are forgotten here."""
+        over = [watch for watch in self._open if watch.over()]
+        if over:
+            self._open = [watch for watch in self._open if watch not in over]
+        return [watch for watch in over if not watch.dropped]
+
+    def pause_s(self, now_s: float) -> float | None:
+        """None if nobody waits."""
+        return min((watch.pause_s(now_s) for watch in self._open), default=None)
