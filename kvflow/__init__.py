@@ -9,6 +9,7 @@ from kvflow.core.cache.backends import layout_for_backend
 from kvflow.core.cache.groups import CacheGroup, GroupKind
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
@@ -24,6 +25,7 @@ __all__ = [
     "CacheGroup",
     "CacheLayout",
     "Config",
+    "DeviceEvent",
     "DrainReport",
     "GroupKind",
     "KVStyle",

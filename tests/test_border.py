@@ -367,7 +367,7 @@ def public_calls() -> Iterator[tuple[str, str]]:
     for prefix, place, names in places:
         for name in names:
             thing = getattr(place, name)
-            if name in MADE_BY_KVFLOW or inspect.ismodule(thing):
+            if name in MADE_BY_KVFLOW or inspect.ismodule(thing) or getattr(thing, "_is_protocol", False):
                 continue
             if inspect.isfunction(thing):
                 yield from ((name, parameter) for parameter in inspect.signature(thing).parameters)
