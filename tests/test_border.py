@@ -250,6 +250,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "kind": "sliding",
             "pool": "all",
             "num_kv_heads": 2,
+            "split": 1,
         },
         lambda _, **values: CacheGroup(**values),
         LayoutError,

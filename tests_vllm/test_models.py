@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests_vllm import split
 from tests_vllm.conftest import Site
 from tests_vllm.servers import KVFLOW, MODELS, NAME, Server, Setup, hand_over_ids, prefill
 from tests_vllm.tiny import VOCABULARY, WINDOW
@@ -31,6 +32,7 @@ BF16 = ("--dtype", "bfloat16")  # vLLM 0.32 computes linear attention on the CPU
 CHUNKED = ("--max-num-batched-tokens", "64")
 TP2 = ("--tensor-parallel-size", "2")
 DP2 = ("--data-parallel-size", "2")
+SPLIT = ("--block-size=96",)  # of kernels that take blocks of 32
 
 
 def pair_of(
@@ -41,8 +43,9 @@ def pair_of(
 
 
 def _with(setup: Setup, folder: Path, options: tuple[str, ...]) -> Setup:
+    environment = ((split.VARIABLE, "32"),) if SPLIT[0] in options else ()
     core = "0|1" if {TP2[0], DP2[0]} & {*options} else setup.core
-    return replace(setup, model=folder, options=OPTIONS + options, core=core)
+    return replace(setup, model=folder, options=OPTIONS + options, core=core, environment=environment)
 
 
 def in_multi(setup: Setup) -> Setup:
@@ -68,6 +71,8 @@ ROWS = {
     "state, TP 1 to 2": pair_of("falcon-h1", NO_CACHE, (*NO_CACHE, *TP2)),
     "state, TP 2 to 1": pair_of("falcon-h1", (*NO_CACHE, *TP2), NO_CACHE),
     "linear attention, TP 2 to 1": pair_of("qwen3-next", (*BF16, *TP2), BF16),
+    "windows, blocks split by kernels": pair_of("gemma3", SPLIT, ()),
+    "state, blocks split by kernels": pair_of("falcon-h1", (*NO_CACHE, *SPLIT), (*NO_CACHE, *SPLIT)),
     "in MultiConnector": (in_multi(pair_of("full")[0]), in_multi(pair_of("full")[1])),
 }
 

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
+import msgspec
+
 from kvflow import checks
 from kvflow.connector.step import Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
@@ -182,6 +184,37 @@ class _Producer:
     state: ProducerState = ProducerState.COMPUTING
 
 
+class _Group(NamedTuple):
+    """A group of layers: its facts as registered, and how many of its blocks are one of the engine's."""
+
+    facts: GroupFacts
+    split: int = 1
+
+    def span(self, computed: int, tokens: int) -> range:
+        """Which of its blocks hold what `tokens` tokens need of it, beyond the computed ones."""
+        size = self.facts.block_size
+        first = max(self.facts.first_needed(tokens), computed) // size
+        return range(first, max(-(-tokens // size), first))
+
+    def blocks(self, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
+        """Those blocks, of a request's in the engine's table; the slot of a state if there is anything to move."""
+        span, split = self.span(computed, tokens), self.split
+        if self.facts.kind is GroupKind.STATE:
+            return tuple(ids[-1:]) if len(span) else ()
+        if split == 1:
+            return tuple(ids[span.start : span.stop])
+        return tuple(ids[at // split] * split + at % split for at in span if at // split < len(ids))
+
+
+def _registered(facts: GroupFacts, block_size: int) -> _Group:
+    """An engine's group with the block size that its ranks have registered."""
+    split, rest = divmod(facts.block_size, max(block_size, 1))
+    if rest or not split:
+        what = f"group {facts.name!r}: blocks of {facts.block_size} tokens"
+        raise ConfigError(f"{what}, the ranks have registered blocks of {block_size}: they do not divide them")
+    return _Group(msgspec.structs.replace(facts, block_size=block_size), split)
+
+
 class ConnectorScheduler:
     """All requests of one engine's scheduler that concern transfers.
 
@@ -192,6 +225,7 @@ class ConnectorScheduler:
         self._config = config
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
+        self._groups = tuple(_Group(facts) for facts in config.all_groups)
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
         self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -217,7 +251,15 @@ class ConnectorScheduler:
         return state is not None and request_blocks_held(state)
 
     def introduce(self, ticket: Ticket) -> None:
-        """Say who the engine's ranks are: a ticket of theirs, whatever for (`merge_tickets` of all ranks' tickets)."""
+        """Say who the engine's ranks are: a ticket of theirs, whatever for (`merge_tickets` of all ranks' tickets).
+
+        Where the ranks have registered smaller blocks than the engine's, as many of theirs are one of the engine's, one
+        behind the other: what leaves here counts theirs. ConfigError if these do not divide the engine's.
+        """
+        sizes = [group.block_size for group in ticket.groups] or [ticket.block_size]
+        if len(sizes) != len(self._groups):
+            raise ConfigError(f"groups: {len(self._groups)} here, the ranks have registered {len(sizes)}")
+        self._groups = tuple(map(_registered, self._config.all_groups, sizes))
         self._introduction = ticket
 
     def add(self, request: EngineRequest) -> None:
@@ -284,10 +326,10 @@ class ConnectorScheduler:
         offered = request.offered_tokens
         computed = offered - num_external_tokens
         tables = self._tables(block_ids)
-        missing = tuple(_blocks(*pair, computed, offered) for pair in zip(self._config.all_groups, tables, strict=True))
-        for group, ids, found in zip(self._config.all_groups, tables, missing, strict=True):
-            size, needed = group.block_size, _span(group, computed, offered)
-            if computed < 0 or (group.whole and computed % size) or len(found) != len(needed):
+        missing = tuple(group.blocks(ids, computed, offered) for group, ids in zip(self._groups, tables, strict=True))
+        for group, ids, found in zip(self._groups, tables, missing, strict=True):
+            size, needed = group.facts.block_size * group.split, group.span(computed, offered)
+            if computed < 0 or (group.facts.whole and computed % size) or len(found) != len(needed):
                 raise UsageError(
                     f"request {request_id!r}: {num_external_tokens} of {offered} offered tokens do not go into blocks "
                     f"of {size} tokens, of which it has {len(ids)}"
@@ -396,8 +438,7 @@ class ConnectorScheduler:
 
     def _prompt_blocks(self, tables: Sequence[Sequence[int]], tokens: int) -> tuple[tuple[int, ...], ...]:
         """Of a request's tables, what is offered of a prompt of so many tokens."""
-        pairs = zip(self._config.all_groups, tables, strict=True)
-        return tuple(_blocks(group, ids, 0, tokens) for group, ids in pairs)
+        return tuple(group.blocks(ids, 0, tokens) for group, ids in zip(self._groups, tables, strict=True))
 
     def _tables(self, block_ids: GivenTables) -> tuple[Sequence[int], ...]:
         """A table for each group. UsageError if there are more or fewer."""
@@ -451,17 +492,3 @@ class ConnectorScheduler:
         request.state = fire(PRODUCER_TABLE, request.state, event)
         if request.state is ProducerState.ENDED:
             del self._producers[request.request_id]
-
-
-def _span(group: GroupFacts, computed: int, tokens: int) -> range:
-    """Which blocks of a group hold what `tokens` tokens need of it, beyond the computed ones."""
-    first = max(group.first_needed(tokens), computed) // group.block_size
-    return range(first, max(-(-tokens // group.block_size), first))
-
-
-def _blocks(group: GroupFacts, ids: Sequence[int], computed: int, tokens: int) -> tuple[int, ...]:
-    """Those blocks; the slot of a state if there is anything to move."""
-    span = _span(group, computed, tokens)
-    if group.kind is GroupKind.STATE:
-        return tuple(ids[-1:]) if len(span) else ()
-    return tuple(ids[span.start : span.stop])

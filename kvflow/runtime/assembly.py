@@ -13,7 +13,7 @@ import msgspec
 from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
-from kvflow.core.cache.regions import check_sets_apart, device_of, map_spans
+from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
@@ -149,8 +149,8 @@ async def register(
 
 def _check_apart(groups: Sequence[CacheGroup], sets: Sequence[LayerSet]) -> None:
     """LayoutError if loads of different layers could write the same bytes."""
-    named = ((groups[one.group].name, str(groups[one.group].pool), one.regions) for one in sets)
-    check_sets_apart(tuple(named))
+    pooled = ((groups[one.group], one.regions) for one in sets)
+    check_sets_apart([PooledSet(group.name, str(group.pool), group.split, regions) for group, regions in pooled])
 
 
 async def _register(
@@ -181,7 +181,9 @@ async def _register(
     )
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(staging))
     gear = Gear(
-        ledger=BlockLedger([GroupBlocks(group.name, group.num_blocks, str(group.pool)) for group in groups]),
+        ledger=BlockLedger(
+            [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in groups]
+        ),
         seals=fetched,
         queue=reads_in_flight(config),
         poller=poller,

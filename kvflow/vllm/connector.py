@@ -177,6 +177,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
             raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
+        self._split = groups[0].split
         self._runtime.open()
         self._runtime.register_kv_caches(groups)
 
@@ -203,7 +204,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         found = self._worker.collect()
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
         if len(self._groups) == 1:  # else vLLM cannot tell whose they are, and the whole prompt is computed again
-            self._failed_blocks.update(block for failed in found.failed.values() for block in failed.block_tables[0])
+            failed = (block for one in found.failed.values() for block in one.block_tables[0])
+            self._failed_blocks.update(block // self._split for block in failed)
         return KVConnectorTransferResults(
             finished_sending=set(found.sent), finished_recving=set(found.received), failed_recving=set(found.failed)
         )

@@ -123,7 +123,8 @@ def cache_groups(
 ) -> list[CacheGroup]:
     """A rank's caches, as they are registered.
 
-    Raises LayoutError if kvflow does not know how an attention backend lays out its blocks, or if kernels split them.
+    Where kernels take smaller blocks than vLLM's, theirs are registered: so many of them are one of vLLM's.
+    Raises LayoutError if kvflow does not know how an attention backend lays out its blocks.
     """
     numbers = _layer_numbers([name for group in groups for name in group.specs])
     found = []
@@ -144,7 +145,9 @@ def cache_groups(
             caches = {name: _attention(name, cache, group, vllm_config) for name, cache in caches.items()}
             layers = {**caches}
             layout = [
-                _layout_of(same, backend, group.facts.block_size, vllm_config, kv_format, numbers)
+                _layout_of(
+                    same, backend, group.facts.block_size // _split(caches, group), vllm_config, kv_format, numbers
+                )
                 for backend, same in _alike(caches, vllm_config)
             ]
         found.append(
@@ -155,6 +158,7 @@ def cache_groups(
                 window=group.facts.window or None,
                 kind=group.facts.kind,
                 pool=_POOL,
+                split=1 if group.facts.kind is GroupKind.STATE else _split(caches, group),
             )
         )
     return found
@@ -193,14 +197,18 @@ def _attention(name: str, cache: torch.Tensor, group: Group, vllm_config: VllmCo
     """A layer's cache as its backend has it, with a dtype that tells what the bytes are."""
     if vllm_config.model_config.use_mla and cache.dim() == 4 and cache.shape[1] == 1:
         cache = cache.squeeze(1)
-    tokens = cache.shape[-2]
-    if tokens != group.facts.block_size:
+    if group.facts.block_size % cache.shape[-2]:
         raise LayoutError(
-            f"layer {name!r}: a block has {group.facts.block_size} tokens, and its kernels split it into blocks of "
-            f"{tokens}; start both engines with --block-size {tokens}"
+            f"layer {name!r}: a block has {group.facts.block_size} tokens, and its kernels have blocks of "
+            f"{cache.shape[-2]}, which do not divide it"
         )
     dtype = _FP8.get(str(vllm_config.cache_config.cache_dtype)) if cache.dtype is torch.uint8 else None
     return cache if dtype is None else cache.view(dtype)
+
+
+def _split(caches: Mapping[str, torch.Tensor], group: Group) -> int:
+    """How many blocks of a group's kernels are one of vLLM's: all its layers have the same, or one is refused."""
+    return max((group.facts.block_size // cache.shape[-2] for cache in caches.values()), default=1)
 
 
 def _alike(

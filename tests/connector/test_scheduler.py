@@ -57,7 +57,7 @@ def scheduler(*, introduce: bool = True, **changes: Any) -> ConnectorScheduler:
     config = SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=10.0, **changes)
     made = ConnectorScheduler(config, new_secret=map("secret{}".format, itertools.count()).__next__)
     if introduce:
-        made.introduce(INTRODUCTION)
+        made.introduce(grouped_ticket(changes.get("groups", ()), 0, "introduction"))
     return made
 
 
@@ -429,10 +429,9 @@ class Engine(RuleBasedStateMachine):
     def start(self, num_blocks: int, groups: tuple[GroupFacts, ...]) -> None:
         self.free = set(range(1, 1 + num_blocks))
         self.num_blocks = num_blocks
-        self.connector = scheduler(introduce=False, groups=groups, fetch_tokens_min=3)
+        self.connector = scheduler(groups=groups, fetch_tokens_min=3)
         self.given = groups
         self.groups = groups or (FULL,)
-        self.connector.introduce(grouped_ticket(groups, 0, "introduction"))
 
     # Requests come, and go.
 
@@ -853,10 +852,55 @@ def test_a_prompt_of_which_a_block_has_been_taken_back_is_not_offered(left: Any,
     assert step_of(connector).withdraw == ([] if offered else ["r"])
 
 
+SPLIT = msgspec.structs.replace(
+    GROUPED, block_size=2, groups=(msgspec.structs.replace(FULL, block_size=2), LOCAL, STATE)
+)
+"""Of ranks whose kernels take half of a block of the first group."""
+
+
+@each(
+    ("tokens", "expected"),
+    [(13, (20, 21, 22, 23, 24, 25, 26)), (4, (20, 21)), (1, (20,))],  # of the last block what is filled
+)
+def test_where_ranks_have_smaller_blocks_theirs_are_offered(tokens: int, expected: tuple[int, ...]) -> None:
+    connector = grouped_scheduler()
+    connector.introduce(SPLIT)
+    connector.add(producer(tokens))
+    step = connector.build_step([Scheduled("r", tokens)], preempted=(), block_ids=lambda _: tables_of(tokens))
+    assert step.save[0].block_tables == (expected, *tables_without_null(tokens))
+    finished = connector.request_finished("r", completed=True, block_ids=tables_of(tokens))
+    assert finished.params is not None
+    assert Ticket.from_params(finished.params).block_tables == step.save[0].block_tables
+
+
+def tables_without_null(tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    _, local, state = tables_of(tokens)
+    return tuple(block for block in local if block != NULL), tuple(state)
+
+
+@each(("computed", "expected"), [(0, (20, 21, 22, 23, 24, 25, 26)), (8, (24, 25, 26)), (12, (26,))])
+def test_where_ranks_have_smaller_blocks_theirs_are_received(computed: int, expected: tuple[int, ...]) -> None:
+    connector = grouped_scheduler()
+    connector.introduce(SPLIT)
+    ids = [[1, 2, 3, 4], [5, 6, 7], [8]]
+    connector.add(consumer(14, GROUPED.without_leases(request_id="remote", block_ids=ids, num_tokens=13, ttl_s=9.0)))
+    connector.update_after_alloc("r", tables_of(13), 13 - computed)
+    (receive,) = step_of(connector).receive
+    assert receive.block_tables[0] == expected
+
+
+def test_blocks_that_ranks_cannot_have_split_are_a_config_error() -> None:
+    connector = grouped_scheduler()
+    odd = msgspec.structs.replace(GROUPED, groups=(msgspec.structs.replace(FULL, block_size=3), LOCAL, STATE))
+    with pytest.raises(ConfigError, match="'full': blocks of 4 tokens, the ranks have registered blocks of 3"):
+        connector.introduce(odd)
+    with pytest.raises(ConfigError, match="groups: 3 here, the ranks have registered 1"):
+        connector.introduce(INTRODUCTION)
+
+
 @each(("groups", "offered"), [((FULL, STATE), False), ((FULL, LOCAL), True)])
 def test_a_state_that_has_gone_on_is_not_offered(groups: tuple[GroupFacts, ...], offered: bool) -> None:
     connector = scheduler(groups=groups)
-    connector.introduce(grouped_ticket(groups, 0, "introduction"))
     connector.add(producer(13))
     tables = tables_of(13)[0], tables_of(13)[2 if STATE in groups else 1]
     for computed in (13, 14):

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, merge_tickets
+from kvflow.errors import RequestError
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
@@ -179,6 +180,44 @@ async def test_scales_of_a_quantized_cache_are_layers_of_their_own() -> None:
             await lease
     for name, tensor in whole[0].items():
         assert torch.equal(tensor[:, [5, 0]], torch.cat([layers[name][:, [1, 2]] for layers, _ in parts], dim=3))
+
+
+def split_groups(pool: torch.Tensor) -> list[CacheGroup]:
+    """Two groups over the same pages: one with a block in each, one with two smaller ones, as its kernels like it."""
+    pages = pool.view(8, 2, 4, 1, 8)
+    halves = pool.view(8, 2, 2, 2, 1, 8).flatten(0, 1)
+    local, full = {"layers.0": pages}, {"layers.1": halves}
+    return [
+        CacheGroup("local", local, CacheLayout.infer(local, order="NHD", block_size=4), window=4, pool="pages"),
+        CacheGroup("full", full, CacheLayout.infer(full, order="NHD", block_size=2), pool="pages", split=2),
+    ]
+
+
+@pytest.mark.parametrize("staging", ["never", "always"])
+async def test_blocks_of_a_group_may_be_parts_of_its_pools(staging: str) -> None:
+    """7 tokens: one page of the window, and seven of eight places of two pages, each of them two blocks."""
+    config, cluster = replace(PATIENT, listen="tcp://127.0.0.1:0"), InprocCluster()
+    pools = [torch.rand(8, 64), torch.zeros(8, 64)]
+    async with (
+        Runtime(replace(config, engine_id="prefill", staging=staging), world=cluster.world()) as producer,
+        Runtime(replace(config, engine_id="decode"), world=cluster.world()) as consumer,
+    ):
+        for runtime, pool in zip((producer, consumer), pools, strict=True):
+            await runtime.register_kv_caches(split_groups(pool))
+        lease = producer.serve_blocks(ServeRequest("req", {"local": [5, 1], "full": [6, 7, 4, 5]}, num_tokens=7))
+        assert producer.statistics().blocks.leased == 4  # pages 5, 1, 3 and 2
+        with pytest.raises(RequestError, match="block 2 of one pool is given for two groups"):
+            producer.serve_blocks(ServeRequest("other", {"local": [2], "full": [4]}, num_tokens=2))
+        report = await consumer.load_blocks(LoadRequest("req", lease.ticket, {"local": [0, 7], "full": [2, 3, 12, 13]}))
+        assert report.blocks == 6
+        await lease
+    views = [(pool.view(8, 2, 4, 8), pool.view(8, 2, 2, 2, 8).flatten(0, 1)) for pool in pools]
+    (ours, ours_full), (theirs, theirs_full) = views
+    assert torch.equal(theirs[0, :, 3], ours[5, :, 3])
+    assert torch.equal(theirs[7, :, :3], ours[1, :, :3])
+    assert torch.equal(theirs_full[[2, 3, 12]], ours_full[[6, 7, 4]])
+    assert torch.equal(theirs_full[13, :, 0], ours_full[5, :, 0])
+    assert not pools[1][[2, 3, 4, 5]].any(), "pages that no group has named"
 
 
 async def test_a_group_that_is_not_staged_yet_is_not_read_whatever_is_missing_of_the_others() -> None:

@@ -118,7 +118,9 @@ class CacheGroup:
     the layers attend to that many last tokens, or with kind "chunked" to those since its last multiple; only blocks of
     the window are offered and loaded. Groups with the same `pool` have their block ids in common: a block is in the
     table of one group at a time, and the groups' tensors may be the same memory. By default a group has a pool of its
-    own. `num_kv_heads` is the model's for these layers, where it is not Config.num_kv_heads.
+    own. Where an engine's kernels take smaller blocks than its pool hands out, `split` of the group's blocks, one
+    behind the other, are one of the pool's. `num_kv_heads` is the model's for these layers, where it is not
+    Config.num_kv_heads.
 
     With a `StateLayout` the group holds state per request: a slot is its block, and requests name one.
 
@@ -132,6 +134,7 @@ class CacheGroup:
     kind: GroupKind | str | None = None
     pool: str | None = None
     num_kv_heads: int | None = None
+    split: int = 1
 
     def __post_init__(self) -> None:
         settle = partial(object.__setattr__, self)
@@ -154,6 +157,9 @@ class CacheGroup:
         except LayoutError as error:
             raise LayoutError(f"{what}: layers: {error}") from error
         settle("layout", _layouts(self.layers, self.layout, what))
+        settle("split", checks.whole(self.split, f"{what}: split", least=1, error=LayoutError))
+        if self.num_blocks % self.split:
+            raise LayoutError(f"{what}: split: {self.num_blocks} blocks are no multiple of {self.split}")
 
     @property
     def layouts(self) -> tuple[CacheLayout | StateLayout, ...]:
@@ -239,10 +245,10 @@ def groups_of(kv_caches: KVCaches | Sequence[CacheGroup], layout: CacheLayout | 
     for group in groups:
         assert group.pool is not None, "settled"
         first = pools.setdefault(group.pool, group)
-        if first.num_blocks != group.num_blocks:
+        if first.num_blocks // first.split != group.num_blocks // group.split:
             raise LayoutError(
-                f"group {group.name!r}: it has {group.num_blocks} blocks, group {first.name!r} of the same pool "
-                f"{group.pool!r} has {first.num_blocks}"
+                f"group {group.name!r}: it has {group.num_blocks // group.split} blocks, group {first.name!r} of the "
+                f"same pool {group.pool!r} has {first.num_blocks // first.split}"
             )
     return groups
 

@@ -96,25 +96,43 @@ def map_spans(layers: Iterable[tuple[str, LayerCache]]) -> tuple[Span, ...]:
     return tuple(Span(address=start, size_bytes=end - start) for start, end in joined)
 
 
-def check_sets_apart(sets: Sequence[tuple[str, str, Regions]]) -> None:
-    """LayoutError if a load of one set of layers may write into another; each has its group's name and pool.
+class PooledSet(NamedTuple):
+    """A set of layers, and what its group says: its name, its pool, how many of its blocks are one of the pool's."""
+
+    name: str
+    pool: str
+    split: int
+    regions: Regions
+
+    def row(self, at: int) -> int:
+        """Bytes from one of the pool's blocks to the next."""
+        return int(self.regions.strides[at]) * self.split
+
+    def block_bytes(self, at: int) -> int:
+        """Bytes of one of the pool's blocks, from its first to its last."""
+        return int(self.regions.strides[at]) * (self.split - 1) + self.regions.block_size_bytes
+
+
+def check_sets_apart(sets: Sequence[PooledSet]) -> None:
+    """LayoutError if a load of one set of layers may write into another.
 
     Sets of one group may have their blocks in common rows, each its own bytes of every row. Groups of one pool may lie
     over the same rows, since a block is one group's at a time. Pools share nothing.
     """
-    for (name, pool, ours), (other, other_pool, theirs) in itertools.combinations(sets, 2):
-        rows, others = _extents(ours), _extents(theirs)
+    for ours, theirs in itertools.combinations(sets, 2):
+        rows, others = _extents(ours.regions), _extents(theirs.regions)
         for at, where in zip(*np.nonzero(_meet(rows, others)), strict=True):
-            stride, offset = int(ours.strides[at]), int(theirs.bases[where]) - int(ours.bases[at])
-            first, last = (ours, theirs) if offset >= 0 else (theirs, ours)
-            if pool == other_pool and stride == theirs.strides[where]:
-                inside = abs(offset) + last.block_size_bytes <= stride
-                if inside and (name != other or abs(offset) >= first.block_size_bytes):
+            row, offset = ours.row(at), int(theirs.regions.bases[where]) - int(ours.regions.bases[at])
+            sizes = ours.block_bytes(at), theirs.block_bytes(where)
+            first, last = sizes if offset >= 0 else sizes[::-1]
+            if ours.pool == theirs.pool and row == theirs.row(where):
+                inside = abs(offset) + last <= row
+                if inside and (ours.name != theirs.name or abs(offset) >= first):
                     continue
             raise LayoutError(
-                f"group {name!r} and group {other!r} overlap: regions begin {offset} bytes apart, block strides are "
-                f"{stride} and {theirs.strides[where]} bytes, blocks have {ours.block_size_bytes} and "
-                f"{theirs.block_size_bytes}, pools are {pool!r} and {other_pool!r}"
+                f"group {ours.name!r} and group {theirs.name!r} overlap: regions begin {offset} bytes apart, block "
+                f"strides are {row} and {theirs.row(where)} bytes, blocks have {sizes[0]} and {sizes[1]}, pools are "
+                f"{ours.pool!r} and {theirs.pool!r}"
             )
 
 

@@ -1,7 +1,8 @@
 """Who uses which local block: the accounts behind conservation (invariant I5).
 
 Groups of layers that have their block ids in common share an account, others have their own; *entries* number the
-blocks of all accounts. With one group a block's id is its entry.
+blocks of all accounts. With one group a block's id is its entry. Where some blocks of a group are one of its pool's
+blocks together, that one is the entry of all of them.
 
 Every block is free, leased (one or more leases read-protect it), in flight (one load writes it) or quarantined (a
 load has ended, its bytes may still land). Leases share blocks; a write excludes everything else.
@@ -44,6 +45,8 @@ class GroupBlocks:
     name: str
     num_blocks: int
     pool: str
+    split: int = 1
+    """How many of its blocks are one of the pool's."""
 
 
 class BlockLedger:
@@ -58,7 +61,7 @@ class BlockLedger:
         for group in groups:
             if group.pool not in self._first:
                 self._first[group.pool] = total
-                total += group.num_blocks
+                total += group.num_blocks // (group.split if len(groups) > 1 else 1)
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
@@ -82,8 +85,13 @@ class BlockLedger:
 
     def entries(self, tables: Sequence[BlockIds | Sequence[int]]) -> BlockIds:
         """The entries of block ids that are right, by group."""
-        pairs = zip(self._groups, tables, strict=True)
-        return np.concatenate([np.asarray(ids, dtype=np.int64) + self._first[group.pool] for group, ids in pairs])
+        found = []
+        for group, ids in zip(self._groups, tables, strict=True):
+            own = np.asarray(ids, dtype=np.int64)
+            if group.split > 1 and len(self._groups) > 1:
+                own = np.unique(own // group.split)
+            found.append(own + self._first[group.pool])
+        return np.concatenate(found)
 
     def _by_group(self, block_ids: Any, what: str) -> Sequence[Any]:
         if isinstance(block_ids, Mapping):

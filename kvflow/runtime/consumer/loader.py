@@ -96,7 +96,7 @@ class _Load:
         return LoadReport(
             request_id=self.request.request_id,
             bytes=flight.size_bytes if flight else 0,
-            blocks=len(self.entries) if flight else 0,
+            blocks=sum(map(len, self.tables)) if flight else 0,
             tokens=tokens,
             descriptors=flight.descriptor_count if flight else 0,
             sources=tuple(map(_LABEL_OF, self.read_from)),
@@ -438,7 +438,7 @@ class Loader:
                 error=error,
                 phase=load.watch.phase,
                 bytes=flight.size_bytes if flight else 0,
-                blocks=len(load.entries),
+                blocks=sum(map(len, load.tables)),
                 blocks_by_group=blocks_by_group(self._local.groups, load.tables),
                 descriptors=flight.descriptor_count if flight else 0,
                 seconds=load.watch.seconds,

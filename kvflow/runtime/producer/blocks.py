@@ -43,6 +43,13 @@ class HeldBlocks:
     on_free: Callable[[], None] | None = None
     """Set once they are to be given back."""
 
+    @property
+    def missing(self) -> int:
+        """How many blocks cannot be read yet."""
+        if self.computing is None and self.host_tables is None:
+            return 0
+        return sum(map(len, self.tables)) - self.staged
+
 
 class OfferedBlocks:
     """The blocks of one rank, as its leases take them and give them back."""
@@ -158,14 +165,13 @@ class OfferedBlocks:
         return tuple(found)
 
     def _seal(self, held: HeldBlocks) -> None:
-        there = held.computing is None and held.host_tables is None
-        self._seals.seal(held.seal_index, held.lease_id, 0 if there else len(held.entries) - held.staged)
+        self._seals.seal(held.seal_index, held.lease_id, held.missing)
 
     def _stage_next(
         self, held: HeldBlocks, host_tables: Sequence[BlockIds], on_error: Callable[[BaseException], None]
     ) -> None:
         """Copy the next blocks of a group to the host, until all are there or the lease has ended."""
-        if held.closed or held.staged == len(held.entries):
+        if held.closed or not held.missing:
             return
         group, first = 0, held.staged
         while first >= len(held.tables[group]):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, groups_of, layer_sets
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import check_sets_apart, map_regions
+from kvflow.core.cache.regions import PooledSet, check_sets_apart, map_regions
 from kvflow.errors import LayoutError
 from tests.tests_support import each
 
@@ -135,11 +135,23 @@ def regions_at(tensor: torch.Tensor) -> Any:
 def test_groups_of_one_pool_may_lie_over_the_same_memory() -> None:
     tensor = torch.zeros(2, BLOCKS, SIZE, HEADS, DIM)
     regions = regions_at(tensor)
-    check_sets_apart([("a", "all", regions), ("b", "all", regions)])
+    check_sets_apart([PooledSet("a", "all", 1, regions), PooledSet("b", "all", 1, regions)])
     with pytest.raises(LayoutError, match=r"group 'a' and group 'b' overlap: .*pools are 'one' and 'two'"):
-        check_sets_apart([("a", "one", regions), ("b", "two", regions)])
+        check_sets_apart([PooledSet("a", "one", 1, regions), PooledSet("b", "two", 1, regions)])
     with pytest.raises(LayoutError, match="group 'a' and group 'a' overlap"):
-        check_sets_apart([("a", "all", regions), ("a", "all", regions)])
+        check_sets_apart([PooledSet("a", "all", 1, regions), PooledSet("a", "all", 1, regions)])
+
+
+def test_a_group_may_split_the_blocks_of_its_pool() -> None:
+    """Over the same memory: so many of its blocks are one of the pool's, and no more."""
+    tensor = torch.zeros(BLOCKS, 2 * SIZE, HEADS, DIM)
+    caches = {"layers.0": tensor}
+    whole = map_regions(CacheLayout.infer(caches, order="NHD", block_size=2 * SIZE), caches)
+    halves = regions_at(tensor.view(2 * BLOCKS, SIZE, HEADS, DIM))
+    check_sets_apart([PooledSet("a", "all", 1, whole), PooledSet("b", "all", 2, halves)])
+    for split in (1, 4):
+        with pytest.raises(LayoutError, match=r"overlap: .*block strides are \d+ and \d+ bytes"):
+            check_sets_apart([PooledSet("a", "all", 1, whole), PooledSet("b", "all", split, halves)])
 
 
 def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
@@ -149,7 +161,7 @@ def test_layers_of_a_group_may_share_a_block_row_each_its_own_bytes() -> None:
     small = rows[:, 2 * SIZE * HEADS * DIM :].view(BLOCKS, SIZE, 1, DIM)
     shared = rows[:, SIZE * HEADS * DIM : SIZE * HEADS * DIM + SIZE * DIM].view(BLOCKS, SIZE, 1, DIM)
     for inner, fits in ((small, True), (shared, False)):
-        pairs = [("a", "a", regions_at(large)), ("a", "a", regions_at(inner))]
+        pairs = [PooledSet("a", "a", 1, regions_at(one)) for one in (large, inner)]
         for order in itertools.permutations(pairs):
             if fits:
                 check_sets_apart(order)

@@ -190,3 +190,18 @@ def test_groups_of_one_pool_share_its_entries_and_others_have_their_own() -> Non
 def test_block_ids_that_cannot_be_are_named(given: object, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         grouped().find(given, "block_ids")
+
+
+def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
+    """Whoever uses one of them has all of them."""
+    ledger = BlockLedger([GroupBlocks("state", 4, "all"), GroupBlocks("full", 8, "all", split=2)])
+    tables, entries = ledger.find([[3], [0, 1, 4]], "ids")
+    assert ([ids.tolist() for ids in tables], sorted(entries.tolist())) == ([[3], [0, 1, 4]], [0, 2, 3])
+    ledger.lease(entries)
+    assert ledger.counts() == BlockCounts(total=4, free=1, leased=3, in_flight=0, quarantined=0)
+    with pytest.raises(BlocksBusy, match="block 2 cannot be loaded: it is leased"):
+        ledger.begin_load(ledger.find([[], [5]], "ids")[1])
+    with pytest.raises(RequestError, match="block 3 of one pool is given for two groups"):
+        ledger.find([[3], [7]], "ids")
+    ledger.release(entries)
+    assert ledger.counts().free == 4
