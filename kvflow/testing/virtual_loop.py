@@ -119,7 +119,8 @@ class _Task(asyncio.Task[T]):
     def __init__(self, body: Awaited[T], loop: VirtualLoop, name: object, context: Context) -> None:
         self._number = next(loop._numbers)
         self.life = context.get(_LIFE)
-        super().__init__(body, loop=loop, name=str(name or f"task-{self._number}"), context=context)
+        named = str(name or f"task-{self._number}")
+        super().__init__(body, loop=loop, name=named, context=context)  # type: ignore[arg-type, unused-ignore]
 
     def __hash__(self) -> int:
         return self._number
@@ -168,7 +169,10 @@ class VirtualLoop(BaseEventLoop):
     def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
         raise NotImplementedError("a virtual loop has one thread")
 
-    def create_task(self, coro: Awaited[T], *, name: object = None, context: Context | None = None) -> asyncio.Task[T]:
+    def create_task(
+        self, coro: Awaited[T], *, name: object = None, context: Context | None = None, eager_start: bool | None = None
+    ) -> asyncio.Task[T]:
+        """As asyncio's. From Python 3.14 on it may ask for an eager start, which has no place in an order by time."""
         task = _Task(coro, self, name, copy_context() if context is None else context)
         self._tasks.add(task)
         return task
