@@ -167,6 +167,26 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
     assert prompt == [5, 6, 7], "it may be another request's, too"
 
 
+@pytest.mark.parametrize(
+    ("buffers", "sleeps", "staging", "problem"),
+    [
+        ("cpu", False, "auto", "kv_buffer_device is 'cpu', the cache is on 'cuda'"),
+        ("cuda", True, "auto", "sleep mode with a cache on 'cuda'"),
+        ("cuda", False, "always", "a cache on 'cuda' cannot be staged"),
+    ],
+)
+def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, staging: str, problem: str) -> None:
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._runtime = SimpleNamespace(config=SimpleNamespace(staging=staging))  # type: ignore[assignment]
+    connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
+        kv_transfer_config=SimpleNamespace(kv_buffer_device=buffers),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+    )
+    cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(ConfigError, match=problem):
+        connector.register_kv_caches({"layers.0": cache})
+
+
 def test_statistics_add_up() -> None:
     error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
     stats = KVFlowStats.of([LoadFailed("r", ((1,),), error), LeaseEnded("s", LeaseOutcome.READ, True)])

@@ -176,6 +176,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if is_staged(device, self._runtime.config.staging) and device != "cpu":
             # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
             raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
+        transfer, model = self._vllm_config.kv_transfer_config, self._vllm_config.model_config
+        if transfer.kv_buffer_device != device:
+            given = f"kv_buffer_device is {transfer.kv_buffer_device!r}"
+            raise ConfigError(f"KVFlowConnector: {given}, the cache is on {device!r}, and is read where it is")
+        if model.enable_sleep_mode and device != "cpu":
+            # Other memory is mapped to the same addresses then, and what is registered is that of before.
+            raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
         self._runtime.open()
