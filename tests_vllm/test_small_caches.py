@@ -22,7 +22,9 @@ PROMPT, ANSWER, AT_ONCE = 200, 250, 6
 def narrow(request: pytest.FixtureRequest, site: Site) -> Iterator[tuple[Server, Server, bool]]:
     """Leases of five seconds, caches of few blocks, and whether tokens are exact."""
     blocks = BLOCKS[request.param]
-    producer, consumer = (replace(setup, blocks=blocks) for setup in ROWS[request.param])
+    producer, consumer = (
+        replace(setup, blocks=blocks, options=(*setup.options, "--max-model-len=512")) for setup in ROWS[request.param]
+    )
     found = site.have(replace(producer, extra=(*producer.extra, ("lease_ttl_s", 5.0))), consumer)
     yield *found, is_exact(request.param)
     assert all(server.healthy() for server in found)
