@@ -14,7 +14,7 @@ from tests_vllm.test_failures import ENDED, FAILED, until_free
 from tests_vllm.test_models import ALONE, ROWS, assert_same, is_exact, prompt_of
 
 PREEMPTED = "vllm:num_preemptions_total"
-BLOCKS = {"windows": 64, "all windows": 40, "state": 48}
+BLOCKS = {"windows": 64, "all windows": 20, "state": 48}
 PROMPT, ANSWER, AT_ONCE = 200, 250, 6
 
 
