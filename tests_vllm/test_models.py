@@ -74,6 +74,7 @@ ROWS = {
     "state, TP 2 to 1": pair_of("falcon-h1", (*NO_CACHE, *TP2), NO_CACHE),
     "linear attention, TP 2 to 1": pair_of("qwen3-next", (*BF16, *TP2), BF16),
     "windows, blocks split by kernels": pair_of("gemma3", SPLIT, ()),
+    "windows, blocks split at decode": pair_of("gemma3", (), SPLIT),
     "in MultiConnector": (in_multi(pair_of("full")[0]), in_multi(pair_of("full")[1])),
 }
 
