@@ -213,7 +213,7 @@ def _both(name: str, setups: tuple[Setup, Setup]) -> Iterator[tuple[Server, Serv
                 setup,
                 connector=(("kv_connector", "MultiConnector"),) if multi else tuple(ours.items()),
                 extra=(("connectors", [{**ours, "kv_role": setup.role}]),) if multi else (),
-                environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18800 + 10 * core)),),
+                environment=(*setup.environment, ("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18800 + 10 * core))),
             )
             servers.append(Server.start(theirs))
         for server in servers:

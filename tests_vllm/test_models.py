@@ -32,9 +32,8 @@ BF16 = ("--dtype", "bfloat16")  # vLLM 0.32 computes linear attention on the CPU
 CHUNKED = ("--max-num-batched-tokens", "64")
 TP2 = ("--tensor-parallel-size", "2")
 DP2 = ("--data-parallel-size", "2")
-SPLIT = (
-    "--block-size=96",
-)  # of kernels that take blocks of 32; vLLM's CPU backend gives a hybrid other tokens each time
+SPLIT = ("--block-size=96",)
+"""Of kernels with blocks of 32. No row has a hybrid with state: vLLM's CPU backend answers it otherwise each time."""
 
 
 def pair_of(

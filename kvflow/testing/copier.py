@@ -30,7 +30,7 @@ class InlineCopier(CopyThread):
         self._loop.call_at(self._free_at_s, self._run, job, on_end)
 
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
-        watch = Watch(event, on_end)
+        watch = Watch(event, on_end, self._loop.time())
         self._watches.add(watch)
         self._loop.call_soon(self._look)
         return watch

@@ -94,6 +94,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._runtime = Runtime(config)
         self._worker = ConnectorWorker(self._runtime)
         self._failed_blocks: set[int] = set()
+        self._split = 1
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

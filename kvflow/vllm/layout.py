@@ -129,7 +129,7 @@ def cache_groups(
     numbers = _layer_numbers([name for group in groups for name in group.specs])
     found = []
     for group in groups:
-        caches = {name: kv_caches[name] for name in group.specs if name in kv_caches}
+        caches, split = {name: kv_caches[name] for name in group.specs if name in kv_caches}, 1
         if group.facts.kind is GroupKind.STATE:
             layers: dict[str, LayerCache] = {name: slots_of(cache, _state(group)) for name, cache in caches.items()}
             layout: StateLayout | list[CacheLayout] = StateLayout.infer(
@@ -143,11 +143,9 @@ def cache_groups(
             )
         else:
             caches = {name: _attention(name, cache, group, vllm_config) for name, cache in caches.items()}
-            layers = {**caches}
+            layers, split = {**caches}, _split(caches, group)
             layout = [
-                _layout_of(
-                    same, backend, group.facts.block_size // _split(caches, group), vllm_config, kv_format, numbers
-                )
+                _layout_of(same, backend, group.facts.block_size // split, vllm_config, kv_format, numbers)
                 for backend, same in _alike(caches, vllm_config)
             ]
         found.append(
@@ -158,7 +156,7 @@ def cache_groups(
                 window=group.facts.window or None,
                 kind=group.facts.kind,
                 pool=_POOL,
-                split=1 if group.facts.kind is GroupKind.STATE else _split(caches, group),
+                split=split,
             )
         )
     return found

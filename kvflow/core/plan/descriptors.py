@@ -31,12 +31,13 @@ _PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and m
 _MANY = 1 << 10  # block ids, from which on array operations are faster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Descriptors:
     """Reads to make: `sizes[i]` bytes from `remote[i]` on the peer to `local[i]` here; `size_bytes` in all.
 
     `table` has the shape (2, n, 3): for the local and the remote side a row (address, size, device index) per read.
-    That is what NIXL takes, so nothing is copied on the way. Each side is one kind of memory.
+    That is what NIXL takes, so nothing is copied on the way. Each side is one kind of memory. Nobody changes one; it
+    is not frozen because making a frozen one takes three times as long, and each slice is one.
     """
 
     table: UInt64Array
@@ -88,12 +89,7 @@ class Descriptors:
 
     def part(self, start: int, stop: int, size_bytes: int) -> Descriptors:
         """Those from `start` to `stop`, which are so many bytes."""
-        return Descriptors(
-            table=self.table[:, start:stop],
-            size_bytes=size_bytes,
-            local_device=self.local_device,
-            remote_device=self.remote_device,
-        )
+        return Descriptors(self.table[:, start:stop], size_bytes, self.local_device, self.remote_device)
 
 
 class Piece(NamedTuple):
@@ -109,20 +105,28 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
     if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before each is looked at
         raise RequestError(f"{what}: {len(block_ids)} block ids, but there are {num_blocks} blocks")
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
-        # The usual case, by built-ins: on a load's critical path, with cold caches, they beat array operations.
-        if not block_ids:
-            return np.empty(0, dtype=np.int64)
-        if min(block_ids) >= 0 and max(block_ids) < num_blocks:
-            ids = np.array(block_ids, dtype=np.int64)
-            if len(ids) < _MANY:
-                once = len(set(block_ids)) == len(ids)
-            else:
-                seen = np.zeros(num_blocks, dtype=bool)
-                seen[ids] = True
-                once = np.count_nonzero(seen) == len(ids)
-            if once:
-                return ids
+        ids = _if_legal(block_ids, num_blocks)
+        if ids is not None:
+            return ids
     return _judge_block_ids(block_ids, num_blocks, what)
+
+
+def _if_legal(block_ids: Sequence[int], num_blocks: int) -> BlockIds | None:
+    """The array of integers that are in range and not repeated; None if they are not, or not certainly."""
+    if not block_ids:
+        return np.empty(0, dtype=np.int64)
+    if len(block_ids) < _MANY:  # by built-ins: on a load's critical path, with cold caches, they beat array operations
+        fine = min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids)
+        return np.array(block_ids, dtype=np.int64) if fine else None
+    try:
+        ids = np.array(block_ids, dtype=np.int64)
+    except OverflowError:
+        return None
+    if ids.min() < 0 or ids.max() >= num_blocks:
+        return None
+    seen = np.zeros(num_blocks, dtype=bool)
+    seen[ids] = True
+    return ids if np.count_nonzero(seen) == len(ids) else None
 
 
 def count_block_ids(given: object, most: int) -> int:
@@ -313,6 +317,8 @@ def plan_slices(
         if len(some) > 1:
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
+            if len(some) > _MANY and keys.max() < 1 << 16:
+                keys = keys.astype(np.uint16)  # numpy sorts these by radix, ten times as fast
             some = some.select(keys.argsort(kind="stable"))  # by its place in the peer's memory
         chunk_bytes, pieces, joins = 0, 0, False
         for pairs in groups:

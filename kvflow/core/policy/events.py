@@ -47,9 +47,9 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
 class Watch:
     """Somebody who waits for an event."""
 
-    def __init__(self, event: DeviceEvent, on_end: OnEnd) -> None:
+    def __init__(self, event: DeviceEvent, on_end: OnEnd, since_s: float) -> None:
         self._event = event
-        self._since_s: float | None = None
+        self._since_s = since_s
         self.on_end = on_end
         self.error: BaseException | None = None
         self.dropped = False
@@ -67,8 +67,6 @@ class Watch:
 
     def pause_s(self, now_s: float) -> float:
         """How long it may be left alone."""
-        if self._since_s is None:
-            self._since_s = now_s
         return min(max((now_s - self._since_s) * _PAUSE_SHARE, _PAUSE_LEAST_S), _PAUSE_MOST_S)
 
 

@@ -11,7 +11,7 @@ load has ended, its bytes may still land). Leases share blocks; a write excludes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -53,15 +53,15 @@ class BlockLedger:
     """The use of each local block, by its entry: see `find`."""
 
     def __init__(self, groups: Sequence[GroupBlocks]) -> None:
-        self._groups = tuple(groups)
+        self._groups = tuple(groups) if len(groups) > 1 else (replace(groups[0], split=1),)  # a pool of its own ids
         self._names = [group.name for group in groups]
         self._first: dict[str, int] = {}
         """The first entry of each pool."""
         total = 0
-        for group in groups:
+        for group in self._groups:
             if group.pool not in self._first:
                 self._first[group.pool] = total
-                total += group.num_blocks // (group.split if len(groups) > 1 else 1)
+                total += group.num_blocks // group.split
         self._use: npt.NDArray[np.int32] = np.zeros(total, dtype=np.int32)
 
     def find(self, block_ids: Any, what: str) -> tuple[tuple[BlockIds, ...], BlockIds]:
@@ -88,7 +88,7 @@ class BlockLedger:
         found = []
         for group, ids in zip(self._groups, tables, strict=True):
             own = np.asarray(ids, dtype=np.int64)
-            if group.split > 1 and len(self._groups) > 1:
+            if group.split > 1:
                 own = np.unique(own // group.split)
             found.append(own + self._first[group.pool])
         return np.concatenate(found)

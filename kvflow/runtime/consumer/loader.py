@@ -303,8 +303,9 @@ class Loader:
             if load.request.after is not None:
                 await self._until(load, load.request.after)
             flight = self._take_off(load, await self._admit(load), offered)
-        finally:
+        except BaseException:
             self._reach.release(load.read_from)
+            raise
         try:
             for read in load.reads:
                 for block_map in read.origin.connection.block_maps:
@@ -379,7 +380,10 @@ class Loader:
         return permit
 
     def _take_off(self, load: _Load, admission: Permit, offered: Sequence[Sequence[BlockIds]]) -> Flight:
-        """Claim what a flight needs, now that it is admitted: its blocks, a word for each rank's seal, connections."""
+        """Claim what a flight needs, now that it is admitted: its blocks, and a word for each rank's seal.
+
+        From here on the connections that are held are the flight's to release.
+        """
         gear, request = self._gear, load.request
         load.admission = admission
         try:
@@ -396,7 +400,6 @@ class Loader:
             staged = connection.staged or source.lease.pending
             freshness = Freshness(staged=staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
             load.reads.append(SourceRead(source, tables, seal, index, freshness))
-        self._reach.hold(load.read_from)
         self._unsafe[flight] = load
         load.flight = load.handle.flight = flight
         return flight

@@ -41,7 +41,7 @@ class CopyThread:
 
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
         """Call `on_end` on the loop once the event has happened, with None, or with what asking it has raised."""
-        watch = Watch(event, on_end)
+        watch = Watch(event, on_end, time.monotonic())
         self._started().submit(lambda: self._watches.add(watch))
         return watch
 
