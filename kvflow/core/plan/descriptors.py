@@ -317,9 +317,9 @@ def plan_slices(
         if len(some) > 1:
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
-            if len(some) > _MANY and keys.max() < 1 << 16:
-                keys = keys.astype(np.uint16)  # numpy sorts these by radix, ten times as fast
-            some = some.select(keys.argsort(kind="stable"))  # by its place in the peer's memory
+            short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts these by radix, ten times as fast
+            order = keys.astype(np.uint16 if short else np.int64, copy=False).argsort(kind="stable")
+            some = some.select(order)  # by its place in the peer's memory
         chunk_bytes, pieces, joins = 0, 0, False
         for pairs in groups:
             chunk_bytes, pieces = chunk_bytes + pairs.chunk_size_bytes, pieces + pairs.pieces
