@@ -30,6 +30,11 @@ HOST_CHARS_MAX = 253
 _KEY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+=-]{0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
+_MODES = {
+    "role": ("producer", "consumer", "both"),
+    "scratch": ("auto", "always", "never"),
+    "staging": ("auto", "always", "never"),
+}
 
 
 def is_key_name(text: str) -> bool:
@@ -93,6 +98,9 @@ class Config:
     """Encrypts and authenticates the side channel by ZeroMQ CURVE: this engine's key, as `kvflow keys new` makes it."""
     curve_peers_dir: str | PathLike[str] | None = None
     """The public keys of the engines that this one talks to, each in a file `<engine_id>.public`."""
+
+    role: str = "both"
+    """What the engine does: "producer" only serves blocks, "consumer" only loads them; memory is registered for that."""
 
     transport: str = "nixl"
     nixl_backend: str = "UCX"
@@ -193,9 +201,10 @@ def _check_ranks(config: Config) -> None:
 
 
 def _check_modes(config: Config) -> None:
-    for name in ("scratch", "staging"):
-        if (mode := getattr(config, name)) not in ("auto", "always", "never"):
-            raise ConfigError(f"{name}: expected 'auto', 'always' or 'never', got {shown(mode)}")
+    for name, modes in _MODES.items():
+        if (mode := getattr(config, name)) not in modes:
+            *most, last = map(repr, modes)
+            raise ConfigError(f"{name}: expected {', '.join(most)} or {last}, got {shown(mode)}")
 
 
 def _path(value: object, name: str) -> object:

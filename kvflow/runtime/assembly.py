@@ -25,6 +25,7 @@ from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
@@ -35,11 +36,17 @@ from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.blocks import OfferedBlocks
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
-from kvflow.transport.base import TransportError, is_staged
+from kvflow.transport.base import MemoryUse, TransportError, is_staged
 
 logger = logging.getLogger(__name__)
 
 _NAME_CHARS_SHOWN = 80
+_USES = {
+    "both": MemoryUse.SERVED | MemoryUse.READ_INTO,
+    "producer": MemoryUse.SERVED,
+    "consumer": MemoryUse.READ_INTO,
+}
+"""What the cache's memory is for, by Config.role."""
 
 
 class RegisteredCache:
@@ -127,10 +134,17 @@ async def register(
     staging: list[HostBuffers] = []
     try:
         _check_apart(groups, sets)
-        if is_staged(device.kind, config.staging):  # on the copy thread, since that touches all their pages
-            await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks)))
-        registered = await _register(context, poller, copy_thread, groups, staging)
-    except TransportError as error:
+        staged = is_staged(device.kind, config.staging)
+        copies = await copy_thread.device(device)
+        if staged:  # on the copy thread, since that touches all their pages
+            await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks, copies)))
+            copies = CacheDevice(HOST)  # of the host blocks, which is where loads go
+        else:
+            spans = map_spans([layer for one in sets for layer in one.caches.items()])
+            await copy_thread.run(lambda: copies.check(spans))
+        scratch = await _scratch(context, copy_thread, copies)
+        registered = await _register(context, poller, copy_thread, groups, staging, scratch)
+    except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
         logger.info(
@@ -159,6 +173,7 @@ async def _register(
     copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
     staging: Sequence[HostBuffers],
+    scratch: Scratch,
 ) -> RegisteredCache:
     config, limits, transport = context.config, context.config.limits, context.transport
     seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
@@ -167,9 +182,9 @@ async def _register(
         sets = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
     regions = tuple(one.regions for one in sets)
     layers = [layer for one in sets for layer in one.caches.items()]
-    device = regions[0].device
-    await transport.register(map_spans(layers), device, [groups, *layers])
-    await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
+    await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
+    await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
+    await transport.register([fetched.span], HOST, fetched, MemoryUse.READ_INTO)
     own = messages.Target(config.engine_id, *context.identity.rank)
     local = LocalRank(
         reader=context.identity.agent_name,
@@ -191,10 +206,27 @@ async def _register(
         clock=context.clock,
         reads_max=limits.slices_in_flight_max,
     )
-    scratch = Scratch(transport, device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
     route = Route(config, sets, scratch, staging, copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, staging, copy_thread, limits.slice_bytes_max)
     return RegisteredCache(context, local, metadata, gear, route, offered)
+
+
+async def _scratch(context: RankContext, copy_thread: CopyThread, device: CacheDevice) -> Scratch:
+    """Scratch memory where loads go; TransportError if Config.scratch is "always" and it cannot be had."""
+    config, limits = context.config, context.config.limits
+    scratch = Scratch(context.transport, device, copy_thread, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
+    if device.eager and config.scratch != "never" and config.role != "producer":
+        try:
+            await scratch.prepare()
+        except TransportError as error:
+            if config.scratch == "always":
+                raise
+            logger.warning("engine %r (%s): reads small pieces one by one: %s", *_names(context), error)
+    return scratch
+
+
+def _names(context: RankContext) -> tuple[str, Rank]:
+    return context.config.engine_id, context.identity.rank
 
 
 def _share_of(config: Config, groups: Sequence[CacheGroup], one: LayerSet) -> CacheShare:

@@ -7,6 +7,7 @@ cannot be taken back: each posted read ends in exactly one event, or in the tran
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType, Protocol, TypeAlias
@@ -28,6 +29,15 @@ def is_staged(device: str, staging: str) -> bool:
     if staging == "never" and not DEVICES[device]:
         raise ConfigError(f"staging: 'never', but the transport cannot reach a cache on {device!r}")
     return staging == "always" or not DEVICES[device]
+
+
+class MemoryUse(enum.Flag):
+    """What registered memory is for. Registering costs time and, on some devices, room in an address window."""
+
+    SERVED = enum.auto()
+    """Peers read it."""
+    READ_INTO = enum.auto()
+    """Our reads write it."""
 
 
 class TransportError(KVFlowError):
@@ -87,8 +97,8 @@ class Transport(Protocol):
     async def open(self) -> None:
         """Start the agent. Raises ConfigError if it cannot be started as configured."""
 
-    async def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
-        """Make memory readable by peers and writable by our reads; only `aclose` undoes it.
+    async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
+        """Make memory readable by peers, writable by our reads, or both; only `aclose` undoes it.
 
         `keepalive` owns the memory: the transport holds it until nothing can touch the memory any more.
         """

@@ -26,6 +26,7 @@ from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
     Event,
+    MemoryUse,
     Notified,
     PeerGone,
     PostedRead,
@@ -101,7 +102,7 @@ class InprocTransport:
         self.held: deque[InprocRead] = deque()
         self._network = network
         self._carrier = carrier
-        self._spans: list[Span] = []
+        self._spans: list[tuple[Span, MemoryUse]] = []
         self._keepalive: list[object] = []
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
@@ -119,11 +120,11 @@ class InprocTransport:
         self._network.agents[self.name] = self
         self._open = True
 
-    async def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+    async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         self._require_open()
         if device.kind != "cpu":
             raise TransportError(f"the in-process transport cannot reach device {device.kind!r}")
-        self._spans.extend(spans)
+        self._spans.extend((span, use) for span in spans)
         self._keepalive.append(keepalive)
 
     async def metadata(self) -> bytes:
@@ -283,10 +284,12 @@ class InprocTransport:
             notifications_failed=self._counts["unsent"],
         )
 
-    def covers(self, addresses: UInt64Array, sizes: UInt64Array) -> bool:
-        """Whether every range lies in one registered span."""
+    def covers(self, addresses: UInt64Array, sizes: UInt64Array, use: MemoryUse) -> bool:
+        """Whether every range lies in one span that is registered for that use."""
         inside = np.zeros(len(addresses), dtype=np.bool_)
-        for span in self._spans:
+        for span, its_use in self._spans:
+            if use not in its_use:
+                continue
             start, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
             inside |= (addresses >= start) & (addresses + sizes <= end)
             if inside.all():
@@ -301,9 +304,9 @@ class InprocTransport:
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
         ours, theirs = read.descriptors.table
-        if not self.covers(ours[:, 0], ours[:, 1]):
+        if not self.covers(ours[:, 0], ours[:, 1], MemoryUse.READ_INTO):
             return TransportError("a local range is not registered")
-        if not target.covers(theirs[:, 0], ours[:, 1]):
+        if not target.covers(theirs[:, 0], ours[:, 1], MemoryUse.SERVED):
             return TransportError("a remote range is not registered")
         return None
 

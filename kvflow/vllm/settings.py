@@ -18,7 +18,7 @@ from kvflow.vllm.layout import Group
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads")
+_FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size", "num_kv_heads", "role")
 # The system chooses the ports: tickets name those of all ranks. A peer that is only slow is waited for as long as a
 # load may take: its failure would be a request's.
 _DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0, "handshake_timeout_s": 30.0}
@@ -62,6 +62,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "pp_rank": pp_rank,
         "pp_size": parallel.pipeline_parallel_size,
         "num_kv_heads": _model_kv_heads(vllm_config),
+        "role": str(transfer.kv_role).removeprefix("kv_"),
     }
     return Config(**values)
 

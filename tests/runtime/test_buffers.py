@@ -27,7 +27,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.memory.copies import copy_blocks
+from kvflow.runtime.memory.copies import block_rows, copy_blocks, on_host
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.memory.pool import Pool
 from kvflow.runtime.world import World
@@ -133,11 +133,11 @@ class EngineCopier:
         if self.problem is not None:
             raise self.problem
         device_ids, host_ids = (np.array(ids, dtype=np.int64) for ids in zip(*pairs, strict=True))
-        layout = self.side.layout
+        ours, hosts = (block_rows(caches, self.side.layout) for caches in (self.side.kv_caches, host_caches))
         if direction is CopyDirection.TO_HOST:
-            copy_blocks(self.side.kv_caches, host_caches, layout, device_ids, host_ids)
+            copy_blocks(ours, hosts, device_ids, host_ids, on_host)
         else:
-            copy_blocks(host_caches, self.side.kv_caches, layout, host_ids, device_ids)
+            copy_blocks(hosts, ours, host_ids, device_ids, on_host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

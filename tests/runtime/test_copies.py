@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,21 +13,24 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
-from kvflow.core.cache.regions import map_regions
+from kvflow.core.cache.regions import Device, map_regions
 from kvflow.runtime.memory import copies
 from kvflow.runtime.memory.copies import (
     allocate_host_caches,
+    block_rows,
     canonical_parts,
     chunk_sources,
     chunk_targets,
     copy_blocks,
     scatter_tokens,
 )
+from kvflow.runtime.memory.device import CacheDevice, device_for
 from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 ORDERS = ("NHD", "HND")
+CPU = device_for(Device("cpu", 0))
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=4)
 
 many = examples(
@@ -106,7 +109,7 @@ def test_a_fused_head_may_stay_whole() -> None:
 def test_host_caches_are_like_the_cache(recipe: Recipe, blocks: int) -> None:
     cache = Cache(recipe)
     layout = cache.infer()
-    host = allocate_host_caches(cache.tensors, layout, blocks, pin=False)
+    host = allocate_host_caches(cache.tensors, layout, blocks, CPU)
     expected = replace(layout, num_blocks=blocks)
     inferred = CacheLayout.infer(host, order=recipe.order, block_size=recipe.tokens, style=recipe.style)
     assert inferred == expected
@@ -121,7 +124,7 @@ def test_host_caches_are_like_the_cache(recipe: Recipe, blocks: int) -> None:
 def test_memory_order_of_a_host_cache_is_the_one_of_the_cache() -> None:
     recipe = replace(EXAMPLE, hnd_in_memory=True, outer=("layer", "block", "kv"), blocks=1, block_padding=5)
     cache = Cache(recipe)
-    (host, _) = allocate_host_caches(cache.tensors, cache.infer(), 7, pin=False).values()
+    (host, _) = allocate_host_caches(cache.tensors, cache.infer(), 7, CPU).values()
     assert isinstance(host, torch.Tensor)
     assert host.shape == (2, 7, 4, 3, 4)
     assert host.stride()[2:] == (4, 16, 1)
@@ -130,7 +133,7 @@ def test_memory_order_of_a_host_cache_is_the_one_of_the_cache() -> None:
 def test_the_stride_of_a_single_block_means_nothing() -> None:
     tensor = torch.zeros(4 * 3 * 4).as_strided((1, 4, 3, 4), (1, 12, 4, 1))
     layout = CacheLayout.infer({"layer": tensor}, order="NHD", block_size=4, style="fused")
-    host = allocate_host_caches({"layer": tensor}, layout, 2, pin=False)["layer"]
+    host = allocate_host_caches({"layer": tensor}, layout, 2, CPU)["layer"]
     assert isinstance(host, torch.Tensor)
     assert host.stride() == (48, 12, 4, 1)
 
@@ -161,38 +164,32 @@ def block_copies(draw: st.DrawFn) -> tuple[Recipe, Recipe, list[int], list[int]]
     return source, target, source_ids, target_ids
 
 
-Copy = Callable[[Cache, Cache, copies.Ids, copies.Ids], None]
+class Bus(CacheDevice):
+    """A device that is not the CPU's, whose memory of its own has room for two rows: all of it is on the CPU."""
 
+    def __init__(self) -> None:
+        super().__init__(Device("cpu", 0))
+        self._memory = torch.zeros(0, dtype=torch.uint8)
 
-def whole(source: Cache, target: Cache, source_ids: copies.Ids, target_ids: copies.Ids) -> None:
-    copy_blocks(source.tensors, target.tensors, source.infer(), source_ids, target_ids)
-
-
-def over_the_bus(copy_rows: Callable[[torch.Tensor, torch.Tensor, copies.Ids, copies.Ids], None]) -> Copy:
-    """Its code does not ask for the device; what needs one is only speed."""
-
-    def copy(source: Cache, target: Cache, source_ids: copies.Ids, target_ids: copies.Ids) -> None:
-        layout = source.infer()
-        for name in source.tensors if len(source_ids) else ():
-            rows = (copies._block_rows(cache.tensors[name], layout) for cache in (source, target))
-            for ours, theirs in zip(*rows, strict=True):
-                copy_rows(ours, theirs, source_ids, target_ids)
-
-    return copy
+    def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
+        if len(self._memory) < 2 * size_bytes:
+            self._memory = torch.full((2 * size_bytes,), 0xAB, dtype=torch.uint8)
+        rows = min(count, 2)
+        return self._memory[: rows * size_bytes].view(rows, size_bytes)
 
 
 @pytest.mark.parametrize(
-    "copy",
-    [whole, over_the_bus(copies._copy_to_host), over_the_bus(copies._copy_to_device)],
-    ids=["whole", "to host", "to device"],
+    "way", [copies.on_host, copies.to_host(Bus()), copies.to_device(Bus())], ids=["on host", "to host", "to device"]
 )
 @many
 @given(case=block_copies())
-def test_blocks_are_copied_and_nothing_else(case: tuple[Recipe, Recipe, list[int], list[int]], copy: Copy) -> None:
+def test_blocks_are_copied_and_nothing_else(case: tuple[Recipe, Recipe, list[int], list[int]], way: copies.Way) -> None:
+    """No way asks for the device; what needs one is only speed."""
     source_recipe, target_recipe, source_ids, target_ids = case
     source, target, expected = filled(source_recipe, 1), filled(target_recipe, 2), filled(target_recipe, 2)
     before = source.snapshot()
-    copy(source, target, np.array(source_ids, dtype=np.int64), np.array(target_ids, dtype=np.int64))
+    rows = (block_rows(cache.tensors, source.infer()) for cache in (source, target))
+    copy_blocks(*rows, np.array(source_ids, dtype=np.int64), np.array(target_ids, dtype=np.int64), way)
     assert target.snapshot() == copied_naively(source, expected, source_ids, target_ids)
     assert source.snapshot() == before
 
@@ -209,12 +206,14 @@ def test_blocks_go_to_a_device_and_back(style: KVStyle, dtype: torch.dtype) -> N
         name: tuple(part.cuda() for part in layer) if isinstance(layer, tuple) else layer.cuda()
         for name, layer in cache.tensors.items()
     }
-    host = allocate_host_caches(device, layout, 4, pin=True)
-    copy_blocks(device, host, layout, np.array([5, 1, 2]), np.array([0, 2, 3]))
-    copy_blocks(host, device, layout, np.array([3, 0]), np.array([0, 4]))
-    back = allocate_host_caches(device, layout, 6, pin=False)
-    copy_blocks(device, back, layout, np.arange(6), np.arange(6))
-    copy_blocks(cache.tensors, cache.tensors, layout, np.array([2, 5]), np.array([0, 4]))
+    cuda = device_for(Device("cuda", 0))
+    host, back = allocate_host_caches(device, layout, 4, cuda), allocate_host_caches(device, layout, 6, CPU)
+    ours, device_rows, host_rows = (block_rows(some, layout) for some in (cache.tensors, device, host))
+    with cuda.copying():
+        copy_blocks(device_rows, host_rows, np.array([5, 1, 2]), np.array([0, 2, 3]), copies.to_host(cuda))
+        copy_blocks(host_rows, device_rows, np.array([3, 0]), np.array([0, 4]), copies.to_device(cuda))
+        copy_blocks(device_rows, block_rows(back, layout), np.arange(6), np.arange(6), copies.to_host(cuda))
+    copy_blocks(ours, ours, np.array([2, 5]), np.array([0, 4]), copies.on_host)
     found = (part for layer in back.values() for part in canonical_parts(layer, layout))
     for ours, theirs in zip(parts_of(cache), found, strict=True):
         assert torch.equal(bits(ours), bits(theirs))
@@ -223,10 +222,11 @@ def test_blocks_go_to_a_device_and_back(style: KVStyle, dtype: torch.dtype) -> N
 def test_block_ids_that_do_not_exist_are_a_bug() -> None:
     cache = filled(EXAMPLE)
     before = cache.snapshot()
+    rows = block_rows(cache.tensors, cache.infer())
     for wrong in (-1, 6):
         for ids in (([0], [wrong]), ([wrong], [0])):
             with pytest.raises(AssertionError, match="of 6"):
-                copy_blocks(cache.tensors, cache.tensors, cache.infer(), *map(np.array, ids))
+                copy_blocks(rows, rows, *map(np.array, ids), copies.on_host)
     assert cache.snapshot() == before
 
 
@@ -273,17 +273,15 @@ def scattered_naively(
     return cache.snapshot()
 
 
-@pytest.mark.parametrize("put", [copies._put, copies._put_on_device])
+@pytest.mark.parametrize("way", [copies.spread_on_host, copies.spread_on_device(CPU)], ids=["host", "device"])
 @many
 @given(case=scatters())
 def test_tokens_are_scattered_and_nothing_else(
     case: tuple[Recipe, dict[str, int], str, list[tuple[int, int]]],
-    put: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    way: copies.Way,
 ) -> None:
     """Both ways of writing are right on any device."""
     recipe, sizes, order, places = case
-    monkeypatch.setattr(copies, "_put", put)
     cache, expected = filled(recipe), filled(recipe)
     parts = parts_of(cache)
     run = parts[0].shape[3] * recipe.dtype.itemsize
@@ -297,7 +295,7 @@ def test_tokens_are_scattered_and_nothing_else(
     chosen = sources[:, :, :, sizes["their_start"] : sizes["their_start"] + sizes["heads"]]
     ids = np.array(places, dtype=np.int64).reshape(-1, 2)
     before = scratch.clone()
-    scatter_tokens(targets, chosen, ids[:, 0], ids[:, 1])
+    scatter_tokens(targets, chosen, ids[:, 0], ids[:, 1], way)
     assert cache.snapshot() == scattered_naively(expected, scratch, sizes, order, places)
     assert torch.equal(scratch, before)
 
@@ -309,7 +307,7 @@ def test_memory_whose_storage_is_not_aligned() -> None:
     shifted = torch.from_numpy(memory[start + 8 :])[8:136]
     assert shifted.data_ptr() % 16 == 0
     target, source = shifted.view(8, 1, 1, 1, 16), torch.arange(16, dtype=torch.uint8).view(1, 1, 1, 16)
-    copies._put_on_device(target, source, np.array([3]), np.array([0]))
+    copies.spread_on_device(CPU)(np.array([3]), np.array([0]))(source, target)
     assert memory[start + 16 :][48:64].tolist() == list(range(16))
     assert memory.sum() == sum(range(16))
 
@@ -326,8 +324,8 @@ def test_sizes_that_do_not_fit_are_a_bug() -> None:
     for tokens, heads in ((3, 2), (2, 1)):
         sources = chunk_sources(scratch, rows=4, chunks=1, tokens=tokens, heads=heads, run_bytes=4, memory_order="NHD")
         with pytest.raises(AssertionError):
-            scatter_tokens(targets, sources, one, one)
+            scatter_tokens(targets, sources, one, one, copies.spread_on_host)
     sources = chunk_sources(scratch, rows=4, chunks=1, tokens=2, heads=2, run_bytes=4, memory_order="NHD")
     for block, chunk in ((6, 0), (-1, 0), (0, 2)):
         with pytest.raises(AssertionError):
-            scatter_tokens(targets, sources, np.array([block]), np.array([chunk]))
+            scatter_tokens(targets, sources, np.array([block]), np.array([chunk]), copies.spread_on_host)

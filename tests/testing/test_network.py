@@ -20,7 +20,7 @@ from kvflow.testing.simulator.network import Flight, Host, Network
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.simulator.world import send_through
 from kvflow.testing.virtual_loop import Life, VirtualLoop
-from kvflow.transport.base import AgentName, Event, Notified, PeerGone, ReadEnded
+from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, ReadEnded
 from kvflow.transport.inproc import InprocTransport, Row
 from tests.tests_support import each, in_virtual_time
 
@@ -53,7 +53,12 @@ class Setup:
 
         async def serve() -> None:
             await transport.open()
-            await transport.register([Span(address=memory.ctypes.data, size_bytes=SIZE)], HOST, memory)
+            await transport.register(
+                [Span(address=memory.ctypes.data, size_bytes=SIZE)],
+                HOST,
+                memory,
+                MemoryUse.SERVED | MemoryUse.READ_INTO,
+            )
             opened.set()
             await transport.run(lambda event: node.events.append((self.loop.time(), event)))
 

@@ -17,11 +17,12 @@ from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
 from kvflow.limits import Limits
-from kvflow.transport.base import AgentName, Event, Notified, ReadEnded, Transport, TransportError
+from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from kvflow.transport.nixl.loop import NixlTransport
 
 CPU = Device("cpu", 0)
+BOTH = MemoryUse.SERVED | MemoryUse.READ_INTO
 SIZE = 1 << 20
 
 
@@ -77,7 +78,7 @@ async def open_side(make: Callable[[str], Transport], name: str, fill: UInt64Arr
     await transport.open()
     buffer = fill.astype(np.uint8)
     side = Side(transport, buffer)
-    await transport.register([Span(address=side.address(), size_bytes=SIZE)], CPU, buffer)
+    await transport.register([Span(address=side.address(), size_bytes=SIZE)], CPU, buffer, BOTH)
     return side
 
 
@@ -267,7 +268,7 @@ async def test_closing_what_was_never_opened(make: Callable[[str], Transport]) -
 async def test_an_unreachable_device_cannot_be_registered(make: Callable[[str], Transport]) -> None:
     side = await open_side(make, "alone", np.zeros(SIZE, dtype=np.uint64))
     with pytest.raises(TransportError, match="cannot reach device 'tpu'"):
-        await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None)
+        await side.transport.register([Span(address=1, size_bytes=1)], Device("tpu", 0), None, BOTH)
     await side.transport.aclose(WAIT_S)
 
 

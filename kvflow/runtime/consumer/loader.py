@@ -32,6 +32,7 @@ from kvflow.errors import (
     RequestError,
     RuntimeClosed,
     TransferFailed,
+    UsageError,
 )
 from kvflow.runtime.consumer.flight import CopyFailed, Flight, Gear, SourceRead
 from kvflow.runtime.consumer.load import (
@@ -208,6 +209,8 @@ class Loader:
         """Check all that can be judged without the peer: from here on the load counts as open, and its time runs."""
         watch = Stopwatch(self._context.clock)
         try:
+            if self._config.role == "producer":
+                raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
             chars_max, ids_max = self._config.limits.request_id_chars_max, self._config.limits.block_ids_max
             plain = checked_load_request(request, chars_max, ids_max)
             what = f"request {plain.request_id!r}"

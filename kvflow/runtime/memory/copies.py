@@ -10,15 +10,16 @@ copied by numpy: it copies run by run in one thread, at 10 GB/s for runs of 256 
 the GIL released. Torch's indexing goes by elements; on bytes it is 6 times slower, and on 16-byte elements it needs two
 threads to keep up. Elsewhere torch copies, in the largest elements that fit.
 
-Everything here is synchronous: it runs on a copy thread, and what it has copied is there when it returns. On a device
-it copies on the current stream; who calls has made sure that what is copied was computed. Block ids are of blocks that
-exist; who calls has checked them, and a breach is our bug.
+Everything here is synchronous: it runs on a copy thread, and what it has copied is there when it returns. A device has
+a stream for that (`device.CacheDevice`), ids go there once per copy, and it is waited for once; who calls has made sure
+that what is copied was computed. Block ids are of blocks that exist; who calls has checked them, and a breach is our
+bug.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy.typing as npt
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import StateLayout
+from kvflow.runtime.memory.device import CacheDevice
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,10 @@ Tensor: TypeAlias = "torch.Tensor"
 LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
+Copy: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
+"""Copies from one tensor to another."""
+Way: TypeAlias = "Callable[[Ids, Ids], Copy]"
+"""What copies between places that two lists of ids say; made for these once, used for every region."""
 
 
 # --- parts
@@ -96,16 +102,16 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def allocate_host_caches(
-    kv_caches: CacheTensors, layout: CacheLayout | StateLayout, num_blocks: int, *, pin: bool
+    kv_caches: CacheTensors, layout: CacheLayout | StateLayout, num_blocks: int, device: CacheDevice
 ) -> dict[str, LayerTensors]:
     """Zeroed host tensors like those of a cache, for `num_blocks` blocks: same style, axes and memory order.
 
-    Blocks are dense, whatever lies between them in the cache, and each tensor has its own memory. `pin` asks for
-    page-locked memory, which needs a device; torch may round it up.
+    Blocks are dense, whatever lies between them in the cache, and each tensor has its own memory, of the kind that
+    `device` copies fast.
     """
 
     def like(tensor: Tensor) -> Tensor:
-        return _host_tensor(tensor, _style_of(layout), num_blocks, pin)
+        return _host_tensor(tensor, _style_of(layout), num_blocks, device)
 
     return {
         name: tuple(map(like, layer)) if isinstance(layer, tuple | list) else like(layer)
@@ -113,90 +119,105 @@ def allocate_host_caches(
     }
 
 
-def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, pin: bool) -> Tensor:
-    import torch
-
+def _host_tensor(tensor: Tensor, style: KVStyle | None, num_blocks: int, device: CacheDevice) -> Tensor:
     block_axis = 1 if style is KVStyle.KV_FIRST else 0
     outer_count = 2 if style in (KVStyle.KV_FIRST, KVStyle.BLOCKS_FIRST) else 1
     shape = list(tensor.shape)
     shape[block_axis] = num_blocks
     # Outermost in memory first. A single block's stride means nothing, so a block's own axes are sorted apart.
     axes = sorted(range(len(shape)), key=lambda axis: (axis >= outer_count, -tensor.stride()[axis], axis))
-    size_bytes = math.prod(shape) * tensor.element_size()
-    memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pin)
-    memory.zero_()  # gives every page its memory now
+    memory = device.host_memory(math.prod(shape) * tensor.element_size())
     dense = memory.view(tensor.dtype).view([shape[axis] for axis in axes])
     return dense.permute([axes.index(axis) for axis in range(len(shape))])
 
 
-def copy_blocks(
-    source_caches: CacheTensors,
-    target_caches: CacheTensors,
-    layout: CacheLayout | StateLayout,
-    source_ids: Ids,
-    target_ids: Ids,
-) -> None:
-    """Copy block `source_ids[i]` of every layer to block `target_ids[i]`, ids all different on either side.
-
-    Both caches have this layout apart from `num_blocks` and may be on different devices.
-    """
-    assert len(source_ids) == len(target_ids), f"{len(source_ids)} source ids, {len(target_ids)} target ids"
-    assert tuple(source_caches) == tuple(target_caches), "caches have different layers"
-    if not len(source_ids):
-        return
-    used: set[torch.device] = set()
-    for name in source_caches:
-        sources = _block_rows(source_caches[name], layout)
-        targets = _block_rows(target_caches[name], layout)
-        for source, target in zip(sources, targets, strict=True):
-            _copy_rows(source, target, source_ids, target_ids)
-            used |= {source.device, target.device}
-    _synchronize(used)
+def block_rows(kv_caches: CacheTensors, layout: CacheLayout | StateLayout) -> tuple[Tensor, ...]:
+    """The blocks of each region of a cache, as rows of bytes: in memory a block is dense. To be made once."""
+    return tuple(row for layer in kv_caches.values() for row in _layer_rows(layer, layout))
 
 
-def _block_rows(layer: LayerTensors, layout: CacheLayout | StateLayout) -> Iterator[Tensor]:
-    """The blocks of each region of a layer, as rows of bytes: in memory a block is dense."""
+def _layer_rows(layer: LayerTensors, layout: CacheLayout | StateLayout) -> Iterator[Tensor]:
     for part in _part_tensors(layer, layout):
         size = part[0].numel() * part.element_size()
         stride = part.stride(0) * part.element_size() if len(part) > 1 else size
         yield _alias(part, (len(part), size), (stride, 1))
 
 
-def _copy_rows(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    assert source.shape[1] == target.shape[1], f"blocks of {source.shape[1]} and {target.shape[1]} bytes"
-    _check(source_ids, len(source))
-    _check(target_ids, len(target))
-    on_host = source.device.type == "cpu", target.device.type == "cpu"
-    if all(on_host):
+def copy_blocks(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], source_ids: Ids, target_ids: Ids, way: Way
+) -> None:
+    """Copy block `source_ids[i]` of every region to block `target_ids[i]`, ids all different on either side.
+
+    `sources` and `targets` are `block_rows` of caches of one layout, apart from the number of blocks. `way` is
+    `on_host`, or inside `copying` `to_host` or `to_device`.
+    """
+    assert len(source_ids) == len(target_ids), f"{len(source_ids)} source ids, {len(target_ids)} target ids"
+    if not len(source_ids):
+        return
+    copy = way(source_ids, target_ids)
+    for source, target in zip(sources, targets, strict=True):
+        assert source.shape[1] == target.shape[1], f"blocks of {source.shape[1]} and {target.shape[1]} bytes"
+        _check(source_ids, len(source))
+        _check(target_ids, len(target))
+        copy(source, target)
+
+
+def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
+    """How blocks go from memory of the CPU to other memory of the CPU."""
+    runs = list(_runs(source_ids, target_ids))
+
+    def copy(source: Tensor, target: Tensor) -> None:
         rows, places = source.numpy(), target.numpy()
-        for start, place, count in _runs(source_ids, target_ids):
+        for start, place, count in runs:
             places[place : place + count] = rows[start : start + count]
-    elif on_host[0]:
-        _copy_to_device(source, target, source_ids, target_ids)
-    elif on_host[1]:
-        _copy_to_host(source, target, source_ids, target_ids)
-    else:
-        source, target = _in_large_elements(source, target)
-        gathered = source[_index(source_ids, source)].to(target.device)
-        target[_index(target_ids, target)] = gathered
+
+    return copy
 
 
-def _copy_to_host(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    """Gather on the device at once, then copy to the host run by run: over the bus only dense copies are fast."""
-    (large,) = _in_large_elements(source)
-    gathered = _as_bytes(large[_index(source_ids, source)])
-    for start, place, count in _dense_runs(np.arange(len(target_ids)), target_ids, target):
-        target[place : place + count].copy_(gathered[start : start + count], non_blocking=True)
+def to_host(device: CacheDevice) -> Way:
+    """Gather on the device, then copy to the host run by run: over the bus only dense copies are fast."""
+
+    def way(source_ids: Ids, target_ids: Ids) -> Copy:
+        import torch
+
+        index = device.upload(source_ids)
+
+        def copy(source: Tensor, target: Tensor) -> None:
+            done = 0
+            while done < len(target_ids):
+                bounce = device.bounce(len(target_ids) - done, source.shape[1])
+                large, gathered = _in_large_elements(source, bounce)
+                torch.index_select(large, 0, index[done : done + len(bounce)], out=gathered)
+                ids = target_ids[done : done + len(bounce)]
+                for start, place, count in _dense_runs(np.arange(len(ids)), ids, target):
+                    target[place : place + count].copy_(bounce[start : start + count], non_blocking=True)
+                done += len(bounce)
+
+        return copy
+
+    return way
 
 
-def _copy_to_device(source: Tensor, target: Tensor, source_ids: Ids, target_ids: Ids) -> None:
-    import torch
+def to_device(device: CacheDevice) -> Way:
+    """Copy to the device run by run, then spread the blocks there."""
 
-    gathered = torch.empty((len(source_ids), source.shape[1]), dtype=torch.uint8, device=target.device)
-    for start, place, count in _dense_runs(source_ids, np.arange(len(source_ids)), source):
-        gathered[place : place + count].copy_(source[start : start + count], non_blocking=True)
-    large, places = _in_large_elements(gathered, target)
-    places[_index(target_ids, target)] = large
+    def way(source_ids: Ids, target_ids: Ids) -> Copy:
+        index = device.upload(target_ids)
+
+        def copy(source: Tensor, target: Tensor) -> None:
+            done = 0
+            while done < len(source_ids):
+                bounce = device.bounce(len(source_ids) - done, target.shape[1])
+                ids = source_ids[done : done + len(bounce)]
+                for start, place, count in _dense_runs(ids, np.arange(len(ids)), source):
+                    bounce[place : place + count].copy_(source[start : start + count], non_blocking=True)
+                large, places = _in_large_elements(bounce, target)
+                places[index[done : done + len(bounce)]] = large
+                done += len(bounce)
+
+        return copy
+
+    return way
 
 
 def _runs(first_ids: Ids, second_ids: Ids) -> Iterator[tuple[int, int, int]]:
@@ -251,50 +272,57 @@ def chunk_sources(
 
 
 def scatter_tokens(
-    targets: Sequence[Tensor], sources: Sequence[Tensor] | Tensor, block_ids: Ids, chunk_indices: Ids
+    targets: Sequence[Tensor], sources: Sequence[Tensor] | Tensor, block_ids: Ids, chunk_indices: Ids, way: Way
 ) -> None:
     """Write chunk i of each source to chunk `chunk_indices[i]` of block `block_ids[i]` of the target at its place.
 
     Targets come from `chunk_targets`; sources are (..., token, head, byte), on the same device, with as many axes in
-    front as the ids have. Sources with fewer tokens than a chunk fill its first ones. Places are all different.
+    front as the ids have. Sources with fewer tokens than a chunk fill its first ones. Places are all different. `way`
+    is `spread_on_host`, or inside `copying` `spread_on_device`.
     """
     _check(block_ids, targets[0].shape[0])
     _check(chunk_indices, targets[0].shape[1])
+    copy = way(block_ids, chunk_indices)
     for target, source in zip(targets, sources, strict=True):
         tokens, place = source.shape[-3], target.shape
         assert place == targets[0].shape, f"targets of {targets[0].shape} and {place}"
         assert tokens <= place[2], f"{tokens} tokens into chunks of {place[2]}"
         assert source.shape == (*block_ids.shape, tokens, *place[3:]), f"{source.shape} into {place}"
-        _put(target if tokens == place[2] else target[:, :, :tokens], source, block_ids, chunk_indices)
-    _synchronize({target.device for target in targets})
+        copy(source, target if tokens == place[2] else target[:, :, :tokens])
 
 
-def _put(target: Tensor, source: Tensor, block_ids: Ids, chunk_indices: Ids) -> None:
-    if target.device.type != "cpu":
-        _put_on_device(target, source, block_ids, chunk_indices)
-        return
-    places, values = target.numpy(), source.numpy()
-    if places.strides[3] > places.strides[2]:  # in the order of the memory written: up to twice as fast
-        places, values = places.swapaxes(2, 3), values.swapaxes(-3, -2)
-    places[block_ids, chunk_indices] = values
+def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
+    """How chunks are written to memory of the CPU."""
+
+    def copy(source: Tensor, target: Tensor) -> None:
+        places, values = target.numpy(), source.numpy()
+        if places.strides[3] > places.strides[2]:  # in the order of the memory written: up to twice as fast
+            places, values = places.swapaxes(2, 3), values.swapaxes(-3, -2)
+        places[block_ids, chunk_indices] = values
+
+    return copy
 
 
-def _put_on_device(target: Tensor, source: Tensor, block_ids: Ids, chunk_indices: Ids) -> None:
-    target, source = _in_large_elements(target, source)
-    target[_index(block_ids, target), _index(chunk_indices, target)] = source
+def spread_on_device(device: CacheDevice) -> Way:
+    """How chunks are written to memory of a device."""
+
+    def way(block_ids: Ids, chunk_indices: Ids) -> Copy:
+        blocks, chunks = device.upload(block_ids), device.upload(chunk_indices)
+
+        def copy(source: Tensor, target: Tensor) -> None:
+            target, source = _in_large_elements(target, source)
+            target[blocks, chunks] = source
+
+        return copy
+
+    return way
 
 
-# --- devices
+# --- all of them
 
 
 def _check(ids: Ids, count: int) -> None:
     assert not ids.size or (ids.min() >= 0 and ids.max() < count), f"ids {ids.min()}..{ids.max()} of {count}"
-
-
-def _index(ids: Ids, tensor: Tensor) -> Tensor:
-    import torch
-
-    return torch.tensor(ids, device=tensor.device)
 
 
 def _in_large_elements(*views: Tensor) -> tuple[Tensor, ...]:
@@ -306,12 +334,3 @@ def _in_large_elements(*views: Tensor) -> tuple[Tensor, ...]:
         unit = math.gcd(unit, view.data_ptr(), view.storage_offset(), view.shape[-1], *view.stride()[:-1])
     dtypes = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     return tuple(view.view(dtypes[unit]) for view in views)
-
-
-def _synchronize(devices: set[torch.device]) -> None:
-    """Wait until what was enqueued on these devices is done."""
-    import torch
-
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()

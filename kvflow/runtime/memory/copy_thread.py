@@ -10,7 +10,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
+from kvflow.runtime.memory.device import CacheDevice, device_for
 from kvflow.transport.nixl.owner import OwnerThread
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
@@ -19,8 +21,9 @@ _IDLE_S = 3600.0  # nothing has to be done between jobs
 class CopyThread:
     """Jobs for one thread; their ends are told on the loop."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] = device_for) -> None:
         self._name = name
+        self._make_device = make_device
         self._thread: OwnerThread | None = None
         self._watches = Watches()
         self._ending = False
@@ -50,6 +53,12 @@ class CopyThread:
         end = _End()
         self.submit(job, end.tell)
         await end.future
+
+    async def device(self, where: Device) -> CacheDevice:
+        """The device of a cache, ready for copies on this thread. Raises what `make_device` does."""
+        made: list[CacheDevice] = []
+        await self.run(lambda: made.append(self._make_device(where)))
+        return made[0]
 
     async def happened(self, event: DeviceEvent) -> None:
         """Wait until the event has happened; raises what asking it has raised. Cancelling leaves it alone."""

@@ -10,18 +10,31 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import device_of
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.errors import ConfigError
-from kvflow.runtime.memory.copies import CacheTensors, LayerTensors, allocate_host_caches, copy_blocks
+from kvflow.runtime.memory.copies import (
+    CacheTensors,
+    LayerTensors,
+    Way,
+    allocate_host_caches,
+    block_rows,
+    copy_blocks,
+    on_host,
+    to_device,
+    to_host,
+)
+from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.memory.pool import Pool
+
+if TYPE_CHECKING:
+    import torch
 
 
 class CopyDirection(enum.StrEnum):
@@ -38,20 +51,30 @@ called on kvflow's copy thread and returns when the bytes are there."""
 class HostBuffers:
     """The host blocks of one group: their memory, which of them are free, and the copies to and from them."""
 
-    def __init__(self, group: CacheGroup, count: int, copier: BlockCopier | None) -> None:
+    def __init__(self, group: CacheGroup, count: int, copier: BlockCopier | None, device: CacheDevice) -> None:
         self.block_size_bytes = group.block_size_bytes
         self.pool = Pool(count)
-        self._device = group.sets
+        self._device = device
         self._copier = copier
+        self._ways: dict[CopyDirection, Way] = dict.fromkeys(CopyDirection, on_host)
+        if not device.on_host:
+            self._ways = {CopyDirection.TO_HOST: to_host(device), CopyDirection.TO_DEVICE: to_device(device)}
+        self._device_rows: list[torch.Tensor] = []
+        self._host_rows: list[torch.Tensor] = []
         self.layers: list[tuple[dict[str, LayerTensors], CacheLayout | StateLayout]] = []
         """The host blocks of each layout of the group."""
-        pin = device_of(group.layers.items()).kind == "cuda"
         for caches, layout in group.sets:
-            host_caches = allocate_host_caches(cast(CacheTensors, caches), layout, count, pin=pin)
+            device_caches = cast(CacheTensors, caches)
+            host_caches = allocate_host_caches(device_caches, layout, count, device)
+            if copier is None:
+                self._device_rows += block_rows(device_caches, layout)
+                self._host_rows += block_rows(host_caches, layout)
             if isinstance(layout, StateLayout):
                 self.layers.append((host_caches, replace(layout, num_slots=count)))
             else:
                 self.layers.append((host_caches, replace(layout, num_blocks=count)))
+        if self._device_rows and not device.on_host:
+            device.bounce(1, max(row.shape[1] for row in self._device_rows))  # now, while there is memory
 
     def copy(self, direction: CopyDirection, device_ids: BlockIds, host_ids: BlockIds) -> None:
         """Copy blocks to the host or to the device; on the copy thread."""
@@ -59,15 +82,16 @@ class HostBuffers:
             host_caches = {name: layer for caches, _ in self.layers for name, layer in caches.items()}
             self._copier(host_caches, list(zip(device_ids.tolist(), host_ids.tolist(), strict=True)), direction)
             return
-        for (device_layers, layout), (host_layers, _) in zip(self._device, self.layers, strict=True):
-            device_caches = cast(CacheTensors, device_layers)
+        with self._device.copying():
             if direction is CopyDirection.TO_HOST:
-                copy_blocks(device_caches, host_layers, layout, device_ids, host_ids)
+                copy_blocks(self._device_rows, self._host_rows, device_ids, host_ids, self._ways[direction])
             else:
-                copy_blocks(host_layers, device_caches, layout, host_ids, device_ids)
+                copy_blocks(self._host_rows, self._device_rows, host_ids, device_ids, self._ways[direction])
 
 
-def host_buffers(groups: Sequence[CacheGroup], config: Config, copier: BlockCopier | None) -> tuple[HostBuffers, ...]:
+def host_buffers(
+    groups: Sequence[CacheGroup], config: Config, copier: BlockCopier | None, device: CacheDevice
+) -> tuple[HostBuffers, ...]:
     """Host blocks of each group, within Config.host_buffer_bytes_max in all: shared out by the groups' sizes.
 
     ConfigError if a group gets no block.
@@ -82,5 +106,5 @@ def host_buffers(groups: Sequence[CacheGroup], config: Config, copier: BlockCopi
             raise ConfigError(
                 f"host_buffer_bytes_max: {most} bytes hold no block{what}, which has {group.block_size_bytes}"
             )
-        found.append(HostBuffers(group, count, copier))
+        found.append(HostBuffers(group, count, copier, device))
     return tuple(found)

@@ -71,7 +71,7 @@ class Route:
         return self._permutations[block_map]
 
     def _make_permutation(self, block_map: BlockMap) -> Permutation | None:
-        if block_map.opaque or self._config.scratch == "never":
+        if block_map.opaque or self._config.scratch == "never" or not self._scratch.slot_bytes:
             return None
         if len(block_map.groups[block_map.chunk_tokens][0].local_offsets) == 1 and self._config.scratch == "auto":
             return None  # every block is one piece already
@@ -79,7 +79,7 @@ class Route:
         whole = WholeBlocks(remote, block_map.heads, [theirs for _, theirs in block_map.places])
         _, caches, layout = self._sets[block_map.local_set]
         assert isinstance(layout, CacheLayout), "state is opaque"
-        return Permutation(caches, layout, block_map, whole, remote.parts)
+        return Permutation(caches, layout, block_map, whole, self._scratch.device)
 
     def groups(self, sources: Sequence[SourceRead], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
         """Everything to read for a load into these blocks of each group, in groups that take buffers when asked for."""

@@ -14,14 +14,24 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from kvflow.core.cache.layout import CacheLayout
-from kvflow.core.cache.regions import Device, Span
+from kvflow.core.cache.regions import Span
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors
 from kvflow.core.plan.whole_blocks import WholeBlocks
-from kvflow.runtime.memory.copies import CacheTensors, canonical_parts, chunk_sources, chunk_targets, scatter_tokens
+from kvflow.runtime.memory.copies import (
+    CacheTensors,
+    canonical_parts,
+    chunk_sources,
+    chunk_targets,
+    scatter_tokens,
+    spread_on_device,
+    spread_on_host,
+)
+from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.memory.pool import Pool
-from kvflow.transport.base import Transport
+from kvflow.transport.base import MemoryUse, Transport, TransportError
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +45,18 @@ class ScratchBuffer(NamedTuple):
 
 
 class Scratch:
-    """A few equal buffers on the cache's device. Each is made and registered when it is first taken."""
+    """A few equal buffers on the cache's device.
 
-    def __init__(self, transport: Transport, device: Device, slot_bytes: int, slots: int) -> None:
+    Each is made and registered when it is first taken, or before by `prepare`, where memory is scarce later.
+    """
+
+    def __init__(
+        self, transport: Transport, device: CacheDevice, copy_thread: CopyThread, slot_bytes: int, slots: int
+    ) -> None:
         self.slot_bytes = slot_bytes
+        self.device = device
         self._transport = transport
-        self._device = device
+        self._copy_thread = copy_thread
         self._pool = Pool(slots)
         self._made: dict[int, ScratchBuffer] = {}
 
@@ -48,8 +64,17 @@ class Scratch:
     def used(self) -> int:
         return self._pool.used
 
+    async def prepare(self) -> None:
+        """Make all buffers now. Raises TransportError if that cannot be, `slot_bytes` is 0 then: there are none."""
+        try:
+            for number in range(self._pool.size):
+                self._made[number] = await self._make(number)
+        except TransportError:
+            self.slot_bytes = 0
+            raise
+
     async def take(self) -> ScratchBuffer:
-        """A buffer, once one is free. Raises TransportError if it cannot be registered."""
+        """A buffer, once one is free. Raises TransportError if it cannot be had."""
         numbers = await self._pool.take(1)
         number = int(numbers[0])
         try:
@@ -64,14 +89,16 @@ class Scratch:
         self._pool.give_back(np.array([slot.number]))
 
     async def _make(self, number: int) -> ScratchBuffer:
-        import torch
-
-        device = self._device
-        where = device.kind if device.kind == "cpu" else f"{device.kind}:{device.number}"
-        memory = torch.empty(self.slot_bytes, dtype=torch.uint8, device=where)
-        span = Span(address=memory.data_ptr(), size_bytes=self.slot_bytes)
-        await self._transport.register([span], device, memory)
-        return ScratchBuffer(number, memory)
+        made: list[torch.Tensor] = []
+        try:
+            await self._copy_thread.run(lambda: made.append(self.device.allocate(self.slot_bytes)))
+        except RuntimeError as error:
+            raise TransportError(
+                f"no {self.slot_bytes} bytes of scratch memory on {self.device.name}: {error}"
+            ) from error
+        span = Span(address=made[0].data_ptr(), size_bytes=self.slot_bytes)
+        await self._transport.register([span], self.device.where, made[0], MemoryUse.READ_INTO)
+        return ScratchBuffer(number, made[0])
 
 
 class ScratchRead(NamedTuple):
@@ -91,12 +118,14 @@ class Permutation:
         layout: CacheLayout,
         block_map: BlockMap,
         whole_blocks: WholeBlocks,
-        remote_parts: Sequence[str],
+        device: CacheDevice,
     ) -> None:
         self.whole_blocks = whole_blocks
         self._heads = block_map.heads.heads
         self._chunk_tokens = block_map.chunk_tokens
-        self._device = block_map.local.device
+        self._device = device
+        self._way = spread_on_host if device.on_host else spread_on_device(device)
+        remote_parts = block_map.remote_whole.parts
         together = layout.parts == tuple(remote_parts)
         self._halve = not together and tuple(remote_parts) == ("KV",)
         layers = list(cast(CacheTensors, kv_caches).values())
@@ -113,7 +142,9 @@ class Permutation:
         """Read the remote blocks of `chunks`, which are in prompt order, to `offset` of a buffer, and permute them."""
         starts = np.flatnonzero(np.concatenate(([True], np.diff(chunks.remote_ids) != 0)))
         size_bytes = len(starts) * self.whole_blocks.block_bytes
-        descriptors = self.whole_blocks.plan(chunks.remote_ids[starts], slot.memory.data_ptr() + offset, self._device)
+        descriptors = self.whole_blocks.plan(
+            chunks.remote_ids[starts], slot.memory.data_ptr() + offset, self._device.where
+        )
         memory = slot.memory[offset : offset + size_bytes]
         return ScratchRead(descriptors, lambda: self._permute(chunks, starts, memory), size_bytes)
 
@@ -132,10 +163,12 @@ class Permutation:
         per_block = rows.tokens // self._chunk_tokens
         sources = sources.view(*sources.shape[:2], per_block, self._chunk_tokens, *sources.shape[3:])
         local_parts = np.zeros_like(chunks.local_ids) if chunks.local_parts is None else chunks.local_parts
-        for blocks, inside, picked in self._stretches(chunks, starts):
-            some = sources[:, blocks, inside, : chunks.tokens]
-            places = (chunks.local_ids[picked].reshape(some.shape[1:3]), local_parts[picked].reshape(some.shape[1:3]))
-            scatter_tokens(self._targets, self._split(some), *places)
+        with self._device.copying():
+            for blocks, inside, picked in self._stretches(chunks, starts):
+                some = sources[:, blocks, inside, : chunks.tokens]
+                place = some.shape[1:3]
+                ids, parts = chunks.local_ids[picked].reshape(place), local_parts[picked].reshape(place)
+                scatter_tokens(self._targets, self._split(some), ids, parts, self._way)
 
     def _stretches(self, chunks: Chunks, starts: BlockIds) -> Iterator[tuple[slice, slice, slice]]:
         """(blocks read, chunks of each, chunks of the load) so that each stretch takes the same chunks of its blocks.

@@ -32,7 +32,7 @@ from kvflow.core.policy.states import LeaseEvent
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
-from kvflow.errors import RequestError
+from kvflow.errors import RequestError, UsageError
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
@@ -88,7 +88,9 @@ class Serving:
         return [entry.terms.request_id for entry in self._offers]
 
     def serve(self, request: ServeRequest) -> Lease:
-        """Open a lease. Raises RequestError, and changes nothing then."""
+        """Open a lease. Raises RequestError or UsageError, and changes nothing then."""
+        if self._config.role == "consumer":
+            raise UsageError(f"serve_blocks: the role of engine {self._config.engine_id!r} is 'consumer'")
         request = checked_serve_request(request, self._config)
         if self._book.serving(request.request_id) is not None:
             raise RequestError(f"request {request.request_id!r}: it is being served already")

@@ -28,7 +28,7 @@ from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
 from kvflow.errors import ConfigError
-from kvflow.transport.base import AgentName, Event, Notified, PeerGone, PostedRead, ReadEnded, TransportError
+from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, PostedRead, ReadEnded, TransportError
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
@@ -113,7 +113,7 @@ class NixlAgents:
         """Whether a read is under way, so that nothing may be torn down."""
         return bool(self._in_flight or self._to_post)
 
-    def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+    def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         memory_kind = _MEMORY_KINDS.get(device.kind)
         if memory_kind is None:
             raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
@@ -123,8 +123,9 @@ class NixlAgents:
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]
         self._keepalive.append(keepalive)
         try:
-            for agent in (self._serving, self._reading):
-                agent.register(self._bindings.nixlRegDList(getattr(self._bindings, memory_kind), rows))
+            for agent, its_use in ((self._serving, MemoryUse.SERVED), (self._reading, MemoryUse.READ_INTO)):
+                if its_use in use:
+                    agent.register(self._bindings.nixlRegDList(getattr(self._bindings, memory_kind), rows))
         except self._errors as error:
             raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
 

@@ -12,6 +12,7 @@ from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
     Event,
+    MemoryUse,
     Notified,
     PostedRead,
     ReadEnded,
@@ -54,9 +55,9 @@ class NixlTransport:
             raise
         self._thread = thread
 
-    async def register(self, spans: Sequence[Span], device: Device, keepalive: object) -> None:
+    async def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         thread, agents = self._alive()
-        await thread.call(lambda: agents.register(spans, device, keepalive))
+        await thread.call(lambda: agents.register(spans, device, keepalive, use))
         self._open_spans += len(spans)
 
     async def metadata(self) -> bytes:

@@ -1,0 +1,165 @@
+"""A CUDA device, as copies need it: a stream of their own, memory that is not torch's, and the driver's few calls.
+
+Copies run on a stream that waits for nobody. So whoever asks for one has made sure that what it reads was computed
+(`ServeRequest.ready`), and that nothing writes to its target any more (`LoadRequest.after`); that a busy engine does
+not hold it up is the point. Memory comes from the driver: a block of torch's cache may still be written to by what the
+engine has queued, and one of expandable segments cannot be shared with other processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvflow.core.cache.regions import Device, Span
+from kvflow.errors import ConfigError
+from kvflow.runtime.memory.device import CacheDevice
+
+_BOUNCE_BYTES = 8 << 20
+_HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones
+
+# cuda.h
+_LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
+_FLUSH_BY_HOST, _ORDERED_FOR_OWNER = 1, 100
+_CURRENT_CONTEXT, _TO_OWNER = 0, 100
+
+
+class Driver:
+    """Calls of the CUDA driver that torch does not offer. The calling thread has to have a context."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def allocate(self, size_bytes: int) -> int:
+        """The address of memory from the driver itself. RuntimeError if there is not so much."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def is_shareable(self, address: int) -> bool:
+        """Whether other processes can open the memory: not if its pages were mapped one by one (VMM)."""
+        capable = ctypes.c_int()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(capable), ctypes.c_int(_LEGACY_IPC_CAPABLE), ctypes.c_uint64(address)
+        )
+        return bool(capable.value)
+
+    def needs_flush(self, number: int) -> bool:
+        """Whether the device may see what a network card wrote to its memory only after `flush`."""
+        ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
+        return ordering < _ORDERED_FOR_OWNER and bool(options & _FLUSH_BY_HOST)
+
+    def flush(self) -> None:
+        """Wait until what network cards have written is what the device sees."""
+        self._call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))
+
+    def _attribute(self, attribute: int, number: int) -> int:
+        value = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_int(number))
+        return value.value
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        result = getattr(self._library, function)(*arguments)
+        if result:
+            raise RuntimeError(f"CUDA driver: {function} failed with error {result}")
+
+
+@cache
+def driver() -> Driver:
+    """The driver of this machine. ConfigError if it does not load."""
+    try:
+        return Driver(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise ConfigError(f"a cache on a CUDA device needs the CUDA driver: {error}") from error
+
+
+class CudaDevice(CacheDevice):
+    """See `CacheDevice`. Made on the copy thread, for which it makes the device current."""
+
+    def __init__(self, where: Device) -> None:
+        super().__init__(where)
+        torch.cuda.set_device(where.number)
+        torch.cuda.synchronize(where.number)  # the thread has a context now
+        self._driver = driver()
+        self._stream = torch.cuda.Stream(where.number, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits for it sleeps
+        self._bounce: torch.Tensor | None = None
+
+    @property
+    def eager(self) -> bool:
+        return True
+
+    def check(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            if not self._driver.is_shareable(span.address):
+                raise ConfigError(
+                    f"a cache on {self.name} at {span.address:#x} cannot be read by other processes: its pages were "
+                    "mapped one by one. Allocate it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, or set "
+                    "staging='always'"
+                )
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        with torch.cuda.stream(self._stream):
+            try:
+                yield
+            finally:
+                self._done.record(self._stream)
+                self._done.synchronize()
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        found = torch.as_tensor(_Memory(self._driver, size_bytes), device=self.name)
+        torch.cuda.synchronize(self.where.number)
+        return found
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        memory = mmap.mmap(-1, size_bytes)  # zeroed
+        found = torch.frombuffer(memory, dtype=torch.uint8)
+        address, runtime = found.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if error := int(runtime.cudaHostRegister(address, size_bytes, 0)):
+            raise RuntimeError(f"cannot lock {size_bytes} bytes of host memory: CUDA error {error}")
+        weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+        return found
+
+    def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(ids)).pin_memory().to(self.name, non_blocking=True)
+
+    def bounce(self, count: int, size_bytes: int) -> torch.Tensor:
+        if self._bounce is None or len(self._bounce) < size_bytes:
+            self._bounce = self.allocate(max(_BOUNCE_BYTES, size_bytes))
+        rows = min(count, len(self._bounce) // size_bytes)
+        return self._bounce[: rows * size_bytes].view(rows, size_bytes)
+
+
+class _Memory:
+    """Bytes of the device from the driver, as torch takes memory of others; given back when nothing uses it."""
+
+    def __init__(self, calls: Driver, size_bytes: int) -> None:
+        address = calls.allocate(size_bytes)
+        number = torch.cuda.current_device()
+        weakref.finalize(self, _free, calls, number, address).atexit = False
+        self.__cuda_array_interface__ = {
+            "shape": (size_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _free(calls: Driver, number: int, address: int) -> None:
+    with torch.cuda.device(number):
+        calls.free(address)
