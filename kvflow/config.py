@@ -100,7 +100,7 @@ class Config:
     """The public keys of the engines that this one talks to, each in a file `<engine_id>.public`."""
 
     role: str = "both"
-    """What the engine does: "producer" only serves blocks, "consumer" only loads them; memory is registered for that."""
+    """What it does: "producer" only serves blocks, "consumer" only loads them. Memory is registered for that alone."""
 
     transport: str = "nixl"
     nixl_backend: str = "UCX"

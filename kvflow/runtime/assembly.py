@@ -19,13 +19,13 @@ from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
+from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, UsageError
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch

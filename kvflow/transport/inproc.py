@@ -102,7 +102,8 @@ class InprocTransport:
         self.held: deque[InprocRead] = deque()
         self._network = network
         self._carrier = carrier
-        self._spans: list[tuple[Span, MemoryUse]] = []
+        self._served: list[Span] = []
+        self._read_into: list[Span] = []
         self._keepalive: list[object] = []
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
@@ -124,7 +125,8 @@ class InprocTransport:
         self._require_open()
         if device.kind != "cpu":
             raise TransportError(f"the in-process transport cannot reach device {device.kind!r}")
-        self._spans.extend((span, use) for span in spans)
+        self._served.extend(spans if MemoryUse.SERVED in use else ())
+        self._read_into.extend(spans if MemoryUse.READ_INTO in use else ())
         self._keepalive.append(keepalive)
 
     async def metadata(self) -> bytes:
@@ -260,13 +262,14 @@ class InprocTransport:
             raise TransportError(f"{under_way} reads have not stopped; the memory stays until they have")
         self._reads.clear()
         self._peers.clear()
-        self._spans.clear()
+        self._served.clear()
+        self._read_into.clear()
         self._keepalive.clear()
 
     def abandon(self, wait_s: float) -> None:
         self._network.agents.pop(self.name, None)
         self._open = False
-        for held in (self._reads, self._peers, self._spans, self._keepalive):
+        for held in (self._reads, self._peers, self._served, self._read_into, self._keepalive):
             held.clear()
 
     @property
@@ -274,7 +277,7 @@ class InprocTransport:
         return TransportStatistics(
             open_reads=len(self._reads),
             open_peers=len(self._peers),
-            open_spans=len(self._spans),
+            open_spans=len({*self._served, *self._read_into}),
             open_threads=0,
             reads=self._counts["reads"],
             reads_failed=self._counts["failed"],
@@ -284,12 +287,11 @@ class InprocTransport:
             notifications_failed=self._counts["unsent"],
         )
 
-    def covers(self, addresses: UInt64Array, sizes: UInt64Array, use: MemoryUse) -> bool:
-        """Whether every range lies in one span that is registered for that use."""
+    @staticmethod
+    def covered(addresses: UInt64Array, sizes: UInt64Array, spans: Sequence[Span]) -> bool:
+        """Whether every range lies in one of the spans."""
         inside = np.zeros(len(addresses), dtype=np.bool_)
-        for span, its_use in self._spans:
-            if use not in its_use:
-                continue
+        for span in spans:
             start, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
             inside |= (addresses >= start) & (addresses + sizes <= end)
             if inside.all():
@@ -304,9 +306,9 @@ class InprocTransport:
         if self.faults.fail_next:
             return self.faults.fail_next.popleft()
         ours, theirs = read.descriptors.table
-        if not self.covers(ours[:, 0], ours[:, 1], MemoryUse.READ_INTO):
+        if not self.covered(ours[:, 0], ours[:, 1], self._read_into):
             return TransportError("a local range is not registered")
-        if not target.covers(theirs[:, 0], ours[:, 1], MemoryUse.SERVED):
+        if not self.covered(theirs[:, 0], ours[:, 1], target._served):
             return TransportError("a remote range is not registered")
         return None
 

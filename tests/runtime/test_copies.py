@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, map_regions
+from kvflow.device.cache_device import CacheDevice
 from kvflow.runtime.memory import copies
 from kvflow.runtime.memory.copies import (
     allocate_host_caches,
@@ -24,7 +25,7 @@ from kvflow.runtime.memory.copies import (
     copy_blocks,
     scatter_tokens,
 )
-from kvflow.runtime.memory.device import CacheDevice, device_for
+from kvflow.runtime.memory.copy_thread import device_for
 from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
 

@@ -16,10 +16,12 @@ import torch
 
 from kvflow import Config, LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
+from kvflow.device.cache_device import CacheDevice
+from kvflow.device.cuda import Driver
+from kvflow.device.cuda_device import CudaDevice
 from kvflow.errors import ConfigError, TransferFailed
 from kvflow.runtime.memory.copies import Ids
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.world import World
 from kvflow.testing import CacheSize, assert_loaded
 from kvflow.testing.pair import Engine, open_engine
@@ -223,15 +225,9 @@ class Library:
         return call
 
 
-@pytest.fixture
-def cuda() -> Any:
-    """The module, which needs no device to be imported."""
-    return pytest.importorskip("kvflow.runtime.memory.cuda")
-
-
-def test_memory_from_the_driver(cuda: Any) -> None:
+def test_memory_from_the_driver() -> None:
     library = Library()
-    driver = cuda.Driver(library)
+    driver = Driver(library)
     assert driver.allocate(512) == 0x7000
     driver.free(0x7000)
     driver.flush()
@@ -248,17 +244,17 @@ def test_memory_from_the_driver(cuda: Any) -> None:
 @pytest.mark.parametrize(
     ("ordering", "options", "needed"), [(0, 1, True), (0, 2, False), (100, 1, False), (200, 3, False)]
 )
-def test_when_a_network_cards_writes_are_flushed(cuda: Any, ordering: int, options: int, needed: bool) -> None:
+def test_when_a_network_cards_writes_are_flushed(ordering: int, options: int, needed: bool) -> None:
     library = Library()
     library.attributes = {("cuDeviceGetAttribute", 118): ordering, ("cuDeviceGetAttribute", 117): options}
-    assert cuda.Driver(library).needs_flush(1) is needed
+    assert Driver(library).needs_flush(1) is needed
 
 
-def test_memory_that_cannot_be_shared_is_refused(cuda: Any) -> None:
+def test_memory_that_cannot_be_shared_is_refused() -> None:
     library = Library()
-    device = cuda.CudaDevice.__new__(cuda.CudaDevice)
+    device = CudaDevice.__new__(CudaDevice)
     CacheDevice.__init__(device, Device("cuda", 1))
-    device._driver = cuda.Driver(library)
+    device._driver = Driver(library)
     span = Span(address=0x7F00, size_bytes=64)
     library.attributes = {("cuPointerGetAttribute", 10): 1}
     device.check([span])

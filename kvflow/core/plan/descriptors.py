@@ -105,28 +105,27 @@ def check_block_ids(block_ids: Sequence[int], *, num_blocks: int, what: str) -> 
     if type(block_ids) in (list, tuple) and len(block_ids) > num_blocks:  # before each is looked at
         raise RequestError(f"{what}: {len(block_ids)} block ids, but there are {num_blocks} blocks")
     if type(block_ids) in (list, tuple) and set(map(type, block_ids)) <= {int}:
-        ids = _if_legal(block_ids, num_blocks)
-        if ids is not None:
-            return ids
+        if not block_ids:
+            return np.empty(0, dtype=np.int64)
+        if len(block_ids) >= _MANY:
+            return _many_ids(block_ids, num_blocks, what)
+        # By built-ins: on a load's critical path, with cold caches, they beat array operations.
+        if min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids):
+            return np.array(block_ids, dtype=np.int64)
     return _judge_block_ids(block_ids, num_blocks, what)
 
 
-def _if_legal(block_ids: Sequence[int], num_blocks: int) -> BlockIds | None:
-    """The array of integers that are in range and not repeated; None if they are not, or not certainly."""
-    if not block_ids:
-        return np.empty(0, dtype=np.int64)
-    if len(block_ids) < _MANY:  # by built-ins: on a load's critical path, with cold caches, they beat array operations
-        fine = min(block_ids) >= 0 and max(block_ids) < num_blocks and len(set(block_ids)) == len(block_ids)
-        return np.array(block_ids, dtype=np.int64) if fine else None
+def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     try:
         ids = np.array(block_ids, dtype=np.int64)
     except OverflowError:
-        return None
-    if ids.min() < 0 or ids.max() >= num_blocks:
-        return None
-    seen = np.zeros(num_blocks, dtype=bool)
-    seen[ids] = True
-    return ids if np.count_nonzero(seen) == len(ids) else None
+        return _judge_block_ids(block_ids, num_blocks, what)
+    if ids.min() >= 0 and ids.max() < num_blocks:
+        seen = np.zeros(num_blocks, dtype=bool)
+        seen[ids] = True
+        if np.count_nonzero(seen) == len(ids):
+            return ids
+    return _judge_block_ids(ids, num_blocks, what)
 
 
 def count_block_ids(given: object, most: int) -> int:
@@ -147,7 +146,7 @@ def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence
     return tables[0] if len(tables) == 1 else tables
 
 
-def _judge_block_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
+def _judge_block_ids(block_ids: Sequence[int] | BlockIds, num_blocks: int, what: str) -> BlockIds:
     ids = whole_numbers(block_ids, what)
     outside = (ids < 0) | (ids >= num_blocks)
     if outside.any():

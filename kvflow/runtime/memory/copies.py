@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.state import StateLayout
-from kvflow.runtime.memory.device import CacheDevice
+from kvflow.device.cache_device import CacheDevice
 
 if TYPE_CHECKING:
     import torch

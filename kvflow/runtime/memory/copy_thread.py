@@ -12,10 +12,19 @@ from collections.abc import Callable
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
-from kvflow.runtime.memory.device import CacheDevice, device_for
+from kvflow.device.cache_device import CacheDevice
 from kvflow.transport.nixl.owner import OwnerThread
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
+
+
+def device_for(where: Device) -> CacheDevice:
+    """The device that a cache is on. Raises ConfigError or RuntimeError if it cannot be used as it has to be."""
+    if where.kind != "cuda":
+        return CacheDevice(where)
+    from kvflow.device.cuda_device import CudaDevice  # loads the driver
+
+    return CudaDevice(where)
 
 
 class CopyThread:

@@ -18,6 +18,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import StateLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import BlockIds
+from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError
 from kvflow.runtime.memory.copies import (
     CacheTensors,
@@ -30,7 +31,6 @@ from kvflow.runtime.memory.copies import (
     to_device,
     to_host,
 )
-from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.memory.pool import Pool
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors
 from kvflow.core.plan.whole_blocks import WholeBlocks
+from kvflow.device.cache_device import CacheDevice
 from kvflow.runtime.memory.copies import (
     CacheTensors,
     canonical_parts,
@@ -29,7 +30,6 @@ from kvflow.runtime.memory.copies import (
     spread_on_host,
 )
 from kvflow.runtime.memory.copy_thread import CopyThread
-from kvflow.runtime.memory.device import CacheDevice
 from kvflow.runtime.memory.pool import Pool
 from kvflow.transport.base import MemoryUse, Transport, TransportError
 

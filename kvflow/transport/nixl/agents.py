@@ -27,12 +27,14 @@ from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span, UInt64Array
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
+from kvflow.device import cuda
 from kvflow.errors import ConfigError
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, PostedRead, ReadEnded, TransportError
+from kvflow.transport.nixl.defaults import POLLING, backend_params
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
-_SPIN_S = 150e-6
+_SPIN_S = POLLING["cpu"].spin_s
 _SPIN_TURN_S = 50e-6  # how long a new job may have to wait for the spinning thread
 _SLEEP_MIN_S = 50e-6
 _SLEEP_MAX_S = 1e-3
@@ -71,7 +73,8 @@ class _Agent:
         plugins = self.native.getAvailPlugins()
         if given.nixl_backend not in plugins:
             raise ConfigError(f"nixl_backend: {given.nixl_backend!r} is not among NIXL's plugins {sorted(plugins)}")
-        self.backends = [self.native.createBackend(given.nixl_backend, dict(given.nixl_backend_params))]
+        params = backend_params(given.nixl_backend, given.nixl_backend_params)
+        self.backends = [self.native.createBackend(given.nixl_backend, params)]
         self._registered: list[Any] = []
 
     def register(self, descriptors: Any) -> None:
@@ -101,6 +104,8 @@ class NixlAgents:
         self._to_post: ShortestFirst[tuple[NixlRead, AgentName, Descriptors]] = ShortestFirst(_POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
+        self._spin_until_s = 0.0
+        self._flush: Callable[[], None] | None = None
         self._heard_s = 0.0
         self._outbox: list[tuple[AgentName, bytes]] = []
         self._outbox_since_s = 0.0
@@ -117,6 +122,8 @@ class NixlAgents:
         memory_kind = _MEMORY_KINDS.get(device.kind)
         if memory_kind is None:
             raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
+        if device.kind == "cuda":
+            self._use_cuda(device.number)
         if self._config.prefault and device.kind == "cpu":
             for span in spans:
                 _prefault(span)
@@ -128,6 +135,13 @@ class NixlAgents:
                     agent.register(self._bindings.nixlRegDList(getattr(self._bindings, memory_kind), rows))
         except self._errors as error:
             raise TransportError(f"NIXL cannot register {len(spans)} spans on {device}: {error}") from error
+
+    def _use_cuda(self, number: int) -> None:
+        """Reads into a device's memory: UCX wants the thread to have a context, and some devices want flushes."""
+        cuda.make_current(number)
+        calls = cuda.driver()
+        if calls.needs_flush(number):
+            self._flush = calls.flush
 
     def metadata(self) -> bytes:
         return bytes(self._serving.native.getLocalMD())
@@ -169,6 +183,8 @@ class NixlAgents:
             return
         self._active_s = time.monotonic()
         read.post_s = self._active_s - started_s
+        patience_s = POLLING[descriptors.local_device.kind].until_s(descriptors.size_bytes)
+        self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)
         if status == self._bindings.NIXL_SUCCESS:
             self._end(read, None)
         else:
@@ -202,7 +218,7 @@ class NixlAgents:
             self._post_next()
         now_s = time.monotonic()
         if self._in_flight:
-            if not self._to_post and now_s - self._active_s < _SPIN_S:
+            if not self._to_post and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
         if now_s >= self._send_s:
@@ -217,10 +233,9 @@ class NixlAgents:
             return 0.0
         if not self._in_flight:
             return max(min(self._next_notifications_s, self._send_s) - now_s, 0.0)
-        waiting_s = now_s - self._active_s
-        if waiting_s < _SPIN_S:
+        if now_s < self._spin_until_s:
             return 0.0
-        return min(max(waiting_s / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
+        return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
 
     def close(self) -> None:
         """Deregister and destroy both agents; only legal when not busy."""
@@ -251,6 +266,7 @@ class NixlAgents:
         still = [read for read in self._in_flight if self._check(read)]
         if len(still) != len(self._in_flight):
             self._active_s = time.monotonic()
+            self._spin_until_s = max(self._spin_until_s, self._active_s + _SPIN_S)
             self._in_flight = still
 
     def _check(self, read: NixlRead) -> bool:
@@ -265,7 +281,9 @@ class NixlAgents:
         return False
 
     def _end(self, read: NixlRead, error: TransportError | None) -> None:
-        """Release the handle and tell the loop."""
+        """Release the handle and tell the loop, once the device sees what has landed."""
+        if error is None and self._flush is not None:
+            self._flush()
         if read.handle:
             self._reading.native.releaseXferReq(read.handle)
             read.handle = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
+from kvflow.device import cuda
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
@@ -47,7 +48,10 @@ class NixlTransport:
     async def open(self) -> None:
         thread = OwnerThread(f"kvflow-agent {self._name}", self._crank, self._on_death)
         self._mailbox = Mailbox(thread.run_on_loop)
+        device = cuda.current_device()
         try:
+            if device is not None:  # UCX looks at the thread's device when an agent is made
+                await thread.call(lambda: cuda.make_current(device))
             self._agents = await thread.call(lambda: NixlAgents(self._config, self._name, self._mailbox.put))
         except BaseException:
             self._closing = True

@@ -1,4 +1,4 @@
-"""A CUDA device, as copies need it: a stream of their own, memory that is not torch's, and the driver's few calls.
+"""A CUDA device, as copies need it: a stream of their own, and memory that is not torch's.
 
 Copies run on a stream that waits for nobody. So whoever asks for one has made sure that what it reads was computed
 (`ServeRequest.ready`), and that nothing writes to its target any more (`LoadRequest.after`); that a busy engine does
@@ -9,81 +9,21 @@ engine has queued, and one of expandable segments cannot be shared with other pr
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvflow.core.cache.regions import Device, Span
+from kvflow.device.cache_device import CacheDevice
+from kvflow.device.cuda import Driver, driver, make_current
 from kvflow.errors import ConfigError
-from kvflow.runtime.memory.device import CacheDevice
 
 _BOUNCE_BYTES = 8 << 20
 _HIGH_PRIORITY = -1  # of streams: ahead of what the engine has queued on ordinary ones
-
-# cuda.h
-_LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
-_FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
-_FLUSH_BY_HOST, _ORDERED_FOR_OWNER = 1, 100
-_CURRENT_CONTEXT, _TO_OWNER = 0, 100
-
-
-class Driver:
-    """Calls of the CUDA driver that torch does not offer. The calling thread has to have a context."""
-
-    def __init__(self, library: Any) -> None:
-        self._library = library
-
-    def allocate(self, size_bytes: int) -> int:
-        """The address of memory from the driver itself. RuntimeError if there is not so much."""
-        address = ctypes.c_uint64()
-        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
-        return address.value
-
-    def free(self, address: int) -> None:
-        self._call("cuMemFree_v2", ctypes.c_uint64(address))
-
-    def is_shareable(self, address: int) -> bool:
-        """Whether other processes can open the memory: not if its pages were mapped one by one (VMM)."""
-        capable = ctypes.c_int()
-        self._call(
-            "cuPointerGetAttribute", ctypes.byref(capable), ctypes.c_int(_LEGACY_IPC_CAPABLE), ctypes.c_uint64(address)
-        )
-        return bool(capable.value)
-
-    def needs_flush(self, number: int) -> bool:
-        """Whether the device may see what a network card wrote to its memory only after `flush`."""
-        ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
-        return ordering < _ORDERED_FOR_OWNER and bool(options & _FLUSH_BY_HOST)
-
-    def flush(self) -> None:
-        """Wait until what network cards have written is what the device sees."""
-        self._call("cuFlushGPUDirectRDMAWrites", ctypes.c_int(_CURRENT_CONTEXT), ctypes.c_int(_TO_OWNER))
-
-    def _attribute(self, attribute: int, number: int) -> int:
-        value = ctypes.c_int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_int(number))
-        return value.value
-
-    def _call(self, function: str, *arguments: Any) -> None:
-        result = getattr(self._library, function)(*arguments)
-        if result:
-            raise RuntimeError(f"CUDA driver: {function} failed with error {result}")
-
-
-@cache
-def driver() -> Driver:
-    """The driver of this machine. ConfigError if it does not load."""
-    try:
-        return Driver(ctypes.CDLL("libcuda.so.1"))
-    except OSError as error:
-        raise ConfigError(f"a cache on a CUDA device needs the CUDA driver: {error}") from error
 
 
 class CudaDevice(CacheDevice):
@@ -91,8 +31,7 @@ class CudaDevice(CacheDevice):
 
     def __init__(self, where: Device) -> None:
         super().__init__(where)
-        torch.cuda.set_device(where.number)
-        torch.cuda.synchronize(where.number)  # the thread has a context now
+        make_current(where.number)
         self._driver = driver()
         self._stream = torch.cuda.Stream(where.number, priority=_HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # who waits for it sleeps

@@ -1,7 +1,7 @@
 """The device that a cache is on, as copies need it: whose calls go there, in which order, and memory of their own.
 
 One is made per registration. Most are plain: memory of the CPU is copied at once, and other devices are reached by an
-engine's own function only. A CUDA device (`runtime.memory.cuda`) has a stream and memory apart from the engine's;
+engine's own function only. A CUDA device (`device.cuda_device`) has a stream and memory apart from the engine's;
 nothing of it is loaded where there is none.
 """
 
@@ -74,12 +74,3 @@ class CacheDevice:
         It is the same memory each time.
         """
         return self.allocate(count * size_bytes).view(count, size_bytes)
-
-
-def device_for(where: Device) -> CacheDevice:
-    """The device that a cache is on. Raises ConfigError or RuntimeError if it cannot be used as it has to be."""
-    if where.kind != "cuda":
-        return CacheDevice(where)
-    from kvflow.runtime.memory.cuda import CudaDevice  # loads the driver
-
-    return CudaDevice(where)
