@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from os import PathLike, fspath
 from typing import cast
@@ -15,7 +15,7 @@ from typing import cast
 from kvflow import checks
 from kvflow.checks import is_name, shown
 from kvflow.errors import ConfigError, InvalidInput
-from kvflow.limits import NUMBERS, Limits, check_bounds
+from kvflow.limits import NUMBERS, Limits, by_device, check_bounds
 
 _MIB = 1 << 20
 
@@ -121,8 +121,9 @@ class Config:
 
     loads_waiting_max: int = 1 << 12
     """How many loads may wait; one more is `Overloaded`."""
-    in_flight_bytes_max: int = 256 * _MIB
-    """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight."""
+    in_flight_bytes_max: int = 0
+    """In flight at once, over all loads. A read that is larger by itself goes when nothing else is in flight.
+    0: 256 MiB for a cache in host memory, 1 GiB on CUDA."""
 
     scratch: str = "auto"
     """Whether blocks whose pieces are small are read whole into scratch memory and permuted: "auto" (where the rule of
@@ -130,8 +131,9 @@ class Config:
     staging: str = "auto"
     """Whether blocks go through host buffers: "auto" (if the transport cannot reach the cache's device), "always", or
     "never", which makes registering a cache raise ConfigError where it would be needed."""
-    host_buffer_bytes_max: int = 256 * _MIB
-    """Host memory for staged blocks; offers and loads share it."""
+    host_buffer_bytes_max: int = 0
+    """Host memory for staged blocks; offers and loads share it. 0: a quarter of the cache, but at least 256 MiB and at
+    most an eighth of the host's memory, shared by the engine's ranks."""
 
     limits: Limits = field(default_factory=Limits)
     """The bounds that few have to change."""
@@ -163,6 +165,11 @@ class Config:
         """The port this rank binds; 0 means any free one."""
         port = split_address(self.listen)[1]
         return port + self.listen_port_offset if port else 0
+
+
+def config_on(config: Config, kind: str) -> Config:
+    """With what is 0, since it depends on where the cache is, as a device of that kind wants it."""
+    return replace(by_device(config, kind), limits=by_device(config.limits, kind))
 
 
 def _check_names(config: Config) -> None:

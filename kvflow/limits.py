@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from kvflow import checks
 from kvflow.errors import ConfigError
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
 _KIB = 1 << 10
 _MIB = 1 << 20
+
+# Slices are what a link of the device's speed takes in about a millisecond, so that the time between an end that is
+# seen and the next read that is posted does not count.
+BY_DEVICE: Mapping[str, Mapping[str, int]] = {
+    "cpu": {
+        "slice_bytes_max": 8 * _MIB,
+        "slices_in_flight_max": 2,
+        "peer_in_flight_bytes_max": 20 * _MIB,
+        "in_flight_bytes_max": 256 * _MIB,
+    },
+    "cuda": {
+        "slice_bytes_max": 32 * _MIB,
+        "slices_in_flight_max": 32,
+        "peer_in_flight_bytes_max": 160 * _MIB,
+        "in_flight_bytes_max": 1024 * _MIB,
+    },
+}
+"""What limits are where nobody has chosen, by the kind of memory that is read into."""
 
 REQUEST_ID_CHARS_MAX = 1024
 SEALS_MAX = 1 << 24
@@ -32,11 +56,17 @@ NUMBERS: Mapping[str, checks.Check] = {
 
 
 def check_bounds(given: object) -> None:
-    """That every `_max` of a dataclass is at least 1."""
+    """That every `_max` of a dataclass is at least 1, or 0 where the device decides."""
     for entry in fields(given):  # type: ignore[arg-type]
         value = getattr(given, entry.name)
-        if entry.name.endswith("_max") and value < 1:
+        if entry.name.endswith("_max") and value < (entry.default != 0):
             raise ConfigError(f"{entry.name}: expected 1 or more, got {value}")
+
+
+def by_device(given: T, kind: str) -> T:
+    """Limits, or a Config, with what is 0 as the device wants it; kinds that go through the host are as "cpu"."""
+    defaults = BY_DEVICE.get(kind, BY_DEVICE["cpu"])
+    return replace(given, **{name: value for name, value in defaults.items() if getattr(given, name, None) == 0})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,16 +107,18 @@ class Limits:
     transport_close_timeout_s: float = 10.0
     """How long closing waits for reads to stop, and then for a copy that still runs."""
 
-    slice_bytes_max: int = 8 * _MIB
-    """What is read at once. Loads take turns by slices, so this is what a small one waits for behind a huge one."""
+    slice_bytes_max: int = 0
+    """What is read at once. Loads take turns by slices, so this is what a small one waits for behind a huge one. 0: by
+    where the cache is, `BY_DEVICE`."""
     slice_descriptors_max: int = 8192
-    slices_in_flight_max: int = 2
-    """Slices of one load in flight: the second hides the completion latency of the first."""
+    slices_in_flight_max: int = 0
+    """Slices of one load in flight: the second hides the completion latency of the first. 0: by where the cache is."""
     in_flight_descriptors_max: int = 1 << 17
     """In flight at once, over all loads, beside Config.in_flight_bytes_max."""
     in_flight_reads_max: int = 512
-    peer_in_flight_bytes_max: int = 20 * _MIB
-    """The same from one rank of an engine: two slices, and room for small reads beside them."""
+    peer_in_flight_bytes_max: int = 0
+    """The same from one rank of an engine: two slices, and room for small reads beside them. More if the rank delivers
+    more in a millisecond. 0: by where the cache is."""
     peer_in_flight_descriptors_max: int = 1 << 15
     peer_in_flight_reads_max: int = 128
     scratch_slot_bytes_max: int = 32 * _MIB

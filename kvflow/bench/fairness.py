@@ -25,8 +25,9 @@ from kvflow.bench.engine import EngineProducer, config_of, open_producer, open_r
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread, at_most, percentile
+from kvflow.config import config_on
 
-READER = config_of("fairness-reader")
+READER = config_on(config_of("fairness-reader"), "cpu")
 DELAY_SLICES_MAX = float(READER.limits.slices_in_flight_max)
 """What one other load has in flight at most; where small reads can go first (shared memory) it is one slice."""
 

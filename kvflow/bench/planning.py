@@ -24,12 +24,12 @@ from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
 from kvflow.core.plan.descriptors import check_block_ids, match_chunks, plan_slices
-from kvflow.limits import Limits
+from kvflow.limits import Limits, by_device
 
 _BLOCK_SIZE = 16
 _RUN_BYTES = 128 * ITEMSIZE
 _PROMPT_BLOCKS = (128 << 10) // _BLOCK_SIZE
-_LIMITS = Limits()
+_LIMITS = by_device(Limits(), "cpu")
 _LEGEND = (
     "Planning a load: 100,000 descriptors, or a prompt of 128k tokens, 80 layers, blocks of 16; which rank reads it. "
     "Of 60 layers, 50 attend to a window of 1,024 tokens; moved is the share of all layers' bytes."

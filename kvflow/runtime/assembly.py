@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 
 from kvflow import checks
-from kvflow.config import Config
+from kvflow.config import Config, config_on
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
@@ -139,11 +140,13 @@ async def register(
         if staged:  # on the copy thread, since that touches all their pages
             await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks, copies)))
             copies = CacheDevice(HOST)  # of the host blocks, which is where loads go
-        else:
+        elif not copies.on_host:
             spans = map_spans([layer for one in sets for layer in one.caches.items()])
             await copy_thread.run(lambda: copies.check(spans))
+        context = replace(context, config=config_on(config, copies.where.kind))
         scratch = await _scratch(context, copy_thread, copies)
-        registered = await _register(context, poller, copy_thread, groups, staging, scratch)
+        gear = _gear(context, poller, copy_thread, groups, grows=config.limits.peer_in_flight_bytes_max == 0)
+        registered = await _register(context, gear, groups, staging, scratch)
     except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
@@ -169,14 +172,13 @@ def _check_apart(groups: Sequence[CacheGroup], sets: Sequence[LayerSet]) -> None
 
 async def _register(
     context: RankContext,
-    poller: Poller,
-    copy_thread: CopyThread,
+    gear: Gear,
     groups: Sequence[CacheGroup],
     staging: Sequence[HostBuffers],
     scratch: Scratch,
 ) -> RegisteredCache:
     config, limits, transport = context.config, context.config.limits, context.transport
-    seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
+    seals = SealTable(limits.leases_max)
     sets = layer_sets(groups, config.tp_size)
     if staging:
         sets = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
@@ -184,7 +186,7 @@ async def _register(
     layers = [layer for one in sets for layer in one.caches.items()]
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
-    await transport.register([fetched.span], HOST, fetched, MemoryUse.READ_INTO)
+    await transport.register([gear.seals.span], HOST, gear.seals, MemoryUse.READ_INTO)
     own = messages.Target(config.engine_id, *context.identity.rank)
     local = LocalRank(
         reader=context.identity.agent_name,
@@ -195,20 +197,25 @@ async def _register(
         groups=tuple(group.facts for group in groups),
     )
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(staging))
-    gear = Gear(
+    route = Route(config, sets, scratch, staging, gear.copy_thread)
+    offered = OfferedBlocks(local.groups, gear.ledger, seals, staging, gear.copy_thread, limits.slice_bytes_max)
+    return RegisteredCache(context, local, metadata, gear, route, offered)
+
+
+def _gear(
+    context: RankContext, poller: Poller, copy_thread: CopyThread, groups: Sequence[CacheGroup], *, grows: bool
+) -> Gear:
+    return Gear(
         ledger=BlockLedger(
             [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in groups]
         ),
-        seals=fetched,
-        queue=reads_in_flight(config),
+        seals=SealTable(context.config.limits.loads_max),
+        queue=reads_in_flight(context.config, grows=grows),
         poller=poller,
         copy_thread=copy_thread,
         clock=context.clock,
-        reads_max=limits.slices_in_flight_max,
+        reads_max=context.config.limits.slices_in_flight_max,
     )
-    route = Route(config, sets, scratch, staging, copy_thread)
-    offered = OfferedBlocks(local.groups, gear.ledger, seals, staging, copy_thread, limits.slice_bytes_max)
-    return RegisteredCache(context, local, metadata, gear, route, offered)
 
 
 async def _scratch(context: RankContext, copy_thread: CopyThread, device: CacheDevice) -> Scratch:

@@ -25,13 +25,12 @@ from kvflow.runtime.memory.copies import (
     copy_blocks,
     scatter_tokens,
 )
-from kvflow.runtime.memory.copy_thread import device_for
 from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 ORDERS = ("NHD", "HND")
-CPU = device_for(Device("cpu", 0))
+CPU = CacheDevice(Device("cpu", 0))
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=4)
 
 many = examples(
@@ -207,7 +206,9 @@ def test_blocks_go_to_a_device_and_back(style: KVStyle, dtype: torch.dtype) -> N
         name: tuple(part.cuda() for part in layer) if isinstance(layer, tuple) else layer.cuda()
         for name, layer in cache.tensors.items()
     }
-    cuda = device_for(Device("cuda", 0))
+    from kvflow.device.cuda_device import CudaDevice
+
+    cuda = CudaDevice(Device("cuda", 0))
     host, back = allocate_host_caches(device, layout, 4, cuda), allocate_host_caches(device, layout, 6, CPU)
     ours, device_rows, host_rows = (block_rows(some, layout) for some in (cache.tensors, device, host))
     with cuda.copying():

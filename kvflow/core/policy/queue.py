@@ -8,6 +8,7 @@ A fair queue bounds what may be under way at once, in all and per peer. Its rule
 - A permit that does not fit its peer's limit is overtaken by those of other peers, by none of its own peer.
 - If the head does not fit the global limit nothing overtakes it, so large reads are not starved.
 - A permit that wants more than there is goes when nothing else is under way.
+- With `ahead_s` a peer's first limit grows to what it delivers in that time, so that a link of any speed is kept busy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ Amount: TypeAlias = tuple[int, ...]
 """What a permit takes of each thing that is bounded, in the order of the limits."""
 
 ItemT = TypeVar("ItemT")
+
+_FADE = 1 / 64  # of a peer's speed, with each permit that shows less: it may have waited for something else
+_FAST_PEERS_MAX = 1024
 
 
 class PermitState(enum.StrEnum):
@@ -41,6 +45,8 @@ class Permit:
     state: PermitState = PermitState.WAITING
     on_grant: Callable[[], None] | None = None
     """Called when it is under way after it has waited; it must not ask or end anything itself."""
+    delivered_before: int = 0
+    """What its peer had delivered when it was under way."""
 
 
 class _Place(NamedTuple):
@@ -59,11 +65,13 @@ class _Room:
     used: Amount
     permits: int = 0
     waiting: list[_Place] = field(default_factory=list)
+    delivered: int = 0
 
     def fits(self, amount: Amount) -> bool:
         return not self.permits or all(map(le, map(add, self.used, amount), self.limits))
 
-    def take(self, amount: Amount) -> None:
+    def take(self, permit: Permit) -> None:
+        amount, permit.delivered_before = permit.amount, self.delivered
         self.permits += 1
         self.used = tuple(map(add, self.used, amount))
 
@@ -75,13 +83,16 @@ class _Room:
 class FairQueue:
     """A bounded thing and who waits for shares of it; see the module. A peer without permits costs nothing."""
 
-    def __init__(self, limits: Amount, peer_limits: Amount | None = None) -> None:
+    def __init__(self, limits: Amount, peer_limits: Amount | None = None, ahead_s: float = 0.0) -> None:
         """Without `peer_limits` a peer may have everything."""
+        self._ahead_s = ahead_s
         self._peer_limits = limits if peer_limits is None else peer_limits
         assert len(limits) == len(self._peer_limits), f"{limits} and {peer_limits} bound different things"
         self._nothing = (0,) * len(limits)
         self._room = _Room(limits, self._nothing)
         self._peers: dict[str, _Room] = {}
+        self._speeds: dict[str, float] = {}
+        """Of peers that deliver more than their limit allows for, per second."""
         self._asked = 0
         self.waiting = 0
 
@@ -104,9 +115,11 @@ class FairQueue:
         room = self._peers.get(peer)
         if room is None:
             room = self._peers[peer] = _Room(self._peer_limits, self._nothing)
+            if peer in self._speeds:
+                room.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
         if not self.waiting and room.fits(amount) and self._room.fits(amount):
-            self._room.take(amount)
-            room.take(amount)
+            self._room.take(permit)
+            room.take(permit)
             permit.state = PermitState.UNDER_WAY
             return permit
         self._asked += 1
@@ -115,10 +128,25 @@ class FairQueue:
         self._grant()
         return permit
 
-    def end(self, permit: Permit) -> list[Permit]:
-        """Give a permit back, or its place if it still waits; which others are under way now because of it."""
+    def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
+        """Give a permit back, or its place if it still waits; which others are under way now because of it.
+
+        `took_s` is how long its peer took to deliver it, since it was under way. 0: it has not.
+        """
         assert permit.state is not PermitState.OVER, "a permit is given back once"
         room = self._peers[permit.peer]
+        if took_s > 0 and self._ahead_s > 0:
+            room.delivered += permit.amount[0]
+            known = self._speeds.get(permit.peer, 0.0)
+            speed = max((room.delivered - permit.delivered_before) / took_s, known * (1 - _FADE))
+            if speed * self._ahead_s > self._peer_limits[0]:
+                self._speeds[permit.peer] = speed
+                room.limits = (int(speed * self._ahead_s), *self._peer_limits[1:])
+                if len(self._speeds) > _FAST_PEERS_MAX:
+                    del self._speeds[next(iter(self._speeds))]
+            elif known:
+                del self._speeds[permit.peer]
+                room.limits = self._peer_limits
         if permit.state is PermitState.WAITING:
             room.waiting = [place for place in room.waiting if place.permit is not permit]
             heapq.heapify(room.waiting)
@@ -138,8 +166,8 @@ class FairQueue:
             room = self._peers[permit.peer]
             heapq.heappop(room.waiting)
             self.waiting -= 1
-            self._room.take(permit.amount)
-            room.take(permit.amount)
+            self._room.take(permit)
+            room.take(permit)
             permit.state = PermitState.UNDER_WAY
             granted.append(permit)
         for permit in granted:

@@ -98,6 +98,7 @@ class _UnderWay(NamedTuple):
     running: _Running | None
     """Its copy group; None if it only fetches a seal."""
     fetches_seal: bool
+    posted_s: float
 
 
 class Poller:
@@ -272,7 +273,8 @@ class Flight:
     def read_ended(self, event: ReadEnded, read: _UnderWay) -> None:
         """From the poller: one read has stopped."""
         self._under_way -= 1
-        self._gear.queue.end(read.permit)
+        failed = event.error is not None
+        self._gear.queue.end(read.permit, 0.0 if failed else self._gear.clock.now_s() - read.posted_s)
         self.post_s += event.post_s
         if event.error is not None:
             if self._error is None:
@@ -361,7 +363,8 @@ class Flight:
         try:
             if self._error is not None:
                 raise self._error
-            gear.poller.post(descriptors, _UnderWay(self, source, permit, running, fetches_seal))
+            now_s = gear.clock.now_s()
+            gear.poller.post(descriptors, _UnderWay(self, source, permit, running, fetches_seal, now_s))
         except BaseException:
             gear.queue.end(permit)
             raise

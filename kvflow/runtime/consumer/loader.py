@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 _LABEL_OF = attrgetter("peer.label")
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
+_AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
 
 
 @dataclass(slots=True, eq=False)
@@ -453,8 +454,9 @@ class Loader:
         )
 
 
-def reads_in_flight(config: Config) -> FairQueue:
-    """What may be in flight at once, in all and from one rank."""
+def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
+    """What may be in flight at once, in all and from one rank, which may grow with its speed."""
     most = config.limits
     of_peer = most.peer_in_flight_bytes_max, most.peer_in_flight_descriptors_max, most.peer_in_flight_reads_max
-    return FairQueue((config.in_flight_bytes_max, most.in_flight_descriptors_max, most.in_flight_reads_max), of_peer)
+    in_all = config.in_flight_bytes_max, most.in_flight_descriptors_max, most.in_flight_reads_max
+    return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -18,19 +18,11 @@ from kvflow.transport.nixl.owner import OwnerThread
 _IDLE_S = 3600.0  # nothing has to be done between jobs
 
 
-def device_for(where: Device) -> CacheDevice:
-    """The device that a cache is on. Raises ConfigError or RuntimeError if it cannot be used as it has to be."""
-    if where.kind != "cuda":
-        return CacheDevice(where)
-    from kvflow.device.cuda_device import CudaDevice  # loads the driver
-
-    return CudaDevice(where)
-
-
 class CopyThread:
     """Jobs for one thread; their ends are told on the loop."""
 
-    def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] = device_for) -> None:
+    def __init__(self, name: str, make_device: Callable[[Device], CacheDevice] | None = None) -> None:
+        """`make_device` makes other devices than there are, on this thread."""
         self._name = name
         self._make_device = make_device
         self._thread: OwnerThread | None = None
@@ -64,9 +56,12 @@ class CopyThread:
         await end.future
 
     async def device(self, where: Device) -> CacheDevice:
-        """The device of a cache, ready for copies on this thread. Raises what `make_device` does."""
+        """The device of a cache, ready for copies on this thread. ConfigError or RuntimeError if it cannot be so."""
+        make = self._make_device
+        if make is None and where.kind != "cuda":
+            return CacheDevice(where)
         made: list[CacheDevice] = []
-        await self.run(lambda: made.append(self._make_device(where)))
+        await self.run(lambda: made.append((make or _cuda_device)(where)))
         return made[0]
 
     async def happened(self, event: DeviceEvent) -> None:
@@ -135,3 +130,9 @@ class _End:
             self.future.set_result(None)
         else:
             self.future.set_exception(error)
+
+
+def _cuda_device(where: Device) -> CacheDevice:
+    from kvflow.device.cuda_device import CudaDevice  # loads torch's CUDA, and the driver
+
+    return CudaDevice(where)

@@ -8,6 +8,7 @@ there. The copies run on the copy thread: by kvflow's own function for torch dev
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias, cast
@@ -35,6 +36,9 @@ from kvflow.runtime.memory.pool import Pool
 
 if TYPE_CHECKING:
     import torch
+
+
+_BYTES_LEAST = 256 << 20
 
 
 class CopyDirection(enum.StrEnum):
@@ -97,14 +101,21 @@ def host_buffers(
     ConfigError if a group gets no block.
     """
     sizes = [group.num_blocks * group.block_size_bytes for group in groups]
+    most = config.host_buffer_bytes_max or _bytes_max(sum(sizes), config.tp_size)
     found = []
     for group, size in zip(groups, sizes, strict=True):
-        bytes_max = config.host_buffer_bytes_max * size // sum(sizes)
+        bytes_max = most * size // sum(sizes)
         count = min(bytes_max // group.block_size_bytes, group.num_blocks)
         if count < 1:
-            most, what = config.host_buffer_bytes_max, "" if len(groups) == 1 else f" of group {group.name!r}"
+            what = "" if len(groups) == 1 else f" of group {group.name!r}"
             raise ConfigError(
                 f"host_buffer_bytes_max: {most} bytes hold no block{what}, which has {group.block_size_bytes}"
             )
         found.append(HostBuffers(group, count, copier, device))
     return tuple(found)
+
+
+def _bytes_max(cache_bytes: int, ranks: int) -> int:
+    """What host blocks take where nobody has said: enough for long prompts, and never much of the host's memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(cache_bytes // 4, _BYTES_LEAST), memory // 8 // ranks)

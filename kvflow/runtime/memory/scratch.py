@@ -91,7 +91,10 @@ class Scratch:
     async def _make(self, number: int) -> ScratchBuffer:
         made: list[torch.Tensor] = []
         try:
-            await self._copy_thread.run(lambda: made.append(self.device.allocate(self.slot_bytes)))
+            if self.device.on_host:
+                made.append(self.device.allocate(self.slot_bytes))
+            else:
+                await self._copy_thread.run(lambda: made.append(self.device.allocate(self.slot_bytes)))
         except RuntimeError as error:
             raise TransportError(
                 f"no {self.slot_bytes} bytes of scratch memory on {self.device.name}: {error}"

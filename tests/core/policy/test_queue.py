@@ -189,3 +189,53 @@ def test_one_server_serves_each_thing_once_and_passes_nobody_for_long(sizes: lis
             passed[oldest] += costs[item]
             assert passed[oldest] < costs[oldest] + costs[item]
         assert len(queue) == len(waiting)
+
+
+def deliver(queue: FairQueue, count: int, took_s: float, peer: str = "p") -> None:
+    """So many permits of 10, two at a time, each of which takes so long."""
+    under_way = [queue.ask((10, 1), peer) for _ in range(2)]
+    for _ in range(count):
+        queue.end(under_way.pop(0), took_s)
+        under_way.append(queue.ask((10, 1), peer))
+    for permit in under_way:
+        queue.end(permit, took_s)
+
+
+def room_of(queue: FairQueue, peer: str = "p") -> int:
+    """How many permits of 10 may be under way."""
+    permits = [queue.ask((10, 1), peer) for _ in range(99)]
+    count = sum(permit.state is PermitState.UNDER_WAY for permit in permits)
+    for permit in permits:
+        queue.end(permit)
+    return count
+
+
+def test_a_fast_peer_gets_as_much_room_as_it_delivers_in_time() -> None:
+    queue = FairQueue((1000, 99), (20, 99), ahead_s=0.5)
+    deliver(queue, 9, 0.1)  # 20 per 0.1 s: 100 in the time ahead
+    assert room_of(queue) == 10
+    assert room_of(queue, "other") == 2
+    deliver(queue, 9, 10.0)
+    assert room_of(queue) == 8, "one that shows less has perhaps waited for others"
+    deliver(queue, 200, 10.0)
+    assert room_of(queue) == 2, "never less than the limit"
+    fixed = FairQueue((1000, 99), (20, 99))
+    deliver(fixed, 9, 0.1)
+    assert room_of(fixed) == 2, "who has chosen a limit has chosen it"
+
+
+def test_a_small_read_that_overtakes_shows_no_speed() -> None:
+    queue = FairQueue((1000, 99), (20, 99), ahead_s=0.5)
+    large = queue.ask((20, 1), "p")
+    for _ in range(9):
+        queue.end(queue.ask((0, 1), "p"), 1e-6)
+    queue.end(large, 1.0)
+    assert room_of(queue) == 2
+
+
+def test_what_is_remembered_of_fast_peers_is_bounded() -> None:
+    queue = FairQueue((1000, 99), (20, 99), ahead_s=0.5)
+    for at in range(1100):
+        deliver(queue, 2, 0.1, f"p{at}")
+    assert room_of(queue, "p0") == 2
+    assert room_of(queue, "p1099") > 2
