@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -21,10 +22,13 @@ from vllm.v1.kv_cache_interface import (
 
 from kvflow import LeaseOutcome, Limits
 from kvflow.connector.scheduler import ConnectorScheduler
+from kvflow.connector.step import Step
 from kvflow.connector.worker import LeaseEnded, LoadFailed
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.vllm.connector import KVFlowConnector
+from kvflow.vllm import connector as connector_module
+from kvflow.vllm import settings
+from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -37,6 +41,8 @@ def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id="engine",
+            kv_role=role,
+            kv_buffer_device="cpu",
             kv_connector_extra_config=extra,
             is_kv_producer=role != "kv_consumer",
             is_kv_consumer=role != "kv_producer",
@@ -50,6 +56,8 @@ def test_ranks_and_names_are_vllms() -> None:
     config = config_of(vllm_config(), tp_rank=3, pp_rank=1)
     assert (config.engine_id, config.model, config.num_kv_heads) == ("engine", "org/model", 8)
     assert (config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.dp_rank) == (3, 4, 1, 2, 1)
+    assert config.role == "both"
+    assert config_of(vllm_config("kv_consumer"), tp_rank=0, pp_rank=0).role == "consumer"
     assert (config.listen, config.listen_port) == ("tcp://127.0.0.1:0", 0)
 
 
@@ -168,16 +176,14 @@ def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("buffers", "sleeps", "staging", "problem"),
+    ("buffers", "sleeps", "problem"),
     [
-        ("cpu", False, "auto", "kv_buffer_device is 'cpu', the cache is on 'cuda'"),
-        ("cuda", True, "auto", "sleep mode with a cache on 'cuda'"),
-        ("cuda", False, "always", "a cache on 'cuda' cannot be staged"),
+        ("xpu", False, "kv_buffer_device is 'xpu', the cache is on 'cuda'"),
+        ("cuda", True, "sleep mode with a cache on 'cuda'"),
     ],
 )
-def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, staging: str, problem: str) -> None:
+def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, problem: str) -> None:
     connector = KVFlowConnector.__new__(KVFlowConnector)
-    connector._runtime = SimpleNamespace(config=SimpleNamespace(staging=staging))  # type: ignore[assignment]
     connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
         kv_transfer_config=SimpleNamespace(kv_buffer_device=buffers),
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
@@ -185,6 +191,41 @@ def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, sta
     cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     with pytest.raises(ConfigError, match=problem):
         connector.register_kv_caches({"layers.0": cache})
+
+
+@pytest.mark.parametrize(
+    ("platform", "buffers", "expected"), [("cuda", "cpu", "always"), ("cuda", "cuda", "auto"), ("cpu", "cpu", "auto")]
+)
+def test_a_buffer_on_the_cpu_is_host_staging(
+    platform: str, buffers: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "current_platform", SimpleNamespace(device_type=platform))
+    config = vllm_config()
+    config.kv_transfer_config.kv_buffer_device = buffers
+    assert config_of(config, tp_rank=0, pp_rank=0).staging == expected
+
+
+def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads wait for what was queued before the step, saves for the step itself; on a CPU nothing is recorded."""
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._role = KVConnectorRole.WORKER
+    begun: list[tuple[object, object]] = []
+    connector._worker = SimpleNamespace(  # type: ignore[assignment]
+        begin=lambda step, ready=None, after=None: begun.append((ready, after))
+    )
+    recorded: list[object] = []
+
+    class Event:
+        def record(self) -> None:
+            recorded.append(self)
+
+    monkeypatch.setattr(connector_module.torch.cuda, "Event", Event)
+    for connector._records in (False, True):
+        connector.bind_connector_metadata(KVFlowMetadata(Step()))
+        connector.start_load_kv(None)  # type: ignore[arg-type]
+        connector.wait_for_save()
+    before, computed = recorded
+    assert begun == [(None, None), (None, None), (None, before), (computed, None)]
 
 
 def test_statistics_add_up() -> None:

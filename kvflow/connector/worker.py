@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
 from kvflow.connector.step import BlockTables, Keep, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
@@ -80,10 +81,14 @@ class ConnectorWorker:
         """Who this rank is, for `ConnectorScheduler.introduce`: a ticket of nothing. Once a cache is registered."""
         return self._runtime.serve_blocks(ServeRequest("introduction", block_ids={}, num_tokens=0)).ticket
 
-    def begin(self, step: Step) -> None:
-        """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed."""
+    def begin(self, step: Step, *, ready: DeviceEvent | None = None, after: DeviceEvent | None = None) -> None:
+        """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed.
+
+        Where a device computes after it was told to: what is saved is there once `ready` has happened, and what is
+        received may be written once `after` has, which is recorded before the step's own work.
+        """
         if step != _NOTHING:
-            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step))
+            self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
     def collect(self) -> Results:
         """What has ended meanwhile; returns at once. Raises what has gone wrong in kvflow itself."""
@@ -99,6 +104,13 @@ class ConnectorWorker:
 
 
 _NOTHING = Step()
+
+
+class _Events(NamedTuple):
+    """What a step's work waits for."""
+
+    ready: DeviceEvent | None
+    after: DeviceEvent | None
 
 
 @dataclass(slots=True, eq=False)
@@ -133,14 +145,14 @@ class _Courier:
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     problem: BaseException | None = None
 
-    async def carry_out(self, runtime: Runtime, step: Step) -> None:
+    async def carry_out(self, runtime: Runtime, step: Step, events: _Events) -> None:
         """Start everything, in the order in which it may touch the same blocks."""
         try:
-            self._start(runtime, step)
+            self._start(runtime, step, events)
         except Exception as problem:  # noqa: BLE001 - a bug of ours; the engine gets it with its next step
             self.problem = problem
 
-    def _start(self, runtime: Runtime, step: Step) -> None:
+    def _start(self, runtime: Runtime, step: Step, events: _Events) -> None:
         for send in step.send:
             self._send(send.request_id)
         for release in step.release:
@@ -151,12 +163,12 @@ class _Courier:
         for request_id in step.withdraw:
             self._withdraw(request_id)
         for receive in step.receive:
-            self._receive(runtime, receive)
+            self._receive(runtime, receive, events.after)
         for request_id in step.abandon:
             if request_id in self.loads:  # else its end is on its way to the engine
                 self.loads[request_id].cancel()
         for save in step.save:
-            self._save(runtime, save)
+            self._save(runtime, save, events.ready)
 
     def _keep(self, runtime: Runtime, keep: Keep) -> None:
         kept = ExitStack()
@@ -171,17 +183,20 @@ class _Courier:
         if request_id in self.kept:
             self.kept.pop(request_id).close()
 
-    def _receive(self, runtime: Runtime, receive: Receive) -> None:
+    def _receive(self, runtime: Runtime, receive: Receive, after: DeviceEvent | None) -> None:
         started: list[Load] = []
-        load = asyncio.create_task(self._load(runtime, receive, started), name=f"kvflow-receive {receive.request_id}")
+        body = self._load(runtime, receive, after, started)
+        load = asyncio.create_task(body, name=f"kvflow-receive {receive.request_id}")
         self.loads[receive.request_id] = load
         self._spawn(self._follow(runtime, receive, load, started))
 
-    async def _load(self, runtime: Runtime, receive: Receive, started: list[Load]) -> LoadReport:
+    async def _load(
+        self, runtime: Runtime, receive: Receive, after: DeviceEvent | None, started: list[Load]
+    ) -> LoadReport:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
         request = LoadRequest(
-            receive.request_id, ticket=receive.ticket, block_ids=given_block_ids(receive.block_tables)
+            receive.request_id, ticket=receive.ticket, block_ids=given_block_ids(receive.block_tables), after=after
         )
         started.append(runtime.start_load(request))
         return await started[0]
@@ -207,9 +222,14 @@ class _Courier:
         if load.cancelled():  # a load that failed may be tried elsewhere, with the same ticket
             await _release(runtime, receive.ticket)
 
-    def _save(self, runtime: Runtime, save: Save) -> None:
-        block_ids = given_block_ids(save.block_tables)
-        request = ServeRequest(save.serve_id, block_ids=block_ids, num_tokens=save.num_tokens, ttl_s=save.ttl_s)
+    def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
+        request = ServeRequest(
+            save.serve_id,
+            block_ids=given_block_ids(save.block_tables),
+            num_tokens=save.num_tokens,
+            ttl_s=save.ttl_s,
+            ready=ready,
+        )
         try:
             lease = runtime.serve_blocks(request)
         except KVFlowError as error:

@@ -38,9 +38,9 @@ from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, RequestError
-from kvflow.transport.base import is_staged
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -95,6 +95,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = ConnectorWorker(self._runtime)
         self._failed_blocks: set[int] = set()
         self._split = 1
+        self._records = False
+        self._before_step: DeviceEvent | None = None
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -174,27 +176,30 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         device = next(iter(kv_caches.values())).device.type
-        if is_staged(device, self._runtime.config.staging) and device != "cpu":
-            # A step's saves begin while the device still computes them: copying then would copy unfinished blocks.
-            raise ConfigError(f"KVFlowConnector: a cache on {device!r} cannot be staged in host buffers")
-        transfer, model = self._vllm_config.kv_transfer_config, self._vllm_config.model_config
-        if transfer.kv_buffer_device != device:
-            given = f"kv_buffer_device is {transfer.kv_buffer_device!r}"
-            raise ConfigError(f"KVFlowConnector: {given}, the cache is on {device!r}, and is read where it is")
+        model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
+        if given not in (device, "cpu"):
+            raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
         if model.enable_sleep_mode and device != "cpu":
             # Other memory is mapped to the same addresses then, and what is registered is that of before.
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
+        self._records = device == "cuda"
         self._runtime.open()
         self._runtime.register_kv_caches(groups)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction())
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Before a step's forward pass: what the device was told before is what loads wait for."""
+        super().bind_connector_metadata(connector_metadata)
+        if self.role is KVConnectorRole.WORKER:
+            self._before_step = self._event()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""
-        self._worker.begin(msgspec.structs.replace(self._step, save=[]))
+        self._worker.begin(msgspec.structs.replace(self._step, save=[]), after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled after its load."""
@@ -206,7 +211,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Once the step's forward passes have been submitted; tickets leave when their results are there."""
-        self._worker.begin(Step(save=self._step.save))
+        self._worker.begin(Step(save=self._step.save), ready=self._event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
@@ -232,6 +237,14 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self.role is KVConnectorRole.WORKER:
             self._runtime.close()
+
+    def _event(self) -> DeviceEvent | None:
+        """When the device has done what it was told so far; None if it has, as a CPU always has."""
+        if not self._records:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     @property
     def _step(self) -> Step:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
+
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import check_known, checked_fields
@@ -54,6 +56,7 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     values: dict[str, Any] = {
         "model": str(model.model),
         **_DEFAULTS,
+        **_staging(transfer.kv_buffer_device),
         **checked_fields(given, Config, where=_WHERE),
         "engine_id": transfer.engine_id,
         "tp_rank": tp_rank,
@@ -65,6 +68,12 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
         "role": str(transfer.kv_role).removeprefix("kv_"),
     }
     return Config(**values)
+
+
+def _staging(buffer_device: str) -> dict[str, str]:
+    """vLLM's own setting: a buffer on the CPU for a cache that is not."""
+    on_cpu = buffer_device == "cpu" and current_platform.device_type != "cpu"
+    return {"staging": "always"} if on_cpu else {}
 
 
 def _model_kv_heads(vllm_config: VllmConfig) -> int | None:

@@ -19,6 +19,7 @@ from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import LeaseExpired, RuntimeClosed
 from kvflow.runtime import runtime as asynchronous
@@ -53,10 +54,17 @@ class Engine:
     worker: ConnectorWorker
     happened: list[Happening] = field(default_factory=list)
 
-    def step(self, *scheduled: tuple[str, int], blocks: Sequence[int] = (), preempted: Sequence[str] = ()) -> Step:
+    def step(
+        self,
+        *scheduled: tuple[str, int],
+        blocks: Sequence[int] = (),
+        preempted: Sequence[str] = (),
+        event: DeviceEvent | None = None,
+    ) -> Step:
+        """One step; with an `event` that its work is done by."""
         entries = [Scheduled(*entry) for entry in scheduled]
         step = self.scheduler.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
-        self.worker.begin(step)
+        self.worker.begin(step, ready=event, after=event)
         self.collect()
         return step
 
@@ -184,6 +192,48 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
     pair.decode.scheduler.request_finished("d", completed=True)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.happened = threading.Event()
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.happened.is_set()
+
+    def synchronize(self) -> None:
+        self.happened.wait()
+
+
+def test_a_step_that_the_device_has_yet_to_do(pair: Pair) -> None:
+    """Nobody reads what it is to compute, and nothing lands where its earlier work may still write."""
+    computed, left_alone = Event(), Event()
+    pair.prefill.scheduler.add(Request("r", 7, PREFILL))
+    pair.prefill.step(("r", 7), blocks=(1, 2), event=computed)
+    finished = pair.prefill.scheduler.request_finished("r", completed=True)
+    assert finished.params is not None
+    pair.decode.receive(finished.params, [5, 6])
+    pair.decode.step(event=left_alone)
+    until_blocking(lambda: left_alone.asked > 3)
+    for layer in pair.prefill.kv_caches.values():
+        layer[:, 1:3] = 2.0
+    left_alone.happened.set()
+    until_blocking(lambda: computed.asked > 3)
+    assert all((layer[:, 5:7] == -1.0).all() for layer in pair.decode.kv_caches.values())
+    computed.happened.set()
+    pair.decode.until(load_ended)
+    assert all((layer[:, 5] == 2.0).all() for layer in pair.decode.kv_caches.values())
+    pair.prefill.until(lease_ended)
+    pair.decode.scheduler.request_finished("d", completed=True)
+
+
+def until_blocking(condition: Callable[[], bool]) -> None:
+    for _ in steps():
+        if condition():
+            return
+    raise AssertionError("it did not come to that")
 
 
 def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
