@@ -23,7 +23,7 @@ TESTS = {
 }
 
 # Imports point down this list; parts of one line do not import each other.
-LEVELS = [["errors"], ["checks"], ["limits"], ["config"], ["core"], ["transport"], ["runtime"]]
+LEVELS = [["errors"], ["checks"], ["limits"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
 LEVELS += [["blocking"], ["connector", "observe", "testing"], ["vllm"], ["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 PROGRAMS = ("bench", "doctor", "cli")

@@ -10,7 +10,7 @@ over shared memory and tcp (docs/decisions/0006-scratch.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,10 +19,28 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, Int64Array, regions_of
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 
-_DESCRIPTOR_S = 2e-6
-_WIRE_BYTE_S = 0.2e-9
-_PERMUTED_BYTE_S = 0.045e-9
-_BATCH_S = 100e-6
+
+class PathCosts(NamedTuple):
+    """What reading takes, in seconds."""
+
+    descriptor_s: float
+    byte_s: float
+    permuted_byte_s: float
+    """Copying a byte from scratch memory to its place."""
+    batch_s: float = 100e-6
+    """Waiting for a batch's reads and starting its copy."""
+
+
+COSTS: Mapping[tuple[str, bool], PathCosts] = {
+    # Shared memory and tcp: measured, and a compromise between the two (docs/decisions/0006-scratch.md).
+    ("cpu", True): PathCosts(2e-6, 0.2e-9, 0.045e-9),
+    ("cpu", False): PathCosts(2e-6, 0.2e-9, 0.045e-9),
+    # cuda_ipc posts a copy and an event for each piece; RDMA posts work requests. Read in UCX and in what others have
+    # published, not measured by us: `python3 dev.py gpu` does (docs/decisions/0019-device.md).
+    ("cuda", True): PathCosts(4e-6, 0.003e-9, 0.001e-9),
+    ("cuda", False): PathCosts(0.25e-6, 0.02e-9, 0.001e-9),
+}
+"""By the kind of memory that is read into, and whether the peer is on this host."""
 
 
 class ScratchShape(NamedTuple):
@@ -79,14 +97,17 @@ class WholeBlocks:
         )
 
 
-def prefer_scratch(block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: int, blocks: int, batches: int) -> bool:
+def prefer_scratch(
+    block_map: BlockMap, whole_blocks: WholeBlocks, *, chunks: int, blocks: int, batches: int, near: bool
+) -> bool:
     """Whether reading `blocks` whole remote blocks and permuting `chunks` chunks beats reading every piece.
 
-    Both estimates are in seconds; all terms are linear, so only their ratio matters.
+    Both estimates are in seconds; all terms are linear, so only their ratio matters. `near`: the peer is on this host.
     """
+    costs = COSTS.get((block_map.local.device.kind, near), COSTS["cpu", near])
     groups = block_map.groups[block_map.chunk_tokens]
     pieces = chunks * sum(group.pieces for group in groups)
     size_bytes = chunks * sum(group.chunk_size_bytes for group in groups)
-    direct_s = pieces * _DESCRIPTOR_S + size_bytes * _WIRE_BYTE_S
-    read_s = blocks * (len(whole_blocks) * _DESCRIPTOR_S + whole_blocks.block_bytes * _WIRE_BYTE_S)
-    return read_s + size_bytes * _PERMUTED_BYTE_S + batches * _BATCH_S < direct_s
+    direct_s = pieces * costs.descriptor_s + size_bytes * costs.byte_s
+    read_s = blocks * (len(whole_blocks) * costs.descriptor_s + whole_blocks.block_bytes * costs.byte_s)
+    return read_s + size_bytes * costs.permuted_byte_s + batches * costs.batch_s < direct_s

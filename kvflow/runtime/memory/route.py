@@ -93,21 +93,24 @@ class Route:
                     if its_map is block_map:
                         chunks.append(some)
                 permutation = self._permutation(block_map)
-                if permutation is not None and not self._scratch_pays(block_map, chunks, permutation):
+                if permutation is not None and not self._scratch_pays(source, block_map, chunks, permutation):
                     permutation = None
                 straight = straight and permutation is None
                 if chunks:
                     parts.append(_Part(source, block_map, chunks, permutation))
         return self._straight(sources) if straight else self._grouped(parts, tables)
 
-    def _scratch_pays(self, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation) -> bool:
+    def _scratch_pays(
+        self, source: SourceRead, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation
+    ) -> bool:
         """Whether it is better to read a rank's blocks through scratch memory."""
         if self._config.scratch == "always":
             return True
         whole, count = permutation.whole_blocks, sum(map(len, chunks))
         remote_blocks = -(-count * block_map.chunk_tokens // whole.rows.tokens)
         batches = -(-remote_blocks * whole.block_bytes // self._scratch.slot_bytes)
-        return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches)
+        near = source.origin.lease.host in (self._config.advertise_host, self._config.listen_host)
+        return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
 
     def _slices(
         self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]], not_staged_max: int
