@@ -27,7 +27,7 @@ def test_several_processes_share_the_seeds() -> None:
 
 
 def test_a_broken_promise_says_how_to_replay_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SealTable, "blocks_not_staged", lambda *_: 0)
+    monkeypatch.setattr(SealTable, "tokens_missing", lambda *_: 0)
     done = runner.invoke(app, ["simulate", "--seeds", "50", "--failures", "1"])
     assert done.exit_code == 1
     assert "I2 is broken" in done.output

@@ -43,7 +43,7 @@ def leave_seals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def believe_every_seal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the freshness check."""
-    monkeypatch.setattr(SealTable, "blocks_not_staged", lambda *_: 0)
+    monkeypatch.setattr(SealTable, "tokens_missing", lambda *_: 0)
 
 
 def trust_for_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +120,8 @@ def tear_down_under_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def serve_before_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease whose blocks the device has yet to compute says that they are there."""
-    real = OfferedBlocks.open
-    monkeypatch.setattr(OfferedBlocks, "open", lambda self, held, _, on_error: real(self, held, None, on_error))
+    real = OfferedBlocks.advance
+    monkeypatch.setattr(OfferedBlocks, "advance", lambda self, held, tokens, _: real(self, held, tokens, None))
 
 
 def land_while_the_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,10 @@ ticket; a torn, wiped or reused word matches no id. Two arguments make a read fr
   less than `quick_read_max_s`, half of `hold_s`, on the reader's own clock. Had the lease ended later than the fetch,
   the blocks were still held. This saves small loads a round trip.
 
-A producer whose device has yet to compute the blocks, or that copies them to host buffers before they can be read,
-opens the lease first: until all are there, the last four bytes of its word are those of the id, exclusive-or the number
-of blocks that are still missing. So a reader that comes early finds out how far it may read, again without an answer
-from the producer.
+A producer whose device has yet to compute the prompt, or that copies its blocks to host buffers before they can be
+read, opens the lease first: until all is there, the last four bytes of its word are those of the id, exclusive-or the
+number of the prompt's last tokens that are missing. What comes before those is there in all groups. So a reader that
+comes early finds out how far it may read, again without an answer from the producer.
 
 Both arguments have two premises, which a seal cannot vouch for. What it says to be there has been computed: the
 producer's engine says so, by an event or by having waited for its device. And addresses mean the memory that they meant
@@ -83,15 +83,15 @@ class SealTable:
         self.words[index] = 0
         self._free.append(index)
 
-    def seal(self, index: int, lease_id: str, blocks_not_staged: int = 0) -> None:
-        """Write a lease's id: from now on its readers find it. So many blocks cannot be read yet."""
+    def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
+        """Write a lease's id: from now on its readers find it. So many tokens cannot be read yet."""
         word = np.frombuffer(bytes.fromhex(lease_id), dtype=np.uint8)
         self.words[index, :_SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
-        self._counts[index] = word.view(np.uint32)[-1] ^ np.uint32(blocks_not_staged)
+        self._counts[index] = word.view(np.uint32)[-1] ^ np.uint32(tokens_missing)
 
-    def blocks_not_staged(self, index: int, lease_id: str) -> int | None:
-        """How many blocks of this lease cannot be read yet; None if the word is not this lease's."""
+    def tokens_missing(self, index: int, lease_id: str) -> int | None:
+        """How many tokens of this lease cannot be read yet; None if the word is not this lease's."""
         word: bytes = self.words[index].tobytes()
         wanted = bytes.fromhex(lease_id)
         if word == wanted and word != _WIPED:  # the usual case, in few steps
@@ -101,8 +101,8 @@ class SealTable:
         return int.from_bytes(word[_SECRET_BYTES:], "little") ^ int.from_bytes(wanted[_SECRET_BYTES:], "little")
 
     def holds(self, index: int, lease_id: str) -> bool:
-        """Whether the word is this lease's id, all its blocks there; an empty word is nobody's."""
-        return self.blocks_not_staged(index, lease_id) == 0
+        """Whether the word is this lease's id, all its tokens there; an empty word is nobody's."""
+        return self.tokens_missing(index, lease_id) == 0
 
 
 DRIFT_MAX = 200e-6
@@ -153,7 +153,7 @@ class Step(enum.StrEnum):
 
     POST = "post"  # the lease stands, as far as is known: read
     FETCH = "fetch"  # its seal has to be seen first
-    FETCH_LATER = "fetch_later"  # ... once more, after a pause: the producer has not staged the blocks yet
+    FETCH_LATER = "fetch_later"  # ... once more, after a pause: the producer is not so far yet
     WAIT = "wait"  # its seal is being fetched
     STALE = "stale"  # it has ended
     FRESH = "fresh"  # it covered the whole read
@@ -163,18 +163,18 @@ class Freshness:
     """What one load's read knows of one lease; pure. `next_step` is asked before each post, `judge` after the last
     byte, `fetched` tells what was seen.
 
-    Before anything is read from a rank whose blocks may not be there yet (`staged`: it stages them, or its device has
-    yet to compute them), or whose lease may have run out by its clock, the seal has to be seen. Otherwise it is fetched
-    with the first read, and has to say that all blocks are there.
+    Before anything is read of a lease that `grows` (some of it is still being computed, or staged), or that may have
+    run out by its producer's clock, the seal has to be seen. Otherwise it is fetched with the first read, and has to
+    say that everything is there.
     """
 
-    __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "_staged", "asked")
+    __slots__ = ("_careful", "_fetching", "_grows", "_not_expired_before_s", "_quick_read_max_s", "_seen", "asked")
 
-    def __init__(self, *, staged: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
+    def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
         self.asked = False
         """Whether a fetch was ever posted."""
-        self._staged = staged
+        self._grows = grows
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
@@ -185,30 +185,30 @@ class Freshness:
         """A read that fetches the seal was posted."""
         self.asked = self._fetching = True
 
-    def fetched(self, blocks_not_staged: int | None) -> None:
+    def fetched(self, tokens_missing: int | None) -> None:
         """It has landed; None if the word is not the lease's."""
         self._fetching = False
-        self._seen = blocks_not_staged
+        self._seen = tokens_missing
 
-    def next_step(self, now_s: float, not_staged_max: int) -> Step:
-        """What to do before a read of blocks that are there once at most `not_staged_max` of the lease's are not."""
+    def next_step(self, now_s: float, missing_max: int) -> Step:
+        """What to do before a read of what is there once at most `missing_max` of the lease's tokens are missing."""
         if not self.asked:
-            self._careful = self._staged or now_s >= self._not_expired_before_s
+            self._careful = self._grows or now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
         if self._fetching:
             return Step.WAIT if self._careful else Step.POST
         if self._seen is None:
             return Step.STALE
-        if self._careful and self._seen > not_staged_max:
+        if self._careful and self._seen > missing_max:
             return Step.FETCH_LATER
-        self._careful = self._staged
+        self._careful = self._grows
         return Step.POST
 
     def judge(self, read_s: float | None) -> Step:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long the whole read took; None if the seal
         was fetched after its end.
         """
-        if self._seen is None or (self._seen > 0 and not self._staged):
+        if self._seen is None or (self._seen > 0 and not self._grows):
             return Step.STALE
         return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
 

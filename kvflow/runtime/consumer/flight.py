@@ -58,11 +58,11 @@ class SourceRead:
 
 
 class Read(NamedTuple):
-    """One read of a copy group; from a staged rank only when at most `not_staged_max` blocks are not staged there."""
+    """One read of a copy group; of a lease that grows only when at most `missing_max` of its tokens are missing."""
 
     source: SourceRead
     descriptors: Descriptors
-    not_staged_max: int = 0
+    missing_max: int = 0
     carries_seal: bool = False
 
 
@@ -281,7 +281,7 @@ class Flight:
                 self._error, self.failed = event.error, read.source
         elif read.fetches_seal:
             index, lease_id = read.source.seal_index, read.source.origin.lease.lease_id
-            read.source.freshness.fetched(self._gear.seals.blocks_not_staged(index, lease_id))
+            read.source.freshness.fetched(self._gear.seals.tokens_missing(index, lease_id))
         if read.running is not None:
             self._ended(read.running, intact=event.error is None)
         self._note_end()
@@ -314,7 +314,7 @@ class Flight:
             for read in group.reads:
                 await self._wait_until_below(self._gear.reads_max)
                 source = read.source
-                step = source.freshness.next_step(self._gear.clock.now_s(), read.not_staged_max)
+                step = source.freshness.next_step(self._gear.clock.now_s(), read.missing_max)
                 if step is not Step.POST and not await self._see_seal(read, step):
                     return False
                 descriptors = read.descriptors
@@ -343,7 +343,7 @@ class Flight:
                     await self._fetch_seal(read.source)
                 case _:
                     await self._fetch_seal(read.source)
-            step = read.source.freshness.next_step(self._gear.clock.now_s(), read.not_staged_max)
+            step = read.source.freshness.next_step(self._gear.clock.now_s(), read.missing_max)
         return True
 
     async def _fetch_seal(self, source: SourceRead) -> None:

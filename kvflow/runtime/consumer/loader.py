@@ -315,7 +315,7 @@ class Loader:
                 for block_map in read.origin.connection.block_maps:
                     for some in chunks[block_map.of_groups]:
                         read.chunks.append((block_map, some.locate(read.tables[block_map.remote_group])))
-            groups = self._route.groups(load.reads, load.tables)
+            groups = self._route.groups(load.reads, load.tables, load.ticket.num_tokens)
             load.watch.enter("wire")
             fresh = await flight.read(load.reads, groups)
         except (TransportError, CopyFailed) as error:
@@ -401,8 +401,8 @@ class Loader:
             assert index is not None, "there are as many words as ranks may be read from"
             seal = Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES)
             sure_s, quick_s = source.not_expired_before_s, connection.quick_read_max_s
-            staged = connection.staged or source.lease.pending
-            freshness = Freshness(staged=staged, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
+            grows = connection.staged or source.lease.pending
+            freshness = Freshness(grows=grows, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
             load.reads.append(SourceRead(source, tables, seal, index, freshness))
         self._unsafe[flight] = load
         load.flight = load.handle.flight = flight

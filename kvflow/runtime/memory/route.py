@@ -8,6 +8,7 @@ when all reads have landed. While one group is copied others are read.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
@@ -81,12 +82,17 @@ class Route:
         assert isinstance(layout, CacheLayout), "state is opaque"
         return Permutation(caches, layout, block_map, whole, self._scratch.device)
 
-    def groups(self, sources: Sequence[SourceRead], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
-        """Everything to read for a load into these blocks of each group, in groups that take buffers when asked for."""
+    def groups(
+        self, sources: Sequence[SourceRead], tables: Sequence[BlockIds], num_tokens: int
+    ) -> AsyncGenerator[CopyGroup, None]:
+        """Everything to read for a load into these blocks of each group, in groups that take buffers when asked for.
+
+        `num_tokens` is how many the leases have. What of them is still to come is read in the order in which it comes.
+        """
         parts = []
         straight = not self._staging
         for source in sources:
-            straight = straight and not source.origin.connection.staged
+            straight = straight and not source.origin.connection.staged and not source.origin.lease.pending
             for block_map in source.origin.connection.block_maps:
                 chunks = []
                 for its_map, some in source.chunks:
@@ -98,7 +104,7 @@ class Route:
                 straight = straight and permutation is None
                 if chunks:
                     parts.append(_Part(source, block_map, chunks, permutation))
-        return self._straight(sources) if straight else self._grouped(parts, tables)
+        return self._straight(sources) if straight else self._grouped(parts, tables, num_tokens)
 
     def _scratch_pays(
         self, source: SourceRead, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation
@@ -112,9 +118,7 @@ class Route:
         near = source.origin.lease.host in (self._config.advertise_host, self._config.listen_host)
         return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
 
-    def _slices(
-        self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]], not_staged_max: int
-    ) -> Iterator[Read]:
+    def _slices(self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]], missing_max: int) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
         carries_seal = source.origin.connection.carries_seals and not source.freshness.asked
         head: Piece | None = source.seal if carries_seal else None
@@ -124,7 +128,7 @@ class Route:
             descriptors_max=self._config.limits.slice_descriptors_max,
             head=head,
         ):
-            yield Read(source, descriptors, not_staged_max, head is not None)
+            yield Read(source, descriptors, missing_max, head is not None)
             head = None
 
     async def _straight(self, sources: Sequence[SourceRead]) -> AsyncGenerator[CopyGroup, None]:
@@ -139,8 +143,11 @@ class Route:
                 waiting.append(reads)
                 yield CopyGroup((read,))
 
-    async def _grouped(self, parts: Sequence[_Part], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
-        """Group after group of layers, in spans of whole blocks of both sides."""
+    async def _grouped(
+        self, parts: Sequence[_Part], tables: Sequence[BlockIds], num_tokens: int
+    ) -> AsyncGenerator[CopyGroup, None]:
+        """All groups of layers side by side, in spans of whole blocks of both sides, as their tokens come."""
+        spans: list[Iterator[_GroupSpan]] = []
         for at, local_ids in enumerate(tables):
             of_group = [part for part in parts if part.block_map.local_group == at]
             if not of_group:
@@ -151,11 +158,13 @@ class Route:
                 of_group = [part._replace(permutation=None) for part in of_group]
                 grouping = Grouping(of_group, staging)
             units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
-            for span in grouping.spans(local_ids, units):
-                yield await self._group(of_group, span, staging)
+            spans.append(map(_GroupSpan, repeat(of_group), grouping.spans(local_ids, units), repeat(staging)))
+        for one in heapq.merge(*spans, key=_GroupSpan.stop_token):
+            yield await self._group(one, max(num_tokens - one.span.stop_token, 0))
 
-    async def _group(self, parts: Sequence[_Part], span: PromptSpan, staging: HostBuffers | None) -> CopyGroup:
+    async def _group(self, one: _GroupSpan, missing_max: int) -> CopyGroup:
         """Take the buffers of one group and say what to do with it. Gives them back if it is cancelled meanwhile."""
+        parts, span, staging = one
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:
@@ -165,16 +174,15 @@ class Route:
             offset = 0
             for part in parts:
                 chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
-                not_staged_max = span.not_staged_max(part)
                 if part.permutation is None:
-                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks), not_staged_max)
+                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks), missing_max)
                     continue
                 if slot is None:
                     slot = await self._scratch.take()
                     releases.append(partial(self._scratch.give_back, slot))
                 for some in filter(len, chunks):
                     plan = part.permutation.plan(some, slot, offset)
-                    reads.append(Read(part.source, plan.descriptors, not_staged_max))
+                    reads.append(Read(part.source, plan.descriptors, missing_max))
                     jobs.append(plan.permute)
                     offset += plan.size_bytes
         except BaseException:
@@ -227,12 +235,16 @@ class PromptSpan:
         for some in part.chunks:
             yield some.between(self.start_token // size, -(-self.stop_token // size))
 
-    def not_staged_max(self, part: _Part) -> int:
-        """How many of the lease's blocks a staged rank need not have staged yet: its groups are staged in order."""
-        size = part.block_map.remote.block.tokens
-        offered = -(-self.read_tokens.stop // size)
-        later = sum(map(len, part.source.tables[part.block_map.remote_group + 1 :]))
-        return max(offered - -(-self.stop_token // size), 0) + later
+
+class _GroupSpan(NamedTuple):
+    """A span of one group of layers: what is read of it from each rank, and the group's host blocks, if it has some."""
+
+    parts: Sequence[_Part]
+    span: PromptSpan
+    staging: HostBuffers | None
+
+    def stop_token(self) -> int:
+        return self.span.stop_token
 
 
 class Grouping:

@@ -1,16 +1,19 @@
 """What a lease takes of its rank: blocks, a seal, and with host staging host blocks; all of it or nothing.
 
-A lease may be open before its blocks can be read: the device has yet to compute them, or, with host staging, they are
-copied to the host group by group. The seal says how many are still missing. Blocks that a copy reads are given back
-only after it.
+A lease may be open before all of it can be read: the prompt is still being computed, or, with host staging, is copied
+to the host span by span. What is there grows from the prompt's first token on, in all groups alike, and the seal says
+how many tokens are missing. Blocks that a copy reads are given back only after it.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import BlockIds
@@ -20,6 +23,17 @@ from kvflow.core.protocol.freshness import SealTable
 from kvflow.errors import RequestError
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
+
+OnError: TypeAlias = "Callable[[BaseException], None]"
+
+
+@dataclass(slots=True, eq=False)
+class _Advance:
+    """So many tokens are computed once an event has happened, and all that was told before it."""
+
+    tokens: int
+    watch: Watch | None
+    done: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,21 +48,32 @@ class HeldBlocks:
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Where peers read the blocks, with host staging."""
+    num_tokens: int
+    offered_tokens: int
+    """How many of them the blocks hold: of all, or of full blocks only."""
+    told: int = 0
+    """How many tokens are computed, or will be when events have happened."""
+    advances: deque[_Advance] = field(default_factory=deque)
+    """Those that are still to come, in order."""
+    computed: int = 0
+    """In tokens."""
     staged: int = 0
-    """How many of them are there, group after group."""
-    computing: Watch | None = None
-    """While the device computes them: who waits for that."""
+    """How many tokens are in host blocks."""
     copying: bool = False
     closed: bool = False
+    on_error: OnError | None = None
+    """Told why what is missing will never be there."""
     on_free: Callable[[], None] | None = None
     """Set once they are to be given back."""
 
+    def fail(self, error: BaseException) -> None:
+        assert self.on_error is not None, "it was opened"
+        self.on_error(error)
+
     @property
     def missing(self) -> int:
-        """How many blocks cannot be read yet."""
-        if self.computing is None and self.host_tables is None:
-            return 0
-        return sum(map(len, self.tables)) - self.staged
+        """How many tokens cannot be read yet."""
+        return self.num_tokens - (self.computed if self.host_tables is None else self.staged)
 
 
 class OfferedBlocks:
@@ -74,7 +99,7 @@ class OfferedBlocks:
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str) -> HeldBlocks:
         """Take what a lease needs. Raises RequestError, and changes nothing then."""
         tables, entries = self._ledger.find(block_ids, f"{what}: block_ids")
-        self._check_counts(tuple(map(len, tables)), num_tokens, what)
+        offered_tokens = self._check_counts(tuple(map(len, tables)), num_tokens, what)
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:
@@ -85,11 +110,20 @@ class OfferedBlocks:
             host_tables = self._take_host_blocks(what, tables, undo) if self._staging and len(entries) else None
             undo.pop_all()
         return HeldBlocks(
-            lease_id=lease_id, tables=tables, entries=entries, seal_index=seal_index, host_tables=host_tables
+            lease_id=lease_id,
+            tables=tables,
+            entries=entries,
+            seal_index=seal_index,
+            host_tables=host_tables,
+            num_tokens=num_tokens,
+            offered_tokens=offered_tokens,
         )
 
-    def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> None:
-        """RequestError unless so many blocks of each group can hold so many tokens of a prompt, and its windows."""
+    def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
+        """RequestError unless so many blocks of each group can hold so many tokens of a prompt, and its windows.
+
+        How many of them they do hold.
+        """
         tokens = num_tokens
         for group, count in zip(self._groups, counts, strict=True):
             self._check_filled(group, count, num_tokens, what)
@@ -105,6 +139,7 @@ class OfferedBlocks:
             if count < needed:
                 why = f"{needed} hold what {tokens} tokens need ({group.kind}, window {group.window})"
                 raise RequestError(f"{what}: {count} block ids{self._of(group)}, but {why}")
+        return tokens
 
     def _check_filled(self, group: GroupFacts, count: int, tokens: int, what: str) -> None:
         size, filled = group.block_size, -(-tokens // group.block_size)
@@ -115,34 +150,47 @@ class OfferedBlocks:
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
-    def open(self, held: HeldBlocks, ready: DeviceEvent | None, on_error: Callable[[BaseException], None]) -> None:
-        """Set the seal, so that readers find the lease, and have the blocks be there: once `ready`, and staged.
+    def open(self, held: HeldBlocks, on_error: OnError) -> None:
+        """Set the seal, so that readers find the lease; what is computed by now may be read."""
+        held.on_error = on_error
+        self._seal(held)
+        self._stage_next(held)
 
-        `on_error` is told why they never will be, if so.
-        """
+    def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
+        """So many tokens are computed once `ready` has happened, or are now."""
+        held.told = tokens
+        if ready is None and not held.advances:
+            held.computed = tokens
+            return
+        advance = _Advance(tokens, None, ready is None)
+        held.advances.append(advance)
+        if ready is not None:
+            advance.watch = self._copy_thread.watch(ready, partial(self._happened, held, advance))
 
-        def computed(error: BaseException | None = None) -> None:
-            held.computing = None
-            if held.closed:
-                return
-            if error is not None:
-                on_error(error)
-                return
+    def grow(self, held: HeldBlocks) -> None:
+        """Let readers know of what is computed by now."""
+        if not held.closed:
             self._seal(held)
-            if held.host_tables is not None:
-                self._stage_next(held, held.host_tables, on_error)
+            self._stage_next(held)
 
-        if ready is None:
-            computed()
-        else:
-            held.computing = self._copy_thread.watch(ready, computed)
-            self._seal(held)
+    def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
+        """An event has, or nobody will ever know: then the lease is over."""
+        if held.closed:
+            return
+        if error is not None:
+            held.fail(error)
+            return
+        advance.done = True
+        while held.advances and held.advances[0].done:
+            held.computed = held.advances.popleft().tokens
+        self.grow(held)
 
     def close(self, held: HeldBlocks) -> None:
         """Wipe the seal: no read that looks at it from now on succeeds."""
         held.closed = True
-        if held.computing is not None:
-            held.computing.dropped = True
+        for advance in held.advances:
+            if advance.watch is not None:
+                advance.watch.dropped = True
         self._seals.give_back(held.seal_index)
 
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
@@ -167,34 +215,43 @@ class OfferedBlocks:
     def _seal(self, held: HeldBlocks) -> None:
         self._seals.seal(held.seal_index, held.lease_id, held.missing)
 
-    def _stage_next(
-        self, held: HeldBlocks, host_tables: Sequence[BlockIds], on_error: Callable[[BaseException], None]
-    ) -> None:
-        """Copy the next blocks of a group to the host, until all are there or the lease has ended."""
-        if held.closed or not held.missing:
+    def _stage_next(self, held: HeldBlocks) -> None:
+        """Copy the next computed tokens of all groups to the host, unless that is under way."""
+        upto = self._stage_upto(held)
+        if held.host_tables is None or held.copying or held.closed or upto <= held.staged:
             return
-        group, first = 0, held.staged
-        while first >= len(held.tables[group]):
-            first -= len(held.tables[group])
-            group += 1
-        buffers = self._staging[group]
-        some = slice(first, first + max(self._copy_bytes_max // buffers.block_size_bytes, 1))
-        count = len(held.tables[group][some])
-        copy = partial(buffers.copy, CopyDirection.TO_HOST, held.tables[group][some], host_tables[group][some])
+        copies = []
+        for group, ids, host_ids, buffers in zip(
+            self._groups, held.tables, held.host_tables, self._staging, strict=True
+        ):
+            some = _blocks_of(group, len(ids), held.offered_tokens, range(held.staged, upto))
+            if len(ids[some]):
+                copies.append(partial(buffers.copy, CopyDirection.TO_HOST, ids[some], host_ids[some]))
 
         def copied(error: BaseException | None) -> None:
             held.copying = False
             if error is not None:
-                on_error(error)
+                held.fail(error)
             elif not held.closed:
-                held.staged += count
-                self._seal(held)
-                self._stage_next(held, host_tables, on_error)
+                held.staged = upto
+                self.grow(held)
             if held.on_free is not None:
                 self._free(held, held.on_free)
 
         held.copying = True
-        self._copy_thread.submit(copy, copied)
+        self._copy_thread.submit(partial(_run_all, copies), copied)
+
+    def _stage_upto(self, held: HeldBlocks) -> int:
+        """The tokens that are there after the next copy: whole blocks of all groups, until all are computed."""
+        unit = math.lcm(*(group.block_size for group in self._groups))
+        unit_bytes = 0
+        for group, buffers in zip(self._groups, self._staging, strict=False):
+            if group.kind is not GroupKind.STATE:
+                unit_bytes += buffers.block_size_bytes * (unit // group.block_size)
+        upto = held.staged + max(self._copy_bytes_max // max(unit_bytes, 1), 1) * unit
+        if upto >= held.num_tokens <= held.computed:
+            return held.num_tokens
+        return min(upto, held.computed) // unit * unit
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """The producer may reuse the blocks (invariant I3)."""
@@ -202,3 +259,15 @@ class OfferedBlocks:
         for host_ids, buffers in zip(held.host_tables or (), self._staging, strict=False):
             buffers.pool.give_back(host_ids)
         on_free()
+
+
+def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:
+    """Which of a group's blocks hold some of these tokens; what is offered of it ends with token `num_tokens`."""
+    first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
+    begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
+    return slice(begin, end)
+
+
+def _run_all(copies: Sequence[Callable[[], None]]) -> None:
+    for copy in copies:
+        copy()

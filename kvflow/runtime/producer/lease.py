@@ -45,6 +45,9 @@ class ServeRequest:
     """An event after which the blocks hold the prompt, such as a CUDA event behind its forward pass: until then readers
     wait. **Without it the bytes have to be there when the lease is opened**; a device that still computes them has to
     be waited for first."""
+    computed_tokens: int | None = None
+    """How many of the tokens are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
+    begins at once and reads what is there. None: all of them."""
 
 
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
@@ -65,6 +68,7 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
             checked_traceparent(given.traceparent),
             given.prompt,
             checked_event(given.ready, "ready"),
+            None if given.computed_tokens is None else checks.whole(given.computed_tokens, "computed_tokens", least=0),
         )
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
@@ -106,12 +110,14 @@ class Lease:
         outcome: asyncio.Future[LeaseOutcome],
         revoke: Callable[[], None],
         restart: Callable[[float | None], None],
+        advance: Callable[[int, DeviceEvent | None], None],
     ) -> None:
         self.ticket = ticket
         self._entry = entry
         self._outcome = outcome
         self._revoke = revoke
         self._restart = restart
+        self._advance = advance
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
@@ -162,6 +168,17 @@ class Lease:
         self._require_here("revoke()")
         self._revoke()
         return self
+
+    def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
+        """The prompt's first `num_tokens` tokens are computed, in all groups, once `ready` has happened, or are now.
+
+        For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
+        state belongs to the prompt's last token. **Without `ready` the bytes have to be there.** An advance takes
+        effect after all earlier ones, and none on a lease that has ended. Raises RequestError for fewer tokens than
+        were told before, for more than the lease has, and for what is no event; UsageError off the runtime's loop.
+        """
+        self._require_here("advance()")
+        self._advance(num_tokens, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count the lease's time from now on, as if it were offered now with that `ttl_s` (Config.lease_ttl_s).

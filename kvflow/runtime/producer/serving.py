@@ -24,9 +24,10 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+from kvflow import checks
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import parallelism_of
-from kvflow.core.policy.events import has_happened
+from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent
 from kvflow.core.protocol import messages
@@ -97,12 +98,14 @@ class Serving:
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
         lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
         awaited = None if request.ready is None or has_happened(request.ready, f"{what}: ready") else request.ready
+        computed = request.num_tokens if request.computed_tokens is None else request.computed_tokens
+        if computed > request.num_tokens:
+            raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {request.num_tokens}")
         held = self._blocks.take(request.block_ids, request.num_tokens, what, lease_id)
-        ready = awaited if len(held.entries) else None
+        if len(held.entries):
+            self._blocks.advance(held, computed, awaited)
         offered_s = self._clock.now_s()
-        ticket = _ticket(
-            self._context, self._local, request, held, pending=ready is not None, digest=digest, now_s=offered_s
-        )
+        ticket = _ticket(self._context, self._local, request, held, digest=digest, now_s=offered_s)
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
@@ -115,11 +118,16 @@ class Serving:
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
         lease = Lease(
-            ticket, entry, outcome, partial(self._end, entry, LeaseEvent.REVOKE), partial(self._restart, entry)
+            ticket,
+            entry,
+            outcome,
+            partial(self._end, entry, LeaseEvent.REVOKE),
+            partial(self._restart, entry),
+            partial(self._advance, entry),
         )
         self._offers[entry] = _Offer(lease, held, outcome)
         self._all_ended.clear()
-        self._blocks.open(held, ready, partial(self._not_there, entry))
+        self._blocks.open(held, partial(self._not_there, entry))
         if len(held.entries) == 0:
             self._end(entry, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
         else:
@@ -161,7 +169,7 @@ class Serving:
             seal_index=own.seal_index,
             block_ids=own.block_ids,
             more_block_ids=own.more_block_ids,
-            pending=offer.held.computing is not None,
+            pending=offer.held.computed < offer.held.num_tokens,
         )
 
     def serves(self, request_id: str | None) -> bool:
@@ -210,6 +218,19 @@ class Serving:
 
     def _restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
+
+    def _advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None:
+        what = f"request {entry.terms.request_id!r}"
+        tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
+        awaited = None if event is None or has_happened(event, f"{what}: ready") else event
+        if not entry.is_open:
+            return
+        held = self._offers[entry].held
+        if not held.told <= tokens <= held.num_tokens:
+            known = f"{held.told} are computed already, {held.num_tokens} are offered"
+            raise RequestError(f"{what}: advance() to {tokens} tokens: {known}")
+        self._blocks.advance(held, tokens, awaited)
+        self._blocks.grow(held)
 
     def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error(
@@ -287,7 +308,6 @@ def _ticket(
     request: ServeRequest,
     held: HeldBlocks,
     *,
-    pending: bool,
     digest: str,
     now_s: float,
 ) -> Ticket:
@@ -307,7 +327,7 @@ def _ticket(
         port=identity.port,
         block_ids=host[0] if host else None,
         more_block_ids=tuple(host[1:]),
-        pending=pending,
+        pending=len(held.entries) > 0 and held.computed < held.num_tokens,
     )
     return Ticket(
         engine_id=config.engine_id,

@@ -13,12 +13,12 @@ HOLD_S = 0.05
 
 def freshness(*, staged: bool = False, not_expired_before_s: float = 100.0) -> Freshness:
     quick_s = quick_read_max_s(HOLD_S)
-    return Freshness(staged=staged, not_expired_before_s=not_expired_before_s, quick_read_max_s=quick_s)
+    return Freshness(grows=staged, not_expired_before_s=not_expired_before_s, quick_read_max_s=quick_s)
 
 
-def see(one: Freshness, blocks_not_staged: int | None) -> None:
+def see(one: Freshness, tokens_missing: int | None) -> None:
     one.fetching()
-    one.fetched(blocks_not_staged)
+    one.fetched(tokens_missing)
 
 
 def test_a_lease_that_stands_is_read_at_once_and_its_seal_fetched_meanwhile() -> None:

@@ -94,9 +94,9 @@ class SealsAgainstModel(RuleBasedStateMachine):
                 assert self.table.holds(index, lease_id) == open_and_whole
                 assert (word_at(self.table, index) == bytes.fromhex(lease_id)) == open_and_whole
                 if lease_id[:SECRET_CHARS] != (current or "")[:SECRET_CHARS]:
-                    assert self.table.blocks_not_staged(index, lease_id) is None
+                    assert self.table.tokens_missing(index, lease_id) is None
                 elif lease_id == current:
-                    assert self.table.blocks_not_staged(index, lease_id) == missing
+                    assert self.table.tokens_missing(index, lease_id) == missing
 
 
 TestSealsAgainstModel = machine_test(SealsAgainstModel, 20, 80, steps=20)
@@ -119,7 +119,7 @@ def test_a_fetched_seal_holds_what_the_producer_sealed(lease_id: str, missing: i
     for count in (missing, missing // 2, 0):
         producer.seal(2, lease_id, count)
         ctypes.memmove(int(fetch.local[0]), int(fetch.remote[0]), int(fetch.sizes[0]))
-        assert reader.blocks_not_staged(1, lease_id) == count
+        assert reader.tokens_missing(1, lease_id) == count
         assert [index for index in range(COUNT) if reader.holds(index, lease_id)] == ([] if count else [1])
 
 
@@ -154,7 +154,7 @@ def test_an_empty_word_is_a_seal_of_no_ticket(state: str) -> None:
         Ticket.from_params(params)
     for lease_id in ("ab" * 16, ZERO_ID):
         assert not table.holds(index, "ab" * 16)
-        assert table.blocks_not_staged(index, lease_id) is None
+        assert table.tokens_missing(index, lease_id) is None
 
 
 @given(hold_s=st.floats(min_value=1e-6, max_value=60))
@@ -171,7 +171,7 @@ def test_a_part_of_an_id_is_held_by_no_word(lease_id: str, end: int) -> None:
     table.seal(0, part + "00" * (SEAL_SIZE_BYTES - end))
     for other in (part, lease_id + "00"):
         assert not table.holds(0, other)
-        assert table.blocks_not_staged(0, other) is None
+        assert table.tokens_missing(0, other) is None
 
 
 # --- blocks that are missing yet
@@ -196,4 +196,4 @@ def test_a_word_that_counts_down_to_zeros_is_nobodys() -> None:
     lease_id = "00" * 12 + "05000000"
     table.seal(0, lease_id, 5)
     assert word_at(table, 0) == bytes(SEAL_SIZE_BYTES)
-    assert table.blocks_not_staged(0, lease_id) is None
+    assert table.tokens_missing(0, lease_id) is None
