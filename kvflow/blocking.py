@@ -27,6 +27,7 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
@@ -183,6 +184,7 @@ class Lease:
         self.request_id, self.ticket, self.block_ids = lease.request_id, lease.ticket, lease.block_ids
         self.block_tables = lease.block_tables
         self._lease = lease
+        self._host = host
         self._loop = host.loop
         self.outcome: Pending[LeaseOutcome] = host.start(lambda _: lease.wait())
         """How it ended, once the blocks may be reused."""
@@ -208,6 +210,17 @@ class Lease:
         """Withdraw the offer; `wait` tells when the blocks may be reused, as in `lease.revoke().wait()`."""
         _tell(self._loop, self._lease.revoke)
         return self
+
+    def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
+        """So many tokens are computed: see `kvflow.Lease.advance`. `ready` is of the caller's thread.
+
+        Returns when the loop has taken note; raises RuntimeClosed if it has been closed.
+        """
+
+        async def advance(_: asynchronous.Runtime) -> None:
+            self._lease.advance(num_tokens, ready)
+
+        self._host.start(advance).result()
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count its time from now on: see `kvflow.Lease.restart`."""

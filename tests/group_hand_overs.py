@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -108,8 +108,15 @@ def request_ids(case: GroupHandOver, side: int) -> Any:
     return tables if len(tables) > 1 else tables[0]
 
 
-async def run(case: GroupHandOver, world: World | None = None) -> None:
-    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be."""
+Compute = Callable[[list["_Rank"], list[Lease]], Awaitable[None]]
+"""Computes the prompt in leases that were opened before, whose blocks hold all of it when it returns."""
+
+
+async def run(case: GroupHandOver, world: World | None = None, compute: Compute | None = None) -> None:
+    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be.
+
+    With `compute` the leases are opened and loads begun before anything is computed.
+    """
     async with AsyncExitStack() as stack:
         producers = await open_engine(stack, case, 0, world)
         for rank in producers:
@@ -117,10 +124,13 @@ async def run(case: GroupHandOver, world: World | None = None) -> None:
                 cache.pattern.fill(ids)
         before = [cache.snapshot() for rank in producers for cache in rank.caches]
         consumers = await open_engine(stack, case, 1, world)
-        leases = serve(case, producers)
+        leases = serve(case, producers, None if compute is None else 0)
         ticket = ticket_of(leases)
         request = LoadRequest("request", ticket=ticket, block_ids=request_ids(case, 1))
-        reports = await asyncio.gather(*(rank.runtime.load_blocks(request) for rank in consumers))
+        loads = [rank.runtime.start_load(request) for rank in consumers]
+        if compute is not None:
+            await compute(producers, leases)
+        reports = [await load for load in loads]
         async with asyncio.timeout(WAIT_S):
             assert {await lease for lease in leases} == {LeaseOutcome.READ}
         for rank in (*producers, *consumers):
@@ -134,8 +144,10 @@ async def run(case: GroupHandOver, world: World | None = None) -> None:
         _check_report(case, rank, report)
 
 
-def serve(case: GroupHandOver, producers: Iterable[_Rank]) -> list[Lease]:
-    request = ServeRequest("request", block_ids=request_ids(case, 0), num_tokens=case.num_tokens)
+def serve(case: GroupHandOver, producers: Iterable[_Rank], computed_tokens: int | None = None) -> list[Lease]:
+    request = ServeRequest(
+        "request", block_ids=request_ids(case, 0), num_tokens=case.num_tokens, computed_tokens=computed_tokens
+    )
     return [rank.runtime.serve_blocks(request) for rank in producers]
 
 

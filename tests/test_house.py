@@ -45,6 +45,7 @@ LOOKING_AGAIN = {
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
+    "tests/runtime/test_growing.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_keeping.py": "virtual time: what is tested is what is left when much of it has passed",
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",

@@ -1,0 +1,292 @@
+"""Leases that grow: loads take what is computed as it comes, nothing before, and end with the last of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, blocking
+from kvflow.errors import LeaseExpired, RequestError, UsageError
+from kvflow.testing import CacheSize, InprocCluster, InprocPair, inproc_pair, nixl_pair, run_virtual
+from tests.budgets import examples
+from tests.group_hand_overs import Attention, GroupHandOver, Part, ids_of, run
+from tests.hand_overs import Paths
+from tests.reference_model import Engine, Model
+from tests.runtime.test_events import Event
+from tests.runtime.test_groups import FAMILIES
+from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
+
+CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=64)
+BLOCKS, TAKEN = [1, 2, 3, 5], [4, 0, 7, 6]
+
+
+def pair_of(staging: str = "never", **settings: Any) -> AbstractAsyncContextManager[InprocPair]:
+    world = InprocCluster().world()
+    config = replace(CONFIG, staging=staging, **settings)
+    return inproc_pair(config=config, producer_world=world, consumer_world=world)
+
+
+def opened(pair: InprocPair, tokens: int = 16, **more: Any) -> Lease:
+    """A lease of blocks of which nothing is computed."""
+    for tensor in pair.producer.kv_caches.values():
+        tensor[:, BLOCKS] = 0.0
+    return pair.producer.runtime.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=tokens, computed_tokens=0, **more))
+
+
+def wanted(pair: InprocPair, lease: Lease, **more: Any) -> LoadRequest:
+    return replace(pair.wanted(lease, TAKEN), **more)
+
+
+def landed(pair: InprocPair) -> list[int]:
+    """Which of the blocks that are loaded into have changed."""
+    found = []
+    for block in TAKEN:
+        try:
+            pair.consumer.cache.assert_untouched([block])
+        except AssertionError:
+            found.append(block)
+    return found
+
+
+@each("staging", ["never", "always"])
+@in_virtual_time
+async def test_what_is_computed_is_read_as_it_comes(staging: str) -> None:
+    async with pair_of(staging) as pair:
+        lease = opened(pair)
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        for count, tokens in ((0, 3), (1, 4), (1, 7), (3, 13), (3, 15)):
+            pair.producer.cache.fill(BLOCKS[:count])
+            lease.advance(tokens)
+            await asyncio.sleep(0.1)
+            assert landed(pair) == TAKEN[:count], f"{tokens} tokens"
+        assert not load.done
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        assert (await load).tokens == 16
+        pair.assert_loaded(TAKEN, BLOCKS)
+        assert await lease is LeaseOutcome.READ
+
+
+@examples(25, 150)
+@given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
+def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str) -> None:
+    """Nothing of a token is there before it is told; each rank tells in its own time, in steps of its own."""
+    case: GroupHandOver = data.draw(FAMILIES[family])
+    steps = st.lists(st.integers(0, case.num_tokens), max_size=3)
+
+    async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
+        cleared = [_Cleared(case, rank) for rank in producers]
+        plans = [[*sorted(data.draw(steps)), case.num_tokens] for _ in producers]
+        while any(plans):
+            at = data.draw(st.sampled_from([at for at, plan in enumerate(plans) if plan]))
+            tokens = plans[at].pop(0)
+            cleared[at].fill(tokens)
+            leases[at].advance(tokens)
+            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.05])))
+
+    run_virtual(run(case, InprocCluster().world(), compute))
+
+
+@each("staged", [(False, False), (True, False), (True, True)])
+def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) -> None:
+    """They are the last ones of the prompt, though the first that their group offers."""
+    engine = Engine(model=Model(layers=1, kv_heads=1, head_size=4), block_size=4, num_blocks=6)
+    windowed = replace(engine, stages=((1,),))
+    full = Part(producer=engine, consumer=engine, attention=Attention(), offered=(3, 1, 0, 2), wanted=(1, 2, 3, 4))
+    window = Part(producer=windowed, consumer=windowed, attention=Attention(8), offered=(5, 2), wanted=(0, 3))
+    case = GroupHandOver(parts=(full, window), num_tokens=16, paths=Paths(staged=staged))
+
+    async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
+        cleared = _Cleared(case, producers[0])
+        for tokens in (4, 8, 12, 16):
+            cleared.fill(tokens)
+            leases[0].advance(tokens)
+            await asyncio.sleep(0.1)
+
+    run_virtual(run(case, InprocCluster().world(), compute))
+
+
+class _Cleared:
+    """A rank's blocks of the prompt, emptied; tokens come back as they are computed."""
+
+    def __init__(self, case: GroupHandOver, rank: Any) -> None:
+        self._tokens = case.num_tokens
+        self._slots = []
+        for cache, ids in zip(rank.caches, ids_of(case, 0), strict=True):
+            for layer in range(len(cache.layout.layer_names)):
+                for part in range(cache.engine.model.parts):
+                    slots = cache.pattern.slots(layer, part)
+                    self._slots.append((slots, slots.clone(), ids, cache.engine.block_size))
+        for slots, _, ids, _ in self._slots:
+            slots[list(ids)] = 0
+
+    def fill(self, tokens: int) -> None:
+        for slots, kept, ids, size in self._slots:
+            first = -(-self._tokens // size) - len(ids)
+            for at, block in enumerate(ids, first):
+                count = size if tokens == self._tokens else min(max(tokens - at * size, 0), size)
+                slots[block, :count] = kept[block, :count]
+
+
+@each("staging", ["never", "always"])
+@in_virtual_time
+async def test_a_lease_that_ends_before_it_is_complete(staging: str) -> None:
+    """Revoked, or its time is over: no load of it succeeds, whatever has landed, and later advances do nothing."""
+    for revoked in (True, False):
+        async with pair_of(staging, lease_lifetime_s=0.5) as pair:
+            lease = opened(pair, ttl_s=0.5)
+            load = pair.consumer.runtime.start_load(wanted(pair, lease, deadline_s=9.0))
+            lease.advance(8)
+            await asyncio.sleep(0.1)
+            assert len(landed(pair)) == 2
+            if revoked:
+                lease.revoke()
+            assert await lease is (LeaseOutcome.REVOKED if revoked else LeaseOutcome.EXPIRED)
+            with pytest.raises(LeaseExpired):
+                await load
+            lease.advance(16)
+            lease.advance(3)
+            pair.offer(BLOCKS, "next").revoke()
+
+
+@in_virtual_time
+async def test_a_load_that_is_cancelled_leaves_the_lease_to_the_next() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair)
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        lease.advance(8)
+        await asyncio.sleep(0.05)
+        load.cancel()
+        await asyncio.wait([asyncio.ensure_future(load.settled())])
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await pair.consumer.runtime.load_blocks(wanted(pair, lease))
+        pair.assert_loaded(TAKEN, BLOCKS)
+
+
+@in_virtual_time
+async def test_a_reader_renews_a_lease_whose_prompt_takes_long() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair, ttl_s=0.3)
+        load = pair.consumer.runtime.start_load(wanted(pair, lease, deadline_s=60.0))
+        for tokens in (4, 8, 12, 16):
+            await asyncio.sleep(0.5)
+            pair.producer.cache.fill(BLOCKS[: tokens // 4])
+            lease.advance(tokens)
+        await load
+        pair.assert_loaded(TAKEN, BLOCKS)
+
+
+@in_virtual_time
+async def test_advances_take_effect_in_order() -> None:
+    """An event of a later advance says nothing about earlier ones."""
+    async with pair_of() as pair:
+        lease, events = opened(pair), [Event(), Event()]
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        for tokens, event in ((4, events[0]), (8, events[1]), (12, None)):
+            lease.advance(tokens, event)
+        events[1].happen()
+        await asyncio.sleep(0.1)
+        assert landed(pair) == []
+        pair.producer.cache.fill(BLOCKS[:3])
+        events[0].happen()
+        await asyncio.sleep(0.1)
+        assert landed(pair) == TAKEN[:3]
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await load
+
+
+@in_virtual_time
+async def test_an_event_that_fails_ends_the_lease() -> None:
+    async with pair_of() as pair:
+        lease, event = opened(pair), Event()
+        lease.advance(8, event)
+        event.error = RuntimeError("illegal memory access")
+        assert await lease is LeaseOutcome.REVOKED
+
+
+@in_virtual_time
+async def test_full_blocks_only() -> None:
+    """Fewer blocks than the tokens need: what they hold is read once it is computed."""
+    async with pair_of() as pair:
+        lease = opened(pair, tokens=18)
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(15)
+        await asyncio.sleep(0.1)
+        assert landed(pair) == TAKEN[:3]
+        lease.advance(18)
+        await load
+        pair.assert_loaded(TAKEN, BLOCKS)
+
+
+@in_virtual_time
+async def test_advances_that_cannot_be() -> None:
+    async with pair_of() as pair:
+        serve = pair.producer.runtime.serve_blocks
+        with pytest.raises(RequestError, match="'req': computed_tokens is 17, num_tokens is 16"):
+            serve(ServeRequest("req", BLOCKS, num_tokens=16, computed_tokens=17))
+        lease = opened(pair)
+        lease.advance(8)
+        for tokens in (7, 17):
+            problem = f"'req': advance\\(\\) to {tokens} tokens: 8 are computed already, 16 are offered"
+            with pytest.raises(RequestError, match=problem):
+                lease.advance(tokens)
+        with pytest.raises(RequestError, match="'req': ready: expected an event"):
+            lease.advance(9, ready=7)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="'req': num_tokens: expected a whole number"):
+            lease.advance(8.5)  # type: ignore[arg-type]
+        lease.advance(8)
+        whole = pair.offer([8], "whole")
+        with pytest.raises(RequestError, match=r"'whole': advance\(\) to 3 tokens: 4 are computed already"):
+            whole.advance(3)
+        for one in (lease, whole):
+            one.revoke()
+
+
+@pytest.mark.nixl
+async def test_growing_over_real_nixl() -> None:
+    async with nixl_pair(config=replace(PATIENT, listen="tcp://127.0.0.1:0"), size=CacheSize(num_blocks=8)) as pair:
+        for tensor in pair.producer.kv_caches.values():
+            tensor[:, BLOCKS] = 0.0
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, computed_tokens=0))
+        load = pair.consumer.runtime.start_load(pair.wanted(lease, TAKEN))
+        for at in range(4):
+            pair.producer.cache.fill(BLOCKS[at : at + 1])
+            lease.advance(4 * at + 4)
+            if at < 3:
+                reads = pair.consumer.transport.statistics.reads
+                await until(lambda reads=reads: pair.consumer.transport.statistics.reads > reads)  # type: ignore[misc]
+        await load
+        pair.assert_loaded(TAKEN, BLOCKS)
+        await lease
+
+
+@pytest.mark.nixl
+def test_growing_in_a_callers_thread() -> None:
+    kv_caches, cache = CacheSize().make("prefill")
+    with blocking.Runtime(replace(CONFIG, engine_id="prefill")) as producer:
+        producer.register_kv_caches(kv_caches, cache.layout)
+        lease = producer.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, ttl_s=60.0, computed_tokens=0))
+        assert lease.ticket.first.pending
+        lease.advance(16)
+        with pytest.raises(RequestError, match="16 are computed already"):
+            lease.advance(15)
+        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED
+        lease.advance(3)
+
+
+async def test_only_on_the_loop_that_has_the_lease() -> None:
+    async with inproc_pair() as pair:
+        lease = opened(pair)
+        with pytest.raises(UsageError, match=r"'req': advance\(\)"):
+            await asyncio.to_thread(lease.advance, 4)
+        lease.revoke()
