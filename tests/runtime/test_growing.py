@@ -97,7 +97,7 @@ def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: 
 @each("staged", [(False, False), (True, False), (True, True)])
 def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) -> None:
     """They are the last ones of the prompt, though the first that their group offers."""
-    engine = Engine(model=Model(layers=1, kv_heads=1, head_size=4), block_size=4, num_blocks=6)
+    engine = Engine(model=Model(layers=1, kv_heads=1, head_size=4), stages=((0,),), block_size=4, num_blocks=6)
     windowed = replace(engine, stages=((1,),))
     full = Part(producer=engine, consumer=engine, attention=Attention(), offered=(3, 1, 0, 2), wanted=(1, 2, 3, 4))
     window = Part(producer=windowed, consumer=windowed, attention=Attention(8), offered=(5, 2), wanted=(0, 3))
