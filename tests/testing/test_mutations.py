@@ -12,7 +12,7 @@ from kvflow.core.plan.descriptors import Chunks, match_chunks
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
-from kvflow.core.protocol.freshness import SealTable
+from kvflow.core.protocol.freshness import Freshness, SealTable
 from kvflow.runtime.consumer import loader
 from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
@@ -124,6 +124,12 @@ def serve_before_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OfferedBlocks, "advance", lambda self, held, tokens, _: real(self, held, tokens, None))
 
 
+def read_past_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load of a lease that grows reads what is still to come."""
+    real = Freshness.next_step
+    monkeypatch.setattr(Freshness, "next_step", lambda self, now_s, missing_max: real(self, now_s, missing_max + 3))
+
+
 def land_while_the_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load does not wait for the last step of who had its blocks before."""
 
@@ -168,6 +174,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "keep_broken_connections": (keep_broken_connections, "I7", 18),
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
     "serve_before_computed": (serve_before_computed, "I2", 9),
+    "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
     "land_while_the_device_writes": (land_while_the_device_writes, "I1 I2", 9),
     "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
     "leave_state_behind": (leave_state_behind, "I2", 6),

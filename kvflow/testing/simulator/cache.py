@@ -59,12 +59,15 @@ class _Layer:
         self._part_bytes = self._values.nbytes // len(self._blocks)
         self._block_bytes = self._part_bytes // blocks
 
-    def write(self, number: int, first: int, block_ids: Sequence[int]) -> None:
-        """Blocks of prompt `number` from token `first` on."""
-        tokens = self._wanted(number, first, first + len(block_ids) * self.block_size)
-        self._blocks[:, list(block_ids)] = tokens.reshape(
-            len(tokens), len(block_ids), self.block_size, *tokens.shape[2:]
+    def write(self, number: int, first: int, block_ids: Sequence[int], upto: int) -> None:
+        """Blocks of prompt `number` from token `first` on, before token `upto`."""
+        wanted, found = (
+            self._wanted(number, first, first + len(block_ids) * self.block_size),
+            self._blocks[:, list(block_ids)],
         )
+        tokens = found.reshape(wanted.shape)
+        tokens[:, : max(upto - first, 0)] = wanted[:, : max(upto - first, 0)]
+        self._blocks[:, list(block_ids)] = tokens.reshape(found.shape)
 
     def fill(self, number: int, block_ids: Sequence[int] | None) -> None:
         """What the next owner of freed blocks writes there; of all, with None."""
@@ -123,12 +126,13 @@ class RankCache:
             layout = CacheLayout.infer(tensors, order=shape.order, block_size=facts.block_size)
         return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
 
-    def write(self, number: int, tokens: int, tables: Tables) -> None:
-        """A prompt of so many tokens, as an engine that has computed it."""
+    def write(self, number: int, tokens: int, tables: Tables, upto: int | None = None) -> None:
+        """A prompt of so many tokens, as an engine that has computed it, or its tokens before `upto`."""
+        last = 1 << 62 if upto is None or upto == tokens else upto
         for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
             if block_ids:
                 for layer in layers:
-                    layer.write(number, first_token(facts, tokens, block_ids), block_ids)
+                    layer.write(number, first_token(facts, tokens, block_ids), block_ids, last)
 
     def poison(self, number: int, block_ids: Sequence[int] | None) -> None:
         """What the next owner of freed blocks writes there; of all, with None."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvflow.core.plan.descriptors import given_block_ids
+from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     BlocksBusy,
@@ -27,7 +28,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.consumer.load import LoadReport, LoadRequest
 from kvflow.runtime.peers.prewarm import PeerAddress
-from kvflow.runtime.producer.lease import ServeRequest
+from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.testing.books import assert_closed
 from kvflow.testing.clock import LoopClock
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 
 _AT_ONCE_SHARE = 0.3  # of what a device is told to write
 _DEVICE_S = 0.01  # mean time until it has written the rest
+_GROWING_SHARE = 0.5  # of prompts on a device: offered before they are computed
+_GROWING_STEPS = 2
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
@@ -258,8 +261,10 @@ class Engine:
             return None
         offer = Offer(number, self, tokens, tables, ttl_s)
         self._own(offer)
-        for rank in self.ranks:
-            offer.device.append(self._later(partial(rank.cache.write, number, tokens, tables)))
+        grows = self._simulation.settings.model.device and self._simulation.rng.random() < _GROWING_SHARE
+        if not grows:
+            for rank in self.ranks:
+                offer.device.append(self._later(partial(rank.cache.write, number, tokens, tables)))
         self.offers[offer] = None
         self._note("offers", offer.request_id, tokens, offer.block_ids)
         for rank in list(self.ranks):
@@ -270,7 +275,8 @@ class Engine:
                         given_block_ids(tables),
                         tokens,
                         ttl_s=ttl_s,
-                        ready=offer.device[rank.index],
+                        ready=None if grows else offer.device[rank.index],
+                        computed_tokens=0 if grows else None,
                     )
                 )
             except KVFlowError as error:
@@ -281,9 +287,22 @@ class Engine:
                 return offer
             rank.served += 1
             offer.leases.append(lease)
+            if grows:
+                offer.growing.append(asyncio.create_task(self._grow(offer, rank, lease)))
             if pause_s and rank is not self.ranks[-1]:
                 await self._simulation.pass_time(pause_s)
         return offer
+
+    async def _grow(self, offer: Offer, rank: Rank, lease: Lease) -> None:
+        """Compute the prompt on one rank in a few steps, until it is complete or nobody may read it any more."""
+        rng = self._simulation.rng
+        for upto in (*sorted(rng.randint(0, offer.tokens) for _ in range(_GROWING_STEPS)), offer.tokens):
+            await self._simulation.pass_time(rng.expovariate(1 / _DEVICE_S))
+            if lease.state is not LeaseState.OFFERED:
+                return
+            work = self._later(partial(rank.cache.write, offer.number, offer.tokens, offer.tables, upto))
+            offer.device.append(work)
+            lease.advance(upto, work)
 
     async def finish_offer(self, offer: Offer) -> None:
         """Wait for the leases of all ranks, then take the blocks back."""
@@ -293,6 +312,8 @@ class Engine:
             with self._bounded(f"lease of {offer.request_id}", bound_s):
                 outcome = await lease
             self._simulation.count(f"lease: {outcome}")
+        if offer.growing:
+            await asyncio.wait(offer.growing)
         await all_over(offer.device)
         offer.given_back_s = self._simulation.loop.time()
         self._note("has back", offer.request_id)

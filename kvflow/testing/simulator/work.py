@@ -63,6 +63,8 @@ class Offer:
     """Whether all ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """What computes it on each rank, unless it was computed at once."""
+    growing: list[asyncio.Task[None]] = field(default_factory=list)
+    """Computes it on each rank, step by step, under leases that are open."""
 
     def __str__(self) -> str:
         return f"the offer of {self.request_id}"
