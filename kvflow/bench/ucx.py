@@ -7,9 +7,9 @@ For every kind of operation on a connection UCX logs which range of sizes goes w
     | Range  | Description | Config                                    |
     | 0..inf | zero-copy   | cma/memory                                |
 
-which is the one reliable source: what is allowed (UCX_TLS) and what exists does not tell what was chosen. Between caches
-in GPU memory the operation is "into cuda/GPU0 from cuda", and the way cuda_ipc/cuda (NVLink, or one GPU), rc_mlx5/mlx5_0:1
-(RDMA), or "software emulation" over some transport, by which the peer copies for the reader.
+which is the one reliable source: what is allowed (UCX_TLS) and what exists does not tell what was chosen. Between
+caches in GPU memory the operation is "into cuda/GPU0 from cuda", and the way cuda_ipc/cuda (NVLink, or one GPU),
+rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over some transport, by which the peer copies for the reader.
 """
 
 from __future__ import annotations

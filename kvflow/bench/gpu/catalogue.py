@@ -20,7 +20,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E0",
         title="the machine",
         settles="what the doctor can know of it",
-        run="machine:facts",
+        run=f"{__package__}.machine:facts",
         limit_s=30,
         expected=[
             Expected(fact="GPUDirect RDMA writes ordering", least=100),
@@ -31,7 +31,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E1",
         title="the way of reads",
         settles="whether cuda_ipc needs GET_ZCOPY, and a context on the agent's thread",
-        run="paths:way_of_reads",
+        run=f"{__package__}.paths:way_of_reads",
         limit_s=50,
         expected=[
             Expected(fact="GET_ZCOPY on, context set: path", has="cuda_ipc"),
@@ -50,7 +50,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E3",
         title="computed late, written late",
         settles="whether events keep loads from bytes of before",
-        run="order:events",
+        run=f"{__package__}.order:events",
         limit_s=60,
         expected=[
             *(
@@ -59,7 +59,7 @@ EXPERIMENTS: Sequence[Experiment] = (
                 for what in ("served early", "loaded early")
             ),
             *(
-                Expected(fact=f"{what}, {case}, without: wrong loads", least=1, always=True)
+                Expected(fact=f"{what}, {case}, without: wrong loads", least=1)
                 for case in _STAGED[:2]
                 for what in ("served early", "loaded early")
             ),
@@ -69,19 +69,19 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E6",
         title="leases that end under their loads",
         settles="whether seals hold where devices overwrite",
-        run="order:stale",
+        run=f"{__package__}.order:stale",
         limit_s=40,
         expected=[
             Expected(fact="succeeded with other bytes", equals=0, always=True),
-            Expected(fact="succeeded", least=1, always=True),
-            Expected(fact="failed", least=1, always=True),
+            Expected(fact="succeeded", least=1),
+            Expected(fact="failed", least=1),
         ],
     ),
     Experiment(
         name="E2",
         title="the cost of a piece",
         settles="how large pieces and the window should be, and whether pushing is faster",
-        run="paths:cost_of_pieces",
+        run=f"{__package__}.paths:cost_of_pieces",
         limit_s=70,
         expected=[
             Expected(fact="READ 32K: post us/piece", least=1, most=6),
@@ -95,7 +95,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E4",
         title="loads straight between devices",
         settles="what kvflow adds to NIXL, LBHNC against BLHNC, and the window",
-        run="speed:straight",
+        run=f"{__package__}.speed:straight",
         limit_s=80,
         expected=[
             Expected(fact="LBHNC: one block, us", most=250),
@@ -109,7 +109,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E5",
         title="copies on idle and on busy devices",
         settles="whether copies wait for the engine's kernels",
-        run="speed:copies",
+        run=f"{__package__}.speed:copies",
         limit_s=70,
         expected=[
             Expected(fact="pinned, device to host: GB/s", least=25),
@@ -122,7 +122,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E12",
         title="tests on the device, and the doctor",
         settles="regressions",
-        run="machine:tests",
+        run=f"{__package__}.machine:tests",
         limit_s=120,
         expected=[Expected(fact="doctor fails", equals=0), Expected(fact="tests: exit code", equals=0)],
         only_cuda=True,
@@ -131,7 +131,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E7",
         title="an engine's steps beside loads",
         settles="what polling costs an engine",
-        run="company:steps_beside_loads",
+        run=f"{__package__}.company:steps_beside_loads",
         limit_s=60,
         expected=[
             Expected(fact="p50 beside / alone", most=1.02),
@@ -143,7 +143,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E8",
         title="the death of a producer",
         settles="how soon readers know, and how long its memory stays taken",
-        run="company:death_of_a_producer",
+        run=f"{__package__}.company:death_of_a_producer",
         limit_s=60,
         expected=[
             Expected(fact="load under the kill: s after it", most=1),
@@ -154,7 +154,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E9",
         title="reads over tcp",
         settles="whether the serving agent misses wake-ups when it copies for readers",
-        run="speed:over_tcp",
+        run=f"{__package__}.speed:over_tcp",
         limit_s=40,
         expected=[
             Expected(fact="one block: p50 ms", most=1),
@@ -167,7 +167,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E10",
         title="memory that is mapped by hand",
         settles="whether expandable segments are noticed",
-        run="paths:mapped_memory",
+        run=f"{__package__}.paths:mapped_memory",
         limit_s=30,
         expected=[
             Expected(fact="cuda_ipc can open it", equals=False),
@@ -179,7 +179,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         name="E11",
         title="host buffers, large caches, little memory",
         settles="defaults of staging, and whether scratch memory can fail safely",
-        run="speed:memory",
+        run=f"{__package__}.speed:memory",
         limit_s=60,
         expected=[
             Expected(fact="staged 64 MB: GB/s", least=5),

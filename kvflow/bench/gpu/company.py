@@ -24,7 +24,7 @@ _MIB = 1 << 20
 def steps_beside_loads(setting: Setting) -> None:
     """E7: an engine's steps of 5 ms alone, beside ten loads a second, and alone again."""
     pool = PoolShape(layers=8, blocks=setting.size(256, 32))
-    count, steps = pool.blocks // 2, setting.size(1500, 100)
+    count, steps = pool.blocks // 2, setting.size(1500, 1000)
     with engines(*specs(setting.device, pool), GET_ZCOPY if setting.on_cuda else {}) as pair:
         pair.must_hand_over("first", range(count), range(count))
         pair.reader.run(Engine.begin_steps)

@@ -53,7 +53,7 @@ class CudaDevice:
         import torch
 
         self._cuda: Any = torch.cuda
-        self._stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
+        self._stream = self._cuda.Stream() if own_stream else self._cuda.default_stream()
         self._cycles_per_s = self._measured_cycles_per_s()
 
     def _measured_cycles_per_s(self) -> float:
@@ -63,7 +63,7 @@ class CudaDevice:
         self._cuda._sleep(_SLEEP_CYCLES)
         last.record()
         last.synchronize()
-        return _SLEEP_CYCLES / (first.elapsed_time(last) / 1e3)
+        return _SLEEP_CYCLES / (float(first.elapsed_time(last)) / 1e3)
 
     def launch(self, work: Callable[[], None], delay_s: float = 0.0) -> DeviceEvent:
         event: DeviceEvent = self._cuda.Event()
@@ -100,16 +100,16 @@ class CudaDevice:
 
         matrix = torch.randn(_BUSY_SIDE, _BUSY_SIDE, device="cuda", dtype=torch.bfloat16)
         target = torch.empty_like(matrix)
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):  # the first product makes handles, which a capture may not
+        stream, graph = self._cuda.Stream(), self._cuda.CUDAGraph()
+        with self._cuda.stream(stream):  # the first product makes handles, which a capture may not
             torch.mm(matrix, matrix, out=target)
         stream.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
+        with self._cuda.graph(graph, stream=stream):
             for _ in range(_STEP_MATMULS):
                 torch.mm(matrix, matrix, out=target)
 
         def step() -> None:
-            with torch.cuda.stream(stream):
+            with self._cuda.stream(stream):
                 graph.replay()
             stream.synchronize()
 

@@ -101,8 +101,10 @@ class Engine:
         return dict(self._leases[name].ticket.to_params())
 
     async def offer_computed(self, name: str, block_ids: Sequence[int]) -> Ticket:
-        """Offer what is there, with an event that has happened or is about to."""
-        return await self.offer(name, block_ids, ready=self._device.launch(lambda: None))
+        """Offer what is there, with an event that has happened: staged caches on a device want one."""
+        ready = self._device.launch(lambda: None)
+        ready.synchronize()
+        return await self.offer(name, block_ids, ready=ready)
 
     async def revoke_after(self, name: str, block_ids: Sequence[int], value: float, pause_s: float) -> str:
         """End a lease after a pause, and as soon as its blocks may be used again have the device overwrite them."""
@@ -147,7 +149,7 @@ class Engine:
         return await self._runtime.forget_peer(engine_id)
 
     async def take_memory(self, left_bytes: int) -> int:
-        """Fill the CUDA device up to so much, as an engine with a high share for its cache does; what is really left."""
+        """Fill the CUDA device up to so much, as an engine with a large cache does; what is really left."""
         import torch
 
         torch.cuda.empty_cache()

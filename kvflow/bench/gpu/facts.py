@@ -1,4 +1,4 @@
-"""The facts that an experiment finds, on their way from its process to the one that started it: lines of JSON in a file.
+"""Facts on their way from the process of an experiment to the one that started it: lines of JSON in a file.
 
 Each is written when it is known, so one that ends at its limit, or in a crash, has told what it had found by then.
 """

@@ -15,7 +15,15 @@ from kvflow.bench.gpu.setting import Setting
 
 _PACKAGES = ("torch", "nixl", "nixl-cu12", "nixl-cu13", "numpy", "uvloop")
 _COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
-_QUERY = ("name", "driver_version", "memory.total", "memory.used", "mig.mode.current", "compute_mode", "pcie.link.gen.max")
+_QUERY = (
+    "name",
+    "driver_version",
+    "memory.total",
+    "memory.used",
+    "mig.mode.current",
+    "compute_mode",
+    "pcie.link.gen.max",
+)
 
 
 def facts(setting: Setting) -> None:
@@ -59,13 +67,14 @@ def doctor(setting: Setting, *options: str) -> None:
 
 
 def tests(setting: Setting) -> None:
-    """E12: `pytest -m gpu` of the checkout, and the doctor with its transfers."""
+    """E12: the tests of the checkout that are marked gpu, and the doctor with its transfers."""
     doctor(setting)
     folder = Path(__file__).resolve().parents[3]
-    if not (folder / "tests" / "nixl").is_dir():
+    files = sorted(map(str, (folder / "tests" / "nixl").glob("test_gpu*.py")))
+    if not files:
         setting.facts.add("tests", "none here: this is no checkout")
         return
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", str(folder / "tests")]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--thorough", *files]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
     setting.facts.add("tests: exit code", done.returncode)

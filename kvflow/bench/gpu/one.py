@@ -18,10 +18,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def function(name: str) -> Callable[[Setting], None]:
-    """What `module:function` names, the module below this package or, with dots, anywhere."""
+    """What `module:function` names."""
     module, _, attribute = name.partition(":")
-    path = module if "." in module else f"{__package__}.{module}"
-    found: Callable[[Setting], None] = getattr(importlib.import_module(path), attribute)
+    found: Callable[[Setting], None] = getattr(importlib.import_module(module), attribute)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from kvflow.bench.child import BenchError
+from kvflow.bench.child import BenchError, Environment
 from kvflow.bench.gpu.driver import NoDriver, legacy_ipc_capable
 from kvflow.bench.gpu.engine import engines, specs, ucx_log
 from kvflow.bench.gpu.pool import PoolShape, scattered_ids
@@ -20,7 +20,8 @@ _REPEATS = 5
 def way_of_reads(setting: Setting) -> None:
     """E1: two processes, raw reads; with a CUDA context on the agent's thread and without, GET over cuda_ipc as it is
     by default and switched on."""
-    for zcopy, environment in (("default", {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": None}), ("on", GET_ZCOPY)):
+    cases: dict[str, Environment] = {"default": dict.fromkeys(GET_ZCOPY), "on": GET_ZCOPY}
+    for zcopy, environment in cases.items():
         for context in (True, False):
             case = f"GET_ZCOPY {zcopy}, context {'set' if context else 'none'}"
             try:
@@ -29,7 +30,7 @@ def way_of_reads(setting: Setting) -> None:
                 setting.facts.add(f"{case}: failed", str(error).strip().splitlines()[-1])
 
 
-def _read_one_way(setting: Setting, case: str, environment: dict[str, str | None] | dict[str, str], context: bool) -> None:
+def _read_one_way(setting: Setting, case: str, environment: Environment, context: bool) -> None:
     size_bytes, piece_bytes = setting.size(64, 4) * MIB, setting.size(8, 1) * MIB
     with ucx_log() as log:
         with raw_pair(setting.device, size_bytes, {**environment, **log.environment}, context=context) as (_, reader):

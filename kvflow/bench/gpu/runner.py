@@ -1,4 +1,4 @@
-"""Runs experiments one after the other, each in processes of its own and within a limit, and writes down what they find.
+"""Runs experiments one after the other, each in processes of its own and within a limit; writes down what they find.
 
 An experiment's process leads a session, so that when its time is over it can be killed with all that it has started;
 processes of the bench die with their parent besides. Whatever happens to it, there is one line of JSON for it.
@@ -11,6 +11,7 @@ import dataclasses
 import enum
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from kvflow.bench.gpu.judging import Expected, Fact, Judged, Verdict, judge, tab
 RESULTS, LOG, TABLE = "results.jsonl", "log.txt", "table.txt"
 """What is left in the output folder."""
 _LEAST_S = 10.0
+_EXIT_S = 10.0
 _REASON_CHARS_MAX = 300
 
 
@@ -78,7 +80,7 @@ class Record:
 def run_all(
     experiments: Iterable[Experiment], device: str, out: Path, total_s: float, note: Callable[[str], None]
 ) -> list[Record]:
-    """Run them in their order until `total_s` is over; writes a line for each as soon as it has ended, and the table."""
+    """Run them in their order until `total_s` is over; a line for each is written as soon as it has ended."""
     out.mkdir(parents=True, exist_ok=True)
     records, until_s = list[Record](), time.monotonic() + total_s
     with (out / RESULTS).open("w", encoding="utf-8") as lines, (out / LOG).open("wb") as log:
@@ -117,27 +119,40 @@ def _run_process(arguments: Sequence[str], limit_s: float, folder: str, log: IO[
             command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
         )
         try:
-            code = process.wait(limit_s)
-            ending, why = (Ending.DONE, "") if code == 0 else (Ending.FAILED, f"exit code {code}")
-        except subprocess.TimeoutExpired:
-            ending, why = Ending.LIMIT, f"killed after {limit_s:.0f} s"
+            in_time = _wait(process.pid, limit_s)
         finally:
-            _end_session(process)
+            code = _end_session(process)
         errors.seek(0)
         said = errors.read()
     log.write(said)
     log.flush()
-    lines = said.decode(errors="replace").split("\n")
-    if ending is Ending.FAILED:
-        why = f"{why}: {next((line.strip() for line in reversed(lines) if line.strip()), '')}"[:_REASON_CHARS_MAX]
-    return ending, why
+    if not in_time:
+        return Ending.LIMIT, f"killed after {limit_s:.0f} s"
+    return (Ending.FAILED, f"exit code {code}: {_last_line(said)}"[:_REASON_CHARS_MAX]) if code else (Ending.DONE, "")
 
 
-def _end_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process and of the session that it leads."""
+def _wait(pid: int, limit_s: float) -> bool:
+    """Whether a child has ended in time. It is not collected, so that its number is nobody else's yet."""
+    ended = os.pidfd_open(pid)
+    try:
+        return bool(select.select([ended], [], [], limit_s)[0])
+    finally:
+        os.close(ended)
+
+
+def _end_session(process: subprocess.Popen[bytes]) -> int:
+    """Kill what is left of the process and of the session that it leads; its exit code."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        return process.wait(_EXIT_S)
+    except subprocess.TimeoutExpired:  # it hangs in the driver, where no signal reaches it
+        return -signal.SIGKILL
+
+
+def _last_line(said: bytes) -> str:
+    lines = said.decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "nothing was said")
 
 
 def _record(

@@ -42,7 +42,7 @@ def straight(setting: Setting) -> None:
 
 
 def _times(pair: Pair, name: str, count: int, repeats: int) -> list[float]:
-    """The seconds of loads of so many blocks, each in another order; the first one, which connects, is not counted."""
+    """The seconds of loads of so many blocks, each in another order; without the first one, which connects."""
     found = []
     for turn in range(repeats + 1):
         ids = [scattered_ids(seed, pair.pool.blocks, count) for seed in (turn, turn + 1)]
@@ -112,7 +112,7 @@ def _pinned_copies(setting: Setting) -> None:
     for label, source, target in (("device to host", there, host), ("host to device", host, there)):
         seconds = []
         for _ in range(_REPEATS):
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             first.record()
             target.copy_(source, non_blocking=True)
             last.record()
