@@ -43,16 +43,17 @@ class Device(Protocol):
 
 def open_device(kind: str, *, own_stream: bool = False) -> Device:
     """`own_stream`: work is launched on a non-blocking stream in place of the default one; only CUDA has them."""
-    return CudaDevice(own_stream) if kind == "cuda" else HostDevice()
+    return HostDevice() if kind == "cpu" else CudaDevice(kind, own_stream)
 
 
 class CudaDevice:
-    """The current CUDA device."""
+    """A CUDA device, "cuda" or "cuda:1", which becomes the current one of the thread."""
 
-    def __init__(self, own_stream: bool) -> None:
+    def __init__(self, kind: str, own_stream: bool) -> None:
         import torch
 
         self._cuda: Any = torch.cuda
+        self._cuda.set_device(torch.device(kind).index or 0)
         self._stream = self._cuda.Stream() if own_stream else self._cuda.default_stream()
         self._cycles_per_s = self._measured_cycles_per_s()
 

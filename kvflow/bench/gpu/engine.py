@@ -48,8 +48,8 @@ class EngineSpec:
 @contextlib.asynccontextmanager
 async def open_engine(spec: EngineSpec) -> AsyncIterator[Engine]:
     """The rank with its cache registered."""
-    pool = Pool(spec.pool, spec.device, spec.value)
     device = open_device(spec.device, own_stream=spec.own_stream)
+    pool = Pool(spec.pool, spec.device, spec.value)
     device.wait()
     config = kvflow.Config(engine_id=spec.engine_id, listen="tcp://127.0.0.1:0", **{**_CONFIG, **spec.config})
     async with kvflow.Runtime(config) as runtime:

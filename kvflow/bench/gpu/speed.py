@@ -42,7 +42,7 @@ def straight(setting: Setting) -> None:
 
 
 def _times(pair: Pair, name: str, count: int, repeats: int) -> list[float]:
-    """The seconds of loads of so many blocks, each in another order; without the first one, which connects."""
+    """The seconds of loads of so many blocks, each in another order; without the first, which connects."""
     found = []
     for turn in range(repeats + 1):
         ids = [scattered_ids(seed, pair.pool.blocks, count) for seed in (turn, turn + 1)]
@@ -74,7 +74,7 @@ def _windows(setting: Setting, size: int) -> None:
 
 
 def copies(setting: Setting) -> None:
-    """E5: staged loads and loads through scratch memory, on idle devices and on busy ones; pinned copies beside them."""
+    """E5: staged loads and loads through scratch memory, on idle and on busy devices; pinned copies beside them."""
     _pinned_copies(setting)
     layers = setting.size(64, 4)
     hnd = PoolShape(layers=layers, blocks=64, kv_heads=2)
