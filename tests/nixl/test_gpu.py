@@ -23,8 +23,10 @@ from kvflow.bench.gpu.pool import PoolShape, scattered_ids
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
 
-NO_DEVICE = "needs a CUDA device, and torch sees none"
-ON_CUDA = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_DEVICE))
+ON_CUDA = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
 LATE_S = 0.2
 MIB = 1 << 20
