@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests_support import each
 
 from kvflow.bench.gpu import command, machine, runner
@@ -25,6 +28,7 @@ from kvflow.bench.gpu.judging import Expected, Fact, Verdict, judge, table_lines
 from kvflow.bench.gpu.one import function
 from kvflow.bench.gpu.pool import Pool, PoolShape, scattered_ids
 from kvflow.bench.gpu.runner import LOG, RESULTS, TABLE, Ending, Experiment, run_all
+from kvflow.bench.ucx import ReadPath, read_path
 
 ROOT = Path(__file__).parents[2]
 AS_EXPECTED, OTHERWISE = Verdict.AS_EXPECTED, Verdict.OTHERWISE
@@ -250,6 +254,65 @@ def test_work_of_the_device_that_stands_for_a_stream_is_late_and_in_order() -> N
     second.synchronize()
     assert (first.query(), done) == (True, [1, 2])
     device.close()
+
+
+class Cuda:
+    """What `CudaDevice` uses of torch.cuda, written down in its order. It proves nothing of CUDA."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+        self.current = "default"
+
+    def set_device(self, number: int) -> None:
+        self.told.append(f"device {number}")
+
+    def default_stream(self) -> str:
+        return "default"
+
+    def Stream(self) -> str:  # noqa: N802
+        return "own"
+
+    @contextlib.contextmanager
+    def stream(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def _sleep(self, cycles: int) -> None:
+        self.told.append(f"sleep of {cycles} on {self.current}")
+
+    def Event(self, **_: bool) -> Cuda:  # noqa: N802
+        return self
+
+    def record(self, stream: str = "current") -> None:
+        self.told.append(f"record on {stream}")
+
+    def synchronize(self) -> None:
+        self.told.append("synchronize")
+
+    def elapsed_time(self, _: object) -> float:
+        return 50.0
+
+
+@each(("own_stream", "name"), [(False, "default"), (True, "own")])
+def test_work_of_a_cuda_device_is_launched_behind_its_pause_and_before_its_event(own_stream: bool, name: str) -> None:
+    cuda = Cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", cuda)
+        device = open_device("cuda:1", own_stream=own_stream)
+        assert cuda.told[0] == "device 1"
+        cuda.told.clear()
+        assert device.launch(lambda: cuda.told.append(f"work on {cuda.current}"), 0.1) is cuda
+    assert cuda.told == [f"sleep of 200000000 on {name}", f"work on {name}", f"record on {name}"]
+
+
+def test_ways_of_gpu_memory_are_read_with_sizes_as_ucx_shortens_them() -> None:
+    operation = "remote memory read by ucp_get*(multi) into cuda/GPU0 from cuda/dev[0]"
+    rows = ["| reader intra-node cfg#2 |", f"| {operation} |", "| 0 | no data fetch | |"]
+    rows += ["| 1..32767 | software emulation | tcp/lo |", "| 32K..inf | zero-copy | cuda_ipc/cuda |"]
+    log = "".join(f"[1795264635.911658] [vm:25199:0]   {row}\n" for row in rows)
+    assert read_path(log, 32 << 10) == ReadPath("zero-copy", "cuda_ipc/cuda")
+    assert read_path(log, 16 << 10) == ReadPath("software emulation", "tcp/lo")
 
 
 TRIED = ("E1", "E6", "E8", "E9")

@@ -123,7 +123,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         title="tests on the device, and the doctor",
         settles="regressions",
         run=f"{__package__}.machine:tests",
-        limit_s=120,
+        limit_s=180,
         expected=[Expected(fact="doctor fails", equals=0), Expected(fact="tests: exit code", equals=0)],
         only_cuda=True,
     ),

@@ -57,6 +57,7 @@ def death_of_a_producer(setting: Setting) -> None:
     reader = replace(reader, pool=small, config={"load_deadline_s": 20.0})
     with engines(producer, reader, GET_ZCOPY if setting.on_cuda else {}) as pair:
         _kill_while_read(setting, pair, small)
+        time.sleep(setting.size(1.0, 0.0))  # the driver takes a moment to clear up
         setting.facts.add("memory used after the kill, MiB", _memory_used_mib())
         setting.facts.add("forgotten", pair.reader.run(Engine.forget, "producer"))
         setting.facts.add("memory used after forget_peer, MiB", _memory_used_mib())

@@ -58,8 +58,9 @@ class CudaDevice:
         self._cycles_per_s = self._measured_cycles_per_s()
 
     def _measured_cycles_per_s(self) -> float:
+        """Of the second of two sleeps: in the first the clock leaves its idle rate."""
         first, last = (self._cuda.Event(enable_timing=True) for _ in range(2))
-        self._cuda._sleep(1000)
+        self._cuda._sleep(_SLEEP_CYCLES)
         first.record()
         self._cuda._sleep(_SLEEP_CYCLES)
         last.record()

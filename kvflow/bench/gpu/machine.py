@@ -74,11 +74,15 @@ def tests(setting: Setting) -> None:
     if not files:
         setting.facts.add("tests", "none here: this is no checkout")
         return
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--thorough", *files]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    setting.facts.add("tests: exit code", done.returncode)
-    for word, count in counts(done.stdout).items():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-v", "--thorough", *files]
+    said = []
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", file=sys.stderr, flush=True)  # what has been said by the limit is in the log
+            said.append(line)
+    setting.facts.add("tests: exit code", process.returncode)
+    for word, count in counts("".join(said)).items():
         setting.facts.add(f"tests {word}", count)
 
 
