@@ -306,7 +306,7 @@ def test_a_machine_without_cuda_is_asked_in_a_child_and_says_so() -> None:
 def test_two_processes_hand_blocks_over_and_say_which_way() -> None:
     """On a CPU: what is tested is the check's own code."""
     transfer, way = check_gpu_transfer(FINE, "cpu", PoolShape(layers=2, blocks=16))
-    assert "every block compared" in transfer.found, transfer
+    assert "compared in full" in transfer.found, transfer
     assert way.name == "way of the bytes on GPUs"
     (failed,) = check_gpu_transfer(FINE, "no-device", PoolShape(layers=2, blocks=16))
     assert failed.status is FAIL

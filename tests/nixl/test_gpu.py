@@ -55,7 +55,7 @@ def test_blocks_move_and_nothing_else_does(started: Engines, device: str) -> Non
     assert consumer.call("values", block_ids=others) == [-1.0] * len(others)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]])
 def test_the_way_is_what_a_device_allows(device: str) -> None:
     """On one GPU cuda_ipc; the cache is read back in full."""
     pool = PoolShape(layers=2, blocks=16)

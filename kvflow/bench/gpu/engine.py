@@ -121,6 +121,14 @@ class Engine:
     async def load(self, name: str, ticket: Ticket, block_ids: Sequence[int]) -> LoadEnd:
         return await self._load(kvflow.LoadRequest(name, ticket=ticket, block_ids=block_ids))
 
+    async def offer_all(self, offers: Sequence[tuple[str, Sequence[int]]]) -> list[Ticket]:
+        """Offer what is there under several names; blocks may be in more than one."""
+        return [await self.offer_computed(name, block_ids) for name, block_ids in offers]
+
+    async def load_all(self, loads: Sequence[tuple[str, Ticket, Sequence[int]]]) -> list[LoadEnd]:
+        """One after the other, without a pause."""
+        return [await self.load(*load) for load in loads]
+
     async def load_behind(
         self, name: str, ticket: Ticket, block_ids: Sequence[int], *, delay_s: float, events: bool
     ) -> LoadEnd:
@@ -216,6 +224,19 @@ class Pair:
         if not end.error:
             self.producer.run(Engine.outcome, name)
         return end
+
+    def must_hand_over_all(self, name: str, ids: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[LoadEnd]:
+        """Loads of (remote, local) blocks one after the other; one that fails ends the experiment."""
+        names = [f"{name} {turn}" for turn in range(len(ids))]
+        offers = [(one, remote) for one, (remote, _) in zip(names, ids, strict=True)]
+        tickets = self.producer.run(Engine.offer_all, offers)
+        loads = [(one, ticket, local) for one, ticket, (_, local) in zip(names, tickets, ids, strict=True)]
+        ends = self.reader.run(Engine.load_all, loads)
+        for one, end in zip(names, ends, strict=True):
+            if end.error:
+                raise RuntimeError(f"load {one!r} failed: {end.error}: {end.text}")
+            self.producer.run(Engine.outcome, one)
+        return ends
 
     def must_hand_over(self, name: str, remote_ids: Sequence[int], local_ids: Sequence[int]) -> LoadEnd:
         """As `hand_over`; a load that fails ends the experiment."""

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 from kvflow.bench.child import BenchError, Environment
-from kvflow.bench.gpu.engine import Engine, EngineSpec, Pair, engines, specs, ucx_log
+from kvflow.bench.gpu.engine import PRODUCER_VALUE, Engine, EngineSpec, Pair, engines, specs, ucx_log
 from kvflow.bench.gpu.paths import GET_ZCOPY
 from kvflow.bench.gpu.pool import PoolShape, scattered_ids
 from kvflow.bench.gpu.raw import RawRank, raw_pair
@@ -41,16 +42,18 @@ def straight(setting: Setting) -> None:
     _windows(setting, sizes[-1])
 
 
-def _times(pair: Pair, name: str, count: int, repeats: int) -> list[float]:
+def _times(pair: Pair, name: str, count: int, repeats: int, *, offered_at_once: bool = True) -> list[float]:
     """The seconds of loads of so many blocks, each in another order; without the first, which connects."""
-    found = []
-    for turn in range(repeats + 1):
-        ids = [scattered_ids(seed, pair.pool.blocks, count) for seed in (turn, turn + 1)]
-        found.append(pair.must_hand_over(f"{name} {turn}", *ids).seconds)
-    wrong = pair.reader.run(Engine.count_other, ids[1], 1.0)
+    orders = [scattered_ids(turn, pair.pool.blocks, count) for turn in range(repeats + 2)]
+    ids = list(pairwise(orders))
+    if offered_at_once:
+        ends = pair.must_hand_over_all(name, ids)
+    else:  # staged leases take host buffers until they are read
+        ends = [pair.must_hand_over(f"{name} {turn}", *both) for turn, both in enumerate(ids)]
+    wrong = pair.reader.run(Engine.count_other, orders[-1], PRODUCER_VALUE)
     if wrong:
         raise RuntimeError(f"{name}: {wrong} of {count} blocks are not the producer's")
-    return found[1:]
+    return [end.seconds for end in ends[1:]]
 
 
 def _bare(setting: Setting, label: str, piece_bytes: int, size_bytes: int) -> None:
@@ -89,12 +92,12 @@ def copies(setting: Setting) -> None:
 
 def _idle_and_busy(setting: Setting, pair: Pair, label: str) -> None:
     count = pair.pool.blocks // 2
-    idle_s = statistics.median(_times(pair, f"{label} idle", count, 5))
+    idle_s = statistics.median(_times(pair, f"{label} idle", count, 5, offered_at_once=False))
     setting.facts.add(f"{label}, idle: ms", idle_s * 1e3)
     setting.facts.add(f"{label}, idle: GB/s", count * pair.pool.block_bytes / idle_s / 1e9)
     for child in (pair.producer, pair.reader):
         child.run(Engine.set_busy, True)
-    busy_s = statistics.median(_times(pair, f"{label} busy", count, 5))
+    busy_s = statistics.median(_times(pair, f"{label} busy", count, 5, offered_at_once=False))
     for child in (pair.producer, pair.reader):
         child.run(Engine.set_busy, False)
     setting.facts.add(f"{label}, busy: ms", busy_s * 1e3)
@@ -152,7 +155,7 @@ def _staged(setting: Setting) -> None:
     with _engines_or_reason(setting, "staged", *specs(setting.device, pool, staging="always")) as pair:
         if pair is not None:
             count = pool.blocks // 2
-            seconds = statistics.median(_times(pair, "staged", count, _REPEATS))
+            seconds = statistics.median(_times(pair, "staged", count, _REPEATS, offered_at_once=False))
             setting.facts.add("staged 64 MB: GB/s", count * pool.block_bytes / seconds / 1e9)
 
 
