@@ -114,8 +114,7 @@ EXPERIMENTS: Sequence[Experiment] = (
         expected=[
             Expected(fact="pinned, device to host: GB/s", least=25),
             Expected(fact="pinned, host to device: GB/s", least=25),
-            Expected(fact="staged: busy / idle", most=2),
-            Expected(fact="scratch: busy / idle", most=2),
+            Expected(fact="one process, staged: busy / idle", most=2),
         ],
     ),
     Experiment(

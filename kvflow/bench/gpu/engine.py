@@ -19,6 +19,7 @@ from kvflow.bench.gpu.pool import Pool, PoolShape
 from kvflow.bench.gpu.steps import Steps
 from kvflow.bench.loads import QUIET, Ticket
 from kvflow.bench.ucx import ReadPath, read_path
+from kvflow.core.policy.events import DeviceEvent
 
 _CONFIG = {"lease_ttl_s": 300.0, "load_deadline_s": 60.0, "drain_timeout_s": 1.0}
 PRODUCER_VALUE, READER_VALUE = 1.0, 0.0
@@ -94,7 +95,7 @@ class Engine:
         event = self._device.launch(self._pool.filling(block_ids, value), delay_s)
         return await self.offer(name, block_ids, ready=event if events else None)
 
-    async def offer(self, name: str, block_ids: Sequence[int], ready: Any = None) -> Ticket:
+    async def offer(self, name: str, block_ids: Sequence[int], ready: DeviceEvent | None = None) -> Ticket:
         num_tokens = len(block_ids) * self._pool.shape.block_size
         request = kvflow.ServeRequest(name, block_ids=block_ids, num_tokens=num_tokens, ready=ready)
         self._leases[name] = self._runtime.serve_blocks(request)
@@ -102,9 +103,13 @@ class Engine:
 
     async def offer_computed(self, name: str, block_ids: Sequence[int]) -> Ticket:
         """Offer what is there, with an event that has happened: staged caches on a device want one."""
-        ready = self._device.launch(lambda: None)
-        ready.synchronize()
-        return await self.offer(name, block_ids, ready=ready)
+        return await self.offer(name, block_ids, ready=await self.computed())
+
+    async def computed(self) -> DeviceEvent:
+        """An event that has happened, behind all that was launched; waits for it."""
+        event = self._device.launch(lambda: None)
+        event.synchronize()
+        return event
 
     async def revoke_after(self, name: str, block_ids: Sequence[int], value: float, pause_s: float) -> str:
         """End a lease after a pause, and as soon as its blocks may be used again have the device overwrite them."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import replace
 from itertools import pairwise
 
 from kvflow.bench.child import BenchError, Environment
-from kvflow.bench.gpu.engine import PRODUCER_VALUE, Engine, EngineSpec, Pair, engines, specs, ucx_log
+from kvflow.bench.gpu.engine import PRODUCER_VALUE, Engine, EngineSpec, Pair, engines, open_engine, specs, ucx_log
 from kvflow.bench.gpu.paths import GET_ZCOPY
 from kvflow.bench.gpu.pool import PoolShape, scattered_ids
 from kvflow.bench.gpu.raw import RawRank, raw_pair
@@ -77,10 +79,15 @@ def _windows(setting: Setting, size: int) -> None:
 
 
 def copies(setting: Setting) -> None:
-    """E5: staged loads and loads through scratch memory, on idle and on busy devices; pinned copies beside them."""
+    """E5: staged loads and loads through scratch memory, on idle and on busy devices; pinned copies beside them.
+
+    Two processes that compute on one GPU take turns by time, whatever their streams are, so what kvflow's copies wait
+    for shows within one process; between two a busy GPU may well make loads slower.
+    """
     _pinned_copies(setting)
     layers = setting.size(64, 4)
     hnd = PoolShape(layers=layers, blocks=64, kv_heads=2)
+    asyncio.run(_copies_in_one_process(setting, hnd))
     nhd = replace(hnd, order="NHD")
     cases = (("staged", {"staging": "always"}, hnd), ("scratch", {"scratch": "always"}, nhd))
     for label, config, ours in cases:
@@ -88,6 +95,30 @@ def copies(setting: Setting) -> None:
         with _engines_or_reason(setting, label, replace(producer, pool=ours), reader) as pair:
             if pair is not None:
                 _idle_and_busy(setting, pair, label)
+
+
+async def _copies_in_one_process(setting: Setting, pool: PoolShape) -> None:
+    """Both engines here, with the in-process transport between their host buffers: the copies are what takes time."""
+    both = specs(setting.device, pool, transport="inproc", staging="always")
+    async with AsyncExitStack() as stack:
+        producer, reader = [await stack.enter_async_context(open_engine(spec)) for spec in both]
+        medians = {}
+        for busy in (False, True):
+            await producer.set_busy(busy)
+            seconds = []
+            for turn in range(_REPEATS):
+                name, ids = f"one process {busy} {turn}", scattered_ids(turn, pool.blocks, pool.blocks // 2)
+                ready = await producer.computed()
+                start_s = time.perf_counter()
+                end = await reader.load(name, await producer.offer(name, ids, ready), ids)
+                seconds.append(time.perf_counter() - start_s)  # from the offer, with which staging begins
+                if end.error:
+                    raise RuntimeError(f"load {name!r} failed: {end.error}: {end.text}")
+                await producer.outcome(name)
+            medians[busy] = statistics.median(seconds[1:])
+            setting.facts.add(f"one process, staged, {'busy' if busy else 'idle'}: ms", medians[busy] * 1e3)
+        await producer.set_busy(False)
+        setting.facts.add("one process, staged: busy / idle", medians[True] / medians[False])
 
 
 def _idle_and_busy(setting: Setting, pair: Pair, label: str) -> None:
