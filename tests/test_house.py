@@ -33,7 +33,7 @@ IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "si
 ALSO_PURE = {"kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
 
 # The bench measures kvflow against bare NIXL.
-COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
@@ -164,7 +164,7 @@ def test_nixl_and_zmq_have_one_home_each() -> None:
 
 def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
     """The raw contenders of the bench: what they and all that they import take from kvflow is of the bench itself."""
-    found, rest = set[str](), ["kvflow/bench/transfer/raw.py", "kvflow/bench/transfer/ranks.py"]
+    found, rest = set[str](), [*COMPARED_WITH_KVFLOW, "kvflow/bench/transfer/ranks.py"]
     while rest:
         path = rest.pop()
         for name in imported_to_run(path):

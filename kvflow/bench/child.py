@@ -80,11 +80,17 @@ class Child:
         self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
     ) -> ResultT:
         """Have the rank do a step; BenchError with its traceback if that fails."""
+        return self.start(step, *args, **kwargs)()
+
+    def start(
+        self, step: Callable[Concatenate[Any, P], Coroutine[Any, Any, ResultT]], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], ResultT]:
+        """Have the rank begin with a step; what is returned waits for its end, as `run` does. One at a time."""
         try:
             self._pipe.send((step.__name__, args, kwargs))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise BenchError(f"{self._rank.name}: died before {step.__name__}") from error
-        return cast(ResultT, self._receive(step.__name__))
+        return lambda: cast(ResultT, self._receive(step.__name__))
 
     def _receive(self, what: str) -> object:
         name = self._rank.name

@@ -90,6 +90,11 @@ def read_host() -> Host:
     )
 
 
+def has_gpus(host: Host) -> bool:
+    """Whether there is an NVIDIA driver: its devices, or in a container that hides /proc its control file."""
+    return bool(host.gpus) or os.path.exists("/dev/nvidiactl")
+
+
 def _read(path: str) -> str:
     """What is in a file; nothing if it cannot be read."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, ok, warn
-from kvflow.doctor.host import check_host, read_host
+from kvflow.doctor.host import Host, check_host, has_gpus, read_host
 from kvflow.doctor.peer import examine_peer
 from kvflow.doctor.transfer import check_nixl, check_self_transfer
 from kvflow.doctor.version import versions
@@ -28,6 +28,22 @@ def examine(
         yield from check_self_transfer(host.environment.get("UCX_TLS"))
     elif transfer:
         yield warn("self-transfer", "not tried", "NIXL first")
+    if has_gpus(host):
+        note("looking at the GPUs")
+        yield from _examine_gpus(host, transfer and nixl.status is not Status.FAIL, note)
     if peer is not None:
         note(f"asking {peer}")
         yield from asyncio.run(examine_peer(config, peer, peer_engine))
+
+
+def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:
+    """What a machine without GPUs loads nothing of."""
+    from kvflow.doctor.cuda.checks import check_cuda
+    from kvflow.doctor.cuda.facts import read_cuda
+    from kvflow.doctor.cuda.transfer import check_gpu_transfer
+
+    cuda = read_cuda()
+    yield from check_cuda(host, cuda)
+    if transfer and cuda.probe.devices:
+        note("handing blocks over between two processes on a GPU, some seconds")
+        yield from check_gpu_transfer(cuda)

@@ -16,8 +16,9 @@ from kvflow.bench.child import BenchError, RankProcess, open_children
 from kvflow.bench.loads import QUIET
 from kvflow.bench.transfer.ranks import Contender
 from kvflow.bench.transfer.scenario import Transfer, connect, pair_of, ranks_of, run_turn
+from kvflow.bench.ucx import read_path
 from kvflow.doctor.findings import Finding, fail, ok
-from kvflow.doctor.ucx import check_path, read_path
+from kvflow.doctor.ucx import check_path
 from kvflow.transport.nixl.agents import list_plugins
 
 _BACKEND = "UCX"

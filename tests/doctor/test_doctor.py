@@ -19,13 +19,14 @@ from tests_support import WAIT_S, each, limited, small_cache
 import kvflow
 from kvflow import Config, Runtime
 from kvflow.bench.child import BenchError
+from kvflow.bench.ucx import ReadPath, read_path
 from kvflow.cli.app import findings_as_json, print_findings
 from kvflow.core.protocol import messages
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.doctor.host import QUESTION_FILES, Host, check_host, check_open_files, files_needed, read_host
 from kvflow.doctor.peer import examine_peer, judge_answer
 from kvflow.doctor.transfer import judge_plugins, last_line
-from kvflow.doctor.ucx import ReadPath, check_path, read_path
+from kvflow.doctor.ucx import check_path
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.clock import SystemClock
 

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from socket import socket
@@ -22,9 +22,11 @@ from typing import Any
 import psutil
 import torch
 import uvloop
+from pattern import count_wrong, write_pattern
 from steered_loop import SteeredLoop
 
 import kvflow
+from kvflow.bench.gpu.device import open_device
 from kvflow.runtime.world import World
 from kvflow.testing import LoopClock
 
@@ -58,6 +60,15 @@ class EngineSetup:
     """The network namespace that it lives in."""
     steered: bool = False
     """Whether the test moves its time on."""
+    device: str = "cpu"
+    """Where its cache is: cpu or cuda."""
+    own_stream: bool = False
+    """On cuda, whether it computes on a stream of its own in place of the default one."""
+    order: str = "HND"
+    block_size: int = BLOCK_SIZE
+    first_head: int = 0
+    kv_heads: int = KV_HEADS
+    """Its rank's heads: so many from `first_head` on."""
     config: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, Any] = field(default_factory=dict)
 
@@ -85,6 +96,15 @@ def enter_namespace(name: str) -> None:
         raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
 
 
+def _capture(count: int) -> None:
+    matrix = torch.ones(64, 64, device="cuda")
+    target = torch.mm(matrix, matrix)
+    for _ in range(count):
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="global"):
+            for _ in range(100):
+                torch.mm(matrix, matrix, out=target)
+
+
 class Engine:
     """Each `do_` method is a verb; its parameters are the command's arguments."""
 
@@ -92,8 +112,14 @@ class Engine:
         self._socket = commands
         self._brake = brake
         self._setup = setup
-        shape = (2, setup.num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
-        self._caches = {f"layers.{index}": torch.full(shape, setup.fill).half() for index in range(LAYERS)}
+        self._device = open_device(setup.device, own_stream=setup.own_stream)
+        inner = (setup.kv_heads, setup.block_size)
+        shape = (2, setup.num_blocks, *(inner if setup.order == "HND" else inner[::-1]), HEAD_SIZE)
+        self._caches = {
+            f"layers.{index}": torch.full(shape, setup.fill, dtype=torch.float16, device=setup.device)
+            for index in range(LAYERS)
+        }
+        self._device.wait()
         self._leases: dict[str, kvflow.Lease] = {}
         self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
         self._stalling: set[asyncio.Task[None]] = set()
@@ -109,13 +135,14 @@ class Engine:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
         world = World(clock=LoopClock) if setup.steered else World()
         async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config, world=world) as self._runtime:
-            layout = kvflow.CacheLayout.infer(self._caches, order="HND", block_size=BLOCK_SIZE)
+            layout = kvflow.CacheLayout.infer(self._caches, order=setup.order, block_size=setup.block_size)
             await self._runtime.register_kv_caches(self._caches, layout)
             self._answer({"call": 0, "value": "ready"})
             while (command := json.loads(await reader.readline()))["verb"] != "quit":
                 self._verbs.create_task(self._do(**command))
             for task in self._stalling:
                 task.cancel()
+        self._device.close()
         self._assert_nothing_left()
 
     def _assert_nothing_left(self) -> None:
@@ -142,10 +169,37 @@ class Engine:
     def _answer(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def do_offer(self, request_id: str, block_ids: list[int], ttl_s: float | None = None) -> dict[str, Any]:
-        request = kvflow.ServeRequest(request_id, block_ids, len(block_ids) * BLOCK_SIZE, ttl_s=ttl_s)
+    async def do_offer(
+        self, request_id: str, block_ids: list[int], ttl_s: float | None = None, ready: Any = None
+    ) -> dict[str, Any]:
+        num_tokens = len(block_ids) * self._setup.block_size
+        if ready is None and self._setup.device != "cpu":  # staged caches on a device want an event
+            ready = self._device.launch(lambda: None)
+        request = kvflow.ServeRequest(request_id, block_ids, num_tokens, ttl_s=ttl_s, ready=ready)
         self._leases[request_id] = self._runtime.serve_blocks(request)
         return self._leases[request_id].ticket.to_params()
+
+    async def do_compute_and_offer(
+        self, request_id: str, block_ids: list[int], value: float, delay_s: float
+    ) -> dict[str, Any]:
+        """Launch what fills the blocks behind a pause of the device, and offer them at once, with its event."""
+        ready = self._device.launch(self._filling(block_ids, value), delay_s)
+        return await self.do_offer(request_id, block_ids, ready=ready)
+
+    async def do_load_behind(
+        self, request_id: str, ticket: dict[str, Any], block_ids: list[int], delay_s: float
+    ) -> dict[str, int]:
+        """Load into blocks that the device still writes behind a pause; ends when both have ended."""
+        after = self._device.launch(self._filling(block_ids, self._setup.fill), delay_s)
+        report = await self._load(kvflow.LoadRequest(request_id, ticket, block_ids, after=after))
+        self._device.wait()
+        return report
+
+    async def do_write_pattern(self, block_ids: list[int]) -> None:
+        write_pattern(self._caches, block_ids, self._setup.first_head, self._setup.order)
+
+    async def do_count_wrong(self, block_ids: list[int]) -> int:
+        return count_wrong(self._caches, block_ids, self._setup.first_head, self._setup.order)
 
     async def do_revoke(self, request_id: str) -> None:
         self._leases[request_id].revoke()
@@ -154,12 +208,14 @@ class Engine:
         return str(await self._leases.pop(request_id))
 
     async def do_load(self, request_id: str, ticket: dict[str, Any], block_ids: list[int]) -> dict[str, int]:
-        request = kvflow.LoadRequest(request_id, ticket, block_ids)
-        task = self._loads[request_id] = asyncio.ensure_future(self._runtime.load_blocks(request))
+        return await self._load(kvflow.LoadRequest(request_id, ticket, block_ids))
+
+    async def _load(self, request: kvflow.LoadRequest) -> dict[str, int]:
+        task = self._loads[request.request_id] = asyncio.ensure_future(self._runtime.load_blocks(request))
         try:
             report = await task
         finally:
-            del self._loads[request_id]
+            del self._loads[request.request_id]
         return {"bytes": report.bytes, "descriptors": report.descriptors}
 
     async def do_until_stuck(self, request_id: str) -> None:
@@ -223,8 +279,21 @@ class Engine:
         self._fill(block_ids, value)
 
     def _fill(self, block_ids: Sequence[int], value: float) -> None:
-        for tensor in self._caches.values():
-            tensor[:, list(block_ids)] = value
+        if self._setup.device == "cpu":
+            for tensor in self._caches.values():
+                tensor[:, list(block_ids)] = value
+        else:
+            self._device.launch(self._filling(block_ids, value)).synchronize()
+
+    def _filling(self, block_ids: Sequence[int], value: float) -> Callable[[], None]:
+        """Work for the device, which waits for nothing once it is launched."""
+        index = torch.tensor(list(block_ids)).to(self._setup.device)
+
+        def fill() -> None:
+            for tensor in self._caches.values():
+                tensor.index_fill_(1, index, value)
+
+        return fill
 
     async def do_values(self, block_ids: list[int]) -> list[float | None]:
         """For each block the one value that fills it, or None."""
@@ -264,6 +333,26 @@ class Engine:
     async def _until_reads(self, count: int) -> None:
         while self._runtime.statistics().transport.reads < count:
             await asyncio.sleep(0)
+
+    async def do_take_memory(self, left_bytes: int) -> int:
+        """Fill the CUDA device but for so much; what is really left. No bytes: give it back."""
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0]
+        self._taken = torch.empty(max(free - left_bytes, 0), dtype=torch.uint8, device="cuda")
+        return int(torch.cuda.mem_get_info()[0])
+
+    async def do_give_memory_back(self) -> None:
+        del self._taken
+        torch.cuda.empty_cache()
+
+    async def do_dirty_memory(self, size_bytes: int, delay_s: float) -> None:
+        """Leave memory in torch's cache that kernels behind a pause are still going to write."""
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+        self._device.launch(lambda: memory.fill_(0x5A), delay_s)  # type: ignore[arg-type, return-value]
+
+    async def do_capture(self, count: int) -> None:
+        """Capture graphs as engines do, in a mode that any unsafe call of any other thread ends."""
+        await asyncio.to_thread(_capture, count)
 
     async def do_resources(self) -> dict[str, int]:
         process = psutil.Process()

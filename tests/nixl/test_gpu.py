@@ -1,37 +1,227 @@
-"""A cache in GPU memory, over real NIXL."""
+"""Caches in the memory of a CUDA device, over real NIXL, between two processes: UCX does not use cuda_ipc within one.
+
+What can run on a CPU does so too, where a thread stands for the device's stream: so the code of the tests has run. How
+fast copies are on a busy device is measured, not tested: `python3 dev.py gpu --only E5`.
+"""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
 import pytest
 import torch
+from engine_main import KV_HEADS, EngineSetup
+from engine_process import EngineError, EngineProcess, Engines
+from hand_over import BLOCKS, hand_over, how_it_ended, start_load
+from test_stale import load_around_their_leases_ends
 
-from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
+from kvflow.bench.child import BenchError
+from kvflow.bench.gpu.engine import Engine, engines, specs, ucx_log
+from kvflow.bench.gpu.pool import PoolShape, scattered_ids
 
-pytestmark = [
-    pytest.mark.nixl,
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(300)]
+
+ON_CUDA = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
+)
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_CUDA)]
+LATE_S = 0.2
+MIB = 1 << 20
+
+
+@pytest.fixture
+def started(device: str) -> Iterator[Engines]:
+    with Engines({}) as started:
+        yield started
+
+
+def pair(started: Engines, device: str, **others: Any) -> list[EngineProcess]:
+    return started.pair(device=device, **others)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_move_and_nothing_else_does(started: Engines, device: str) -> None:
+    producer, consumer = pair(started, device)
+    remote, local = [3, 7, 9, 20, 21, 22], [0, 5, 6, 40, 1, 63]
+    producer.call("write_pattern", block_ids=remote)
+    ticket = producer.call("offer", request_id="r", block_ids=remote)
+    consumer.call("load", request_id="r", ticket=ticket, block_ids=local)
+    assert producer.call("outcome", request_id="r") == "read"
+    assert consumer.call("count_wrong", block_ids=local) == 0
+    others = [block for block in range(64) if block not in local]
+    assert consumer.call("values", block_ids=others) == [-1.0] * len(others)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.thorough), DEVICES[1]])
+def test_the_way_is_what_a_device_allows(device: str) -> None:
+    """On one GPU cuda_ipc; the cache is read back in full."""
+    pool = PoolShape(layers=2, blocks=16)
+    local = scattered_ids(2, 16, 8)
+    with ucx_log() as log:
+        with engines(*specs(device, pool), log.environment) as both:
+            pid = both.reader.pid
+            both.must_hand_over("r", scattered_ids(1, 16, 8), local)
+            assert both.reader.run(Engine.count_other, local, 1.0) == 0
+        path = log.path(pid, pool.piece_bytes)
+    assert path is not None
+    assert device == "cpu" or path.over.startswith("cuda_ipc"), path
+
+
+class Cut(NamedTuple):
+    """What differs between the producer and the consumer; `tp` of the producer or of the consumer is 2."""
+
+    id: str
+    producer: dict[str, Any] = {}  # noqa: RUF012 - read only
+    consumer: dict[str, Any] = {}  # noqa: RUF012 - read only
+    local_blocks: int = 8
+
+
+NHD, HND = {"order": "NHD"}, {"order": "HND"}
+STAGED = {"config": {"staging": "always"}}
+HALF = {"kv_heads": KV_HEADS // 2, "first_head": KV_HEADS // 2, "config": {"tp_rank": 1, "tp_size": 2}}
+CUTS = [
+    Cut("NHD to HND, straight", NHD, HND | {"config": {"scratch": "never"}}),
+    Cut("NHD to HND, scratch", NHD, HND | {"config": {"scratch": "always"}}),
+    Cut("HND to NHD, scratch", HND, NHD | {"config": {"scratch": "always"}}),
+    Cut("blocks of 32 to blocks of 16", {"block_size": 32}, {"block_size": 16}, 16),
+    Cut("half of the heads, HND", HND, HND | HALF),
+    Cut("half of the heads, NHD", NHD, NHD | HALF),
+    Cut("staged at the producer", STAGED, {}),
+    Cut("staged at the consumer", {}, STAGED),
+    Cut("staged on both sides", STAGED, STAGED),
 ]
 
 
-def cache(fill: float) -> dict[str, torch.Tensor]:
-    shape = (2, 16, 4, 16, 64)
-    return {f"layers.{index}": torch.full(shape, fill, dtype=torch.float16, device="cuda") for index in range(4)}
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cut", [pytest.param(cut, id=cut.id) for cut in CUTS])
+def test_every_byte_has_its_place_between_caches_that_differ(started: Engines, device: str, cut: Cut) -> None:
+    producer, consumer = started.start(
+        EngineSetup(**{"engine_id": "producer", "device": device, "fill": 1.0, **cut.producer}),
+        EngineSetup(**{"engine_id": "consumer", "device": device, "fill": -1.0, **cut.consumer}),
+    )
+    remote, local = [17, 3, 9, 20, 40, 22, 8, 1], [0, 5, 6, 40, 1, 63, 30, 31, *range(8, 16)][: cut.local_blocks]
+    producer.call("write_pattern", block_ids=remote)
+    ticket = producer.call("offer", request_id="r", block_ids=remote)
+    consumer.call("load", request_id="r", ticket=ticket, block_ids=local)
+    assert consumer.call("count_wrong", block_ids=local) == 0
+    producer.call("revoke", request_id="r")
 
 
-async def test_blocks_move_from_gpu_memory_to_gpu_memory() -> None:
-    ours, theirs = cache(-1.0), cache(3.0)
-    layout = CacheLayout.infer(ours, order="HND", block_size=16)
-    async with (
-        Runtime(Config(engine_id="producer", listen="tcp://127.0.0.1:0")) as producer,
-        Runtime(Config(engine_id="consumer", listen="tcp://127.0.0.1:0")) as consumer,
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("staging", ["auto", "always"])
+@pytest.mark.parametrize("own_stream", [False, True], ids=["default_stream", "own_stream"])
+def test_blocks_that_are_computed_late_are_not_read_early(
+    started: Engines, device: str, staging: str, own_stream: bool
+) -> None:
+    producer, consumer = pair(started, device, own_stream=own_stream, config={"staging": staging})
+    hand_over(producer, consumer, "connects")
+    for turn, value in enumerate((5.0, 6.0, 7.0)):
+        offer = {"request_id": f"r{turn}", "block_ids": BLOCKS, "value": value, "delay_s": LATE_S}
+        ticket = producer.call("compute_and_offer", **offer)
+        consumer.call("load", request_id=f"r{turn}", ticket=ticket, block_ids=BLOCKS)
+        assert consumer.call("values", block_ids=BLOCKS) == [value] * len(BLOCKS)
+        assert producer.call("outcome", request_id=f"r{turn}") == "read"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("staging", ["auto", "always"])
+def test_bytes_do_not_land_before_the_last_owner_has_written(started: Engines, device: str, staging: str) -> None:
+    producer, consumer = pair(started, device, own_stream=True, config={"staging": staging})
+    hand_over(producer, consumer, "connects")
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    consumer.call("load_behind", request_id="r", ticket=ticket, block_ids=BLOCKS, delay_s=LATE_S)
+    assert consumer.call("values", block_ids=BLOCKS) == [1.0] * len(BLOCKS)
+    assert producer.call("outcome", request_id="r") == "read"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
+def test_no_load_succeeds_with_bytes_that_a_device_has_overwritten(started: Engines, device: str) -> None:
+    """On a CPU this is all of `test_stale`."""
+    load_around_their_leases_ends(started, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_consumer_outlives_its_producer_and_works_with_the_next(started: Engines, device: str) -> None:
+    producer, consumer = pair(started, device)
+    hand_over(producer, consumer, "before")
+    ticket = producer.call("offer", request_id="late", block_ids=BLOCKS)
+    producer.kill()
+    with pytest.raises(EngineError) as error:
+        consumer.call("load", request_id="late", ticket=ticket, block_ids=BLOCKS)
+    assert error.value.kind in ("TransferFailed", "PeerUnreachable", "LoadTimeout"), error.value
+    (again,) = started.start(EngineSetup(engine_id="producer-2", fill=3.0, device=device))
+    consumer.call("safe")
+    hand_over(again, consumer, "after", value=3.0)
+
+
+# --- what only CUDA has
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
+def test_a_device_without_room_for_scratch_memory_fails_a_load_at_most(started: Engines, device: str) -> None:
+    producer, consumer = started.start(
+        EngineSetup(engine_id="producer", fill=1.0, device=device, **NHD),
+        EngineSetup(engine_id="consumer", fill=-1.0, device=device, config={"scratch": "always"}),
+    )
+    consumer.call("take_memory", left_bytes=16 * MIB)
+    ticket = producer.call("offer", request_id="r", block_ids=BLOCKS)
+    ended = how_it_ended(start_load(consumer, "r", ticket))
+    assert ended in ("loaded", "TransferFailed")
+    if ended == "loaded":
+        assert consumer.call("values", block_ids=BLOCKS) == [1.0] * len(BLOCKS)
+    consumer.call("give_memory_back")
+    producer.call("revoke", request_id="r")
+    hand_over(producer, consumer, "afterwards")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
+def test_scratch_memory_is_none_that_kernels_of_the_engine_still_write(started: Engines, device: str) -> None:
+    producer, consumer = started.start(
+        EngineSetup(engine_id="producer", device=device, **NHD),
+        EngineSetup(engine_id="consumer", device=device, config={"scratch": "always"}),
+    )
+    producer.call("write_pattern", block_ids=BLOCKS)
+    for turn in range(5):
+        consumer.call("dirty_memory", size_bytes=32 * MIB, delay_s=LATE_S)
+        ticket = producer.call("offer", request_id=f"r{turn}", block_ids=BLOCKS)
+        consumer.call("load", request_id=f"r{turn}", ticket=ticket, block_ids=BLOCKS)
+        assert consumer.call("count_wrong", block_ids=BLOCKS) == 0
+        assert producer.call("outcome", request_id=f"r{turn}") == "read"
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("staging", ["auto", "always"])
+def test_an_engine_may_capture_graphs_while_loads_run(started: Engines, device: str, staging: str) -> None:
+    producer, consumer = pair(started, device, config={"staging": staging})
+    hand_over(producer, consumer, "connects")
+    capturing = consumer.start("capture", count=50)
+    for turn in range(10):
+        hand_over(producer, consumer, f"r{turn}")
+    capturing.result()
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=ON_CUDA)])
+def test_memory_that_cuda_ipc_cannot_open_is_refused_when_it_is_registered(device: str) -> None:
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with (
+        pytest.raises(BenchError, match="PYTORCH_CUDA_ALLOC_CONF"),
+        engines(*specs(device, PoolShape(layers=2, blocks=16)), environment),
     ):
-        await producer.register_kv_caches(theirs, layout)
-        await consumer.register_kv_caches(ours, layout)
-        lease = producer.serve_blocks(ServeRequest("r", block_ids=[3, 7, 9], num_tokens=48))
-        report = await consumer.load_blocks(LoadRequest("r", ticket=lease.ticket, block_ids=[0, 1, 5]))
-        assert await lease is LeaseOutcome.READ
-    assert report.bytes == 3 * layout.block_size_bytes
-    for tensor in ours.values():
-        assert (tensor[:, [0, 1, 5]] == 3.0).all()
-        assert (tensor[:, [2, 3, 4, *range(6, 16)]] == -1.0).all()
+        pass
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and torch sees fewer")
+def test_a_rank_on_the_second_device_takes_nothing_of_the_first() -> None:
+    before = memory_used_mib(0)
+    with engines(*specs("cuda:1", PoolShape(layers=2, blocks=16))) as both:
+        both.must_hand_over("r", range(8), range(8))
+        assert memory_used_mib(0) - before < 100, "a CUDA context takes several hundred MiB"
+
+
+def memory_used_mib(device: int) -> int:
+    command = ["nvidia-smi", f"--id={device}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from random import Random
+from typing import Any
 
 import pytest
 from engine_main import EngineSetup
@@ -20,12 +21,17 @@ REUSED = -2.0
 
 
 def test_a_load_around_its_leases_end_gets_the_offered_bytes_or_nothing(engines: Engines) -> None:
+    load_around_their_leases_ends(engines)
+
+
+def load_around_their_leases_ends(engines: Engines, **given: Any) -> None:
     """Loads at random moments around the end of their leases; the producer reuses blocks as soon as it may.
 
     How long leases last is tried out: about as long as half of the loads take on this host to be quick enough.
+    `given` is of the setup of both engines.
     """
     random = Random(4)
-    setup = {"num_blocks": BATCH_SIZE * BLOCKS_EACH}
+    setup = {"num_blocks": BATCH_SIZE * BLOCKS_EACH, **given}
     producer, consumer = engines.start(
         EngineSetup(engine_id="producer", **setup), EngineSetup(engine_id="consumer", **setup)
     )

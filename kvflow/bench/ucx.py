@@ -1,0 +1,68 @@
+"""What UCX itself says of the way that bytes take: the tables that UCX_PROTO_INFO=y makes it log. Pure.
+
+For every kind of operation on a connection UCX logs which range of sizes goes which way, such as
+
+    | reader/0.0.0 intra-node cfg#1                                    |
+    | remote memory read by ucp_get*(multi) into host memory from host |
+    | Range  | Description | Config                                    |
+    | 0..inf | zero-copy   | cma/memory                                |
+
+which is the one reliable source: what is allowed (UCX_TLS) and what exists does not tell what was chosen. Between
+caches in GPU memory the operation is "into cuda/GPU0 from cuda", and the way cuda_ipc/cuda (NVLink, or one GPU),
+rc_mlx5/mlx5_0:1 (RDMA), or "software emulation" over some transport, by which the peer copies for the reader.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_OPERATION = "remote memory read by ucp_get"
+_SIZE = r"\d+[KMGT]?"
+_RANGE = re.compile(rf"({_SIZE})(?:\.\.({_SIZE}|inf))?")
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class ReadPath(NamedTuple):
+    """How reads of some size are done, and over what, in UCX's words."""
+
+    how: str
+    over: str
+
+
+def read_path(log: str, size_bytes: int) -> ReadPath | None:
+    """How a process whose UCX wrote `log` reads pieces of this size from another process; None if it does not say."""
+    found = None
+    owner, reading = "", False
+    for cells in _rows(log):
+        match cells:
+            case [text] if _OPERATION in text:
+                reading = " self " not in owner
+            case [text]:
+                owner, reading = text, False
+            case [sizes, how, over] if reading and _covers(sizes, size_bytes):
+                found = ReadPath(how, over)
+    return found
+
+
+def _rows(log: str) -> Iterator[list[str]]:
+    """The cells of every table row."""
+    for line in log.splitlines():
+        _, bar, rest = line.partition("| ")
+        if bar and rest.endswith("|"):
+            yield [cell.strip() for cell in rest[:-1].split("|")]
+
+
+def _covers(sizes: str, size_bytes: int) -> bool:
+    match = _RANGE.fullmatch(sizes)
+    if match is None:
+        return False
+    first, last = match[1], match[2] or match[1]
+    return _bytes(first) <= size_bytes and (last == "inf" or size_bytes <= _bytes(last))
+
+
+def _bytes(size: str) -> int:
+    """UCX writes multiples of 1024 with a letter."""
+    unit = _UNITS.get(size[-1])
+    return int(size) if unit is None else int(size[:-1]) * unit

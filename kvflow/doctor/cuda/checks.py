@@ -1,0 +1,226 @@
+"""What was seen of a CUDA machine, judged: what it means for loads between GPUs, and what to set. Pure.
+
+What UCX and NIXL do with these facts was read in their sources (UCX 1.23 as NIXL 1.5.1 brings it), not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from kvflow.bench.gpu.driver import WRITES_ORDERING_OWNER
+from kvflow.bench.ucx import ReadPath
+from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
+from kvflow.doctor.cuda.nvidia import NEAR
+from kvflow.doctor.findings import Finding, fail, ok, warn
+from kvflow.doctor.host import Host
+
+_GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+_OFF = ("n", "no", "off", "0")
+_INSTALL_TORCH = "install a build of torch for a CUDA that the driver runs"
+
+
+def check_driver(name: str, _: Host, cuda: Cuda) -> Finding:
+    """The driver, what torch is built for, and which build of NIXL that loads."""
+    driver, probe = cuda.driver, cuda.probe
+    if driver is None:
+        return fail(name, "nvidia-smi does not answer", "containers: --gpus all, with the NVIDIA container toolkit")
+    says = "unknown" if driver.cuda is None else ".".join(map(str, driver.cuda))
+    found = f"driver {driver.version} for CUDA {says}; torch {probe.torch or 'not loaded'} for CUDA {probe.torch_cuda}"
+    if probe.problem:
+        return fail(name, f"{found}; {probe.problem}", "torch and NIXL must load: see NIXL above")
+    if probe.torch_cuda is None:
+        return fail(name, f"{found}: a build without CUDA", _INSTALL_TORCH)
+    if not probe.devices:
+        return fail(name, f"{found}; torch sees no device", "check CUDA_VISIBLE_DEVICES, and that the driver is as new")
+    torch_cuda = major_minor(probe.torch_cuda)
+    if driver.cuda is not None and torch_cuda[0] > driver.cuda[0]:
+        return fail(name, f"{found}: newer than the driver", f"update the driver, or {_INSTALL_TORCH}")
+    wanted = f"nixl_cu{torch_cuda[0]}"
+    builds = ", ".join(cuda.nixl_builds) or "none"
+    if probe.nixl != wanted:
+        fix = f"pip install {wanted.replace('_', '-')}: UCX of another CUDA cannot reach torch's memory"
+        return fail(name, f"{found}; NIXL loads {probe.nixl or 'nothing'} (installed: {builds})", fix)
+    return ok(name, f"{found}; NIXL loads {probe.nixl}")
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    major, _, minor = version.partition(".")
+    return int(major), int(minor.partition(".")[0] or 0)
+
+
+def check_gpus(name: str, _: Host, cuda: Cuda) -> Finding:
+    """MIG and compute mode: what keeps processes from each other's memory, or from the device."""
+    gpus = cuda.driver.gpus if cuda.driver else ()
+    found = "; ".join(
+        f"{number}: {gpu.name}, {gpu.memory_mib} MiB, {cuda.nvlinks.get(number, 0)} NVLinks"
+        for number, gpu in enumerate(gpus)
+    )
+    if any(gpu.compute_mode == "Prohibited" for gpu in gpus):
+        return fail(name, f"{found}; compute mode Prohibited", "nvidia-smi -c DEFAULT")
+    if any(gpu.compute_mode == "Exclusive_Process" for gpu in gpus):
+        fix = "nvidia-smi -c DEFAULT where two engines share a GPU"
+        return warn(name, f"{found}; compute mode Exclusive_Process: one process a GPU", fix)
+    if any(gpu.mig for gpu in gpus):
+        fix = "engines of one machine that are to use cuda_ipc need whole GPUs; RDMA works from MIG instances"
+        return warn(name, f"{found}; MIG is on: instances have no cuda_ipc", fix)
+    return ok(name, found or "none")
+
+
+def check_allocator(name: str, _: Host, cuda: Cuda) -> Finding:
+    """Memory that is mapped by hand cannot be opened by cuda_ipc, nor does its registration follow it."""
+    given = [
+        f"{key}={cuda.environment[key]}"
+        for key in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+        if key in cuda.environment
+    ]
+    if any("expandable_segments:true" in one.lower().replace(" ", "") for one in given):
+        fix = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False for engines: cuda_ipc cannot open such memory"
+        return fail(name, ", ".join(given), fix)
+    return ok(name, ", ".join(given) or "torch's default")
+
+
+def check_ucx_variables(name: str, _: Host, cuda: Cuda) -> Finding:
+    """What was set by hand and keeps UCX from GPU memory."""
+    given = {key: value for key, value in cuda.environment.items() if key.startswith("UCX_")}
+    found = ", ".join(f"{key}={value}" for key, value in given.items()) or "none is set"
+    lacking = left_out(given.get("UCX_TLS", ""))
+    if "cuda_copy" in lacking:
+        return fail(
+            name, found, "UCX_TLS without cuda_copy cannot touch GPU memory: unset it, or add cuda_copy,cuda_ipc"
+        )
+    if lacking:
+        return warn(name, found, "UCX_TLS without cuda_ipc: engines of one machine fall back to tcp; add cuda_ipc")
+    if given.get(_GET_ZCOPY, "").lower() in _OFF:
+        return warn(name, found, f"{_GET_ZCOPY}=on: kvflow reads, and without it GPUs without NVLink are read over tcp")
+    if given.get("UCX_CUDA_IPC_CACHE", "").lower() in _OFF:
+        return warn(name, found, "unset UCX_CUDA_IPC_CACHE: without it every read opens and closes the peer's memory")
+    return ok(name, found)
+
+
+def left_out(tls: str) -> tuple[str, ...]:
+    """Those of cuda_copy and cuda_ipc that a value of UCX_TLS leaves out; `cuda` and `all` have both."""
+    if not tls:
+        return ()
+    words = [word.strip() for word in tls.lstrip("^").split(",")]
+    both = ("cuda_copy", "cuda_ipc")
+    if tls.startswith("^"):
+        return both if "cuda" in words else tuple(one for one in both if one in words)
+    return () if {"all", "cuda"} & set(words) else tuple(one for one in both if one not in words)
+
+
+def check_registration(name: str, host: Host, cuda: Cuda) -> Finding:
+    """How RDMA registers GPU memory: by nvidia_peermem, or by dma-buf. gdrcopy is no part of it: the UCX of NIXL's
+    wheels has no gdr_copy, and a read does not need it."""
+    ways = [
+        *(["nvidia_peermem is loaded"] if cuda.peermem else []),
+        *(["dma-buf is supported"] if cuda.dmabuf else []),
+    ]
+    if not host.rdma_devices:
+        return ok(name, "no RDMA devices; between machines reads go over tcp, which copies through host memory")
+    if not ways:
+        kernel = "unknown" if cuda.kernel is None else ".".join(map(str, cuda.kernel))
+        fix = "modprobe nvidia_peermem, or the open kernel modules of the driver with Linux 5.12 or newer"
+        return fail(name, f"neither nvidia_peermem nor dma-buf (kernel {kernel}): RDMA cannot reach GPU memory", fix)
+    return ok(name, f"{' and '.join(ways)}; gdrcopy is not needed")
+
+
+def check_bar1(name: str, host: Host, cuda: Cuda) -> Finding:
+    """RDMA sees GPU memory through BAR1, and kvflow registers a cache twice, which some drivers count twice."""
+    gpus = [gpu for gpu in (cuda.driver.gpus if cuda.driver else ()) if gpu.bar1_mib and gpu.memory_mib]
+    found = "; ".join(f"{gpu.bar1_mib} MiB for {gpu.memory_mib} MiB of memory" for gpu in gpus) or "unknown"
+    if not host.rdma_devices:
+        return ok(name, f"{found}; only RDMA would need it")
+    if any((gpu.bar1_mib or 0) < (gpu.memory_mib or 0) for gpu in gpus):
+        return fail(
+            name, found, "caches larger than BAR1 cannot be registered: turn on Resizable BAR (Above 4G decoding)"
+        )
+    if any((gpu.bar1_mib or 0) < 2 * (gpu.memory_mib or 0) for gpu in gpus):
+        half = min((gpu.bar1_mib or 0) // 2 for gpu in gpus)
+        return warn(name, found, f"a cache above {half} MiB may not fit twice: if registering fails, make it smaller")
+    return ok(name, found)
+
+
+def check_nearness(name: str, host: Host, cuda: Cuda) -> Finding:
+    """Whether each GPU has a NIC behind the same PCIe switch."""
+    if not host.rdma_devices:
+        return ok(name, "no RDMA devices")
+    best = {gpu: [f"{nic} {how}" for nic, how in nics.items()] for gpu, nics in cuda.nearness.items()}
+    found = "; ".join(f"{gpu}: {', '.join(nics) or 'none'}" for gpu, nics in best.items()) or "nvidia-smi does not say"
+    far = [gpu for gpu, nics in cuda.nearness.items() if not any(how in NEAR for how in nics.values())]
+    if far:
+        fix = "reads cross a host bridge or a socket; choose the nearest NIC by UCX_NET_DEVICES for each rank"
+        return warn(name, f"{found}; no near NIC for {', '.join(far)}", fix)
+    if cuda.iommu:
+        fix = "iommu=pt on the kernel's command line, and ACS off on the bridges, unless this is a virtual machine"
+        return warn(name, f"{found}; an IOMMU is on: peer traffic may take the way through the root complex", fix)
+    return ok(name, found)
+
+
+def check_ordering(name: str, host: Host, cuda: Cuda) -> Finding:
+    """Whether kernels see what a NIC wrote once the host has seen the end of it, which is when a load ends."""
+    ordering = cuda.writes_ordering
+    if ordering is None:
+        return ok(name, "the driver does not say")
+    if ordering >= WRITES_ORDERING_OWNER:
+        return ok(name, f"{ordering}: seen by the device once the host has seen their end")
+    if not host.rdma_devices:
+        return ok(name, f"{ordering}; only RDMA writes past the device's caches, and there is none")
+    fix = "do not read into this device by RDMA: kernels may see bytes of before; staging='always' is right"
+    return fail(name, f"{ordering}: a NIC's writes are not ordered with kernels", fix)
+
+
+def check_sharing(name: str, _: Host, cuda: Cuda) -> Finding:
+    """What processes in different containers need for cuda_ipc."""
+    where = "the machine's own" if cuda.pid_namespace == HOST_PID_NAMESPACE else "a container's"
+    found = f"PID namespace: {where}; IMEX channels: {cuda.imex_channels}"
+    if cuda.pid_namespace == HOST_PID_NAMESPACE or cuda.imex_channels:
+        return ok(name, found)
+    fix = (
+        "engines in other containers have no cuda_ipc to this one: share the PID namespace and IPC "
+        "(--pid=host --ipc=host; pods: hostPID and hostIPC, or shareProcessNamespace), or mount an IMEX channel"
+    )
+    return warn(name, found, fix)
+
+
+CHECKS: Mapping[str, Callable[[str, Host, Cuda], Finding]] = {
+    "CUDA": check_driver,
+    "GPUs": check_gpus,
+    "GPU memory allocator": check_allocator,
+    "UCX and CUDA": check_ucx_variables,
+    "GPUs and containers": check_sharing,
+    "RDMA and GPU memory": check_registration,
+    "BAR1": check_bar1,
+    "NICs near GPUs": check_nearness,
+    "order of RDMA writes": check_ordering,
+}
+
+
+def check_cuda(host: Host, cuda: Cuda) -> Iterator[Finding]:
+    return (check(name, host, cuda) for name, check in CHECKS.items())
+
+
+def judge_path(path: ReadPath | None, cuda: Cuda) -> Finding:
+    """The way that reads took between two processes with caches on one GPU, and why, if it is a slow one."""
+    name = "way of the bytes on GPUs"
+    if path is None:
+        return warn(name, "UCX did not say", "look at UCX's log: UCX_PROTO_INFO=y UCX_LOG_LEVEL=info")
+    found = f"{path.over} ({path.how})"
+    if "software emulation" not in path.how and "tcp/" not in path.over:
+        return ok(name, found)
+    return warn(name, f"{found}: the producer's process copies through host memory", "; ".join(reasons(cuda)))
+
+
+def reasons(cuda: Cuda) -> list[str]:
+    """What keeps two processes in one container from cuda_ipc, the surest first; what to do where nothing helps."""
+    gpus = cuda.driver.gpus if cuda.driver else ()
+    found = []
+    if any("expandable_segments:true" in value.lower() for value in cuda.environment.values()):
+        found.append("expandable_segments is on: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False")
+    if left_out(cuda.environment.get("UCX_TLS", "")):
+        found.append("UCX_TLS leaves out transports of CUDA: unset it")
+    if any(gpu.mig for gpu in gpus):
+        found.append("MIG instances have no cuda_ipc: use whole GPUs")
+    if not any(cuda.nvlinks.values()):
+        found.append(f"without NVLink UCX reads by cuda_ipc only with {_GET_ZCOPY}=on")
+    found.append("where nothing helps: staging='always' on both sides goes through shared host memory, which is faster")
+    return found

@@ -1,0 +1,159 @@
+"""All that was seen of a CUDA machine: by nvidia-smi, in /proc and /sys, and by a child that loads torch and NIXL.
+
+What concerns the GPUs themselves is asked in processes of their own: a driver that hangs or crashes is a finding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import subprocess
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvflow.bench.child import BenchError, RankProcess, open_children
+from kvflow.bench.gpu.driver import NoDriver, device_attributes
+from kvflow.bench.loads import QUIET
+from kvflow.doctor.cuda.nvidia import Driver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.version import installed
+
+VARIABLES = (
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "CUDA_VISIBLE_DEVICES",
+    "UCX_TLS",
+    "UCX_CUDA_IPC_CACHE",
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY",
+    "UCX_MAX_HCA_PER_GPU",
+)
+"""Those of the environment that say how CUDA memory is made and moved."""
+HOST_PID_NAMESPACE = "pid:[4026531836]"
+"""That of the machine itself: the number is fixed in Linux (PROC_PID_INIT_INO)."""
+_IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
+_SMI_TIMEOUT_S = 30
+_BUILDS = ("nixl-cu12", "nixl-cu13")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What a process saw that has loaded torch and NIXL. `problem` is why it came to nothing."""
+
+    torch: str = ""
+    torch_cuda: str | None = None
+    """The CUDA that torch is built for; None for a build without."""
+    devices: int = 0
+    nixl: str = ""
+    """The build of NIXL that was loaded, such as nixl_cu13."""
+    attributes: Mapping[str, int | None] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuda:
+    """What was seen. `None` means that it cannot be known here."""
+
+    driver: Driver | None
+    nvlinks: Mapping[int, int]
+    nearness: Mapping[str, Mapping[str, str]]
+    peermem: bool
+    """Whether the kernel's module nvidia_peermem is loaded."""
+    kernel: tuple[int, int] | None
+    iommu: bool
+    pid_namespace: str
+    imex_channels: int
+    nixl_builds: tuple[str, ...]
+    environment: Mapping[str, str]
+    probe: Probe
+
+    @property
+    def writes_ordering(self) -> int | None:
+        return self.probe.attributes.get("GPUDirect RDMA writes ordering")
+
+    @property
+    def dmabuf(self) -> bool:
+        """Whether RDMA can register this memory without a module of its own: the driver's word, and Linux 5.12."""
+        new_enough = self.kernel is not None and self.kernel >= (5, 12)
+        return new_enough and bool(self.probe.attributes.get("DMA-BUF supported"))
+
+
+def read_cuda() -> Cuda:
+    return Cuda(
+        driver=read_devices(_smi("-q", "-x")),
+        nvlinks=read_nvlinks(_smi("nvlink", "--status")),
+        nearness=read_nearness(_smi("topo", "-m")),
+        peermem=os.path.isdir("/sys/module/nvidia_peermem"),
+        kernel=kernel_version(platform.release()),
+        iommu=bool(_entries("/sys/class/iommu")),
+        pid_namespace=_link("/proc/self/ns/pid"),
+        imex_channels=len(_entries(_IMEX_CHANNELS)),
+        nixl_builds=tuple(name for name in _BUILDS if installed(name) != "not installed"),
+        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        probe=probe(),
+    )
+
+
+def kernel_version(release: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d+)\.(\d+)", release)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _smi(*arguments: str) -> str:
+    """What nvidia-smi prints; nothing if it is not there or does not end."""
+    command = ["nvidia-smi", *arguments]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
+    return ""
+
+
+def _entries(path: str) -> list[str]:
+    with contextlib.suppress(OSError):
+        return os.listdir(path)
+    return []
+
+
+def _link(path: str) -> str:
+    with contextlib.suppress(OSError):
+        return str(Path(path).readlink())
+    return ""
+
+
+def probe() -> Probe:
+    """Load torch and NIXL in a child and ask them."""
+    try:
+        with open_children([RankProcess("CUDA", _open_prober)], QUIET) as children:
+            return children["CUDA"].run(_Prober.look)
+    except BenchError as error:
+        return Probe(problem=str(error).strip().splitlines()[-1])
+
+
+class _Prober:
+    """What the child can be asked."""
+
+    async def look(self) -> Probe:
+        import sys
+
+        import torch
+
+        from kvflow.transport.nixl.agents import list_plugins
+
+        list_plugins()  # loads the build of NIXL that fits torch's CUDA
+        try:
+            attributes, problem = device_attributes(), ""
+        except NoDriver as error:
+            attributes, problem = {}, str(error)
+        return Probe(
+            torch=torch.__version__,
+            torch_cuda=torch.version.cuda,
+            devices=torch.cuda.device_count(),
+            nixl=next((name for name in ("nixl_cu13", "nixl_cu12") if name in sys.modules), ""),
+            attributes=attributes,
+            problem=problem,
+        )
+
+
+@contextlib.asynccontextmanager
+async def _open_prober() -> AsyncIterator[_Prober]:
+    yield _Prober()

@@ -1,0 +1,114 @@
+"""What nvidia-smi prints, read: devices (`-q -x`), NVLink (`nvlink --status`), and who is how near to whom (`topo -m`).
+
+Pure. What a driver does not print, or prints as "N/A", is None or nothing: the formats differ between releases.
+"""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+_MIB = re.compile(r"(\d+) MiB")
+_GPU_LINE = re.compile(r"GPU (\d+):")
+_ACTIVE_LINK = re.compile(r"Link \d+: [\d.]+ GB/s")
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
+_NIC_NAME = re.compile(r"(NIC\d+): (\S+)")
+NEAR = ("PIX", "PXB")
+"""At most PCIe switches between them; NODE, PHB and SYS cross a host bridge or a socket."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device. `mig` is None where it has no such mode."""
+
+    name: str
+    memory_mib: int | None
+    bar1_mib: int | None
+    """The window through which NICs and peers see its memory."""
+    mig: bool | None
+    compute_mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Driver:
+    """What `nvidia-smi -q -x` says."""
+
+    version: str
+    cuda: tuple[int, int] | None
+    """The newest CUDA that it runs."""
+    gpus: tuple[Gpu, ...]
+
+
+def read_devices(xml: str) -> Driver | None:
+    """None if the text is no report of nvidia-smi."""
+    try:
+        root = ElementTree.fromstring(xml)
+    except ElementTree.ParseError:
+        return None
+    if root.tag != "nvidia_smi_log":
+        return None
+    return Driver(
+        version=_text(root, "driver_version") or "unknown",
+        cuda=_cuda(_text(root, "cuda_version")),
+        gpus=tuple(_gpu(node) for node in root.findall("gpu")),
+    )
+
+
+def _gpu(node: ElementTree.Element) -> Gpu:
+    return Gpu(
+        name=_text(node, "product_name") or "unknown",
+        memory_mib=_mib(_text(node, "fb_memory_usage/total")),
+        bar1_mib=_mib(_text(node, "bar1_memory_usage/total")),
+        mig={"Enabled": True, "Disabled": False}.get(_text(node, "mig_mode/current_mig")),
+        compute_mode=_text(node, "compute_mode") or "unknown",
+    )
+
+
+def _text(node: ElementTree.Element, path: str) -> str:
+    return (node.findtext(path) or "").strip()
+
+
+def _mib(text: str) -> int | None:
+    match = _MIB.fullmatch(text)
+    return int(match[1]) if match else None
+
+
+def _cuda(text: str) -> tuple[int, int] | None:
+    match = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def read_nvlinks(text: str) -> dict[int, int]:
+    """How many links of each device are up, by `nvidia-smi nvlink --status`; 0 for one that says nothing of links."""
+    found: dict[int, int] = {}
+    device = -1
+    for line in text.splitlines():
+        if match := _GPU_LINE.match(line):
+            device = int(match[1])
+            found[device] = 0
+        elif device in found and _ACTIVE_LINK.search(line):
+            found[device] += 1
+    return found
+
+
+def read_nearness(text: str) -> dict[str, dict[str, str]]:
+    """For each GPU of the matrix of `nvidia-smi topo -m` how near each RDMA device is, by its name: PIX, PXB, ..."""
+    text = _ESCAPES.sub("", text)
+    names = dict(_NIC_NAME.findall(text))
+    rows = [line.split("\t") for line in text.splitlines()]
+    headings = next((row for row in rows if any(cell.strip() == "GPU0" for cell in row[1:])), [])
+    columns = {place: cell.strip() for place, cell in enumerate(headings)}
+    return {
+        row[0].strip(): dict(_nics(row, columns, names))
+        for row in rows
+        if row is not headings and re.fullmatch(r"GPU\d+", row[0].strip())
+    }
+
+
+def _nics(row: list[str], columns: Mapping[int, str], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    for place, cell in enumerate(row):
+        heading = columns.get(place, "")
+        if heading.startswith(("NIC", "mlx5_")):  # older drivers name them in the heading
+            yield names.get(heading, heading), cell.strip()
