@@ -17,6 +17,7 @@ _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
 _FLUSH_BY_HOST, _ORDERED_FOR_OWNER = 1, 100
 _CURRENT_CONTEXT, _TO_OWNER = 0, 100
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def current_device() -> int | None:
@@ -28,11 +29,12 @@ def current_device() -> int | None:
 
 
 def make_current(number: int) -> None:
-    """Have calls on this thread go to a device; it has a context there from now on."""
+    """Have calls on this thread go to a device; it has a context there from now on, and disturbs no capture."""
     import torch
 
     torch.cuda.set_device(number)
     torch.cuda.synchronize(number)
+    driver().leave_captures_alone()
 
 
 class Driver:
@@ -62,6 +64,13 @@ class Driver:
         """Whether the device may see what a network card wrote to its memory only after `flush`."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
         return ordering < _ORDERED_FOR_OWNER and bool(options & _FLUSH_BY_HOST)
+
+    def leave_captures_alone(self) -> None:
+        """Let this thread ask events and allocate while another one captures a graph: it has nothing to do with that.
+
+        A capture in the mode that is usual ("global") is broken by such calls of any thread that has not said so.
+        """
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
 
     def flush(self) -> None:
         """Wait until what network cards have written is what the device sees."""

@@ -216,7 +216,9 @@ class Library:
         def call(*arguments: Any) -> int:
             self.calls.append((function, *(str(getattr(some, "value", "*")) for some in arguments)))
             first = getattr(arguments[0], "_obj", None)
-            if isinstance(first, ctypes.c_uint64):
+            if function == "cuThreadExchangeStreamCaptureMode":
+                self.calls[-1] = (function, str(first.value))
+            elif isinstance(first, ctypes.c_uint64):
                 first.value = 0x7000
             elif first is not None:
                 first.value = self.attributes[function, arguments[1].value]
@@ -231,10 +233,12 @@ def test_memory_from_the_driver() -> None:
     assert driver.allocate(512) == 0x7000
     driver.free(0x7000)
     driver.flush()
+    driver.leave_captures_alone()
     assert library.calls == [
         ("cuMemAlloc_v2", "*", "512"),
         ("cuMemFree_v2", str(0x7000)),
         ("cuFlushGPUDirectRDMAWrites", "0", "100"),
+        ("cuThreadExchangeStreamCaptureMode", "2"),
     ]
     library.error = 2
     with pytest.raises(RuntimeError, match="cuMemAlloc_v2 failed with error 2"):
