@@ -243,7 +243,7 @@ class InprocTransport:
 
     async def aclose(self, timeout_s: float) -> None:
         """Reads that are still held count as under way: TransportError at once, since only a test can end them."""
-        if not self._open:
+        if not self._open and not self._reads:
             return
         self._open = False
         under_way = len(self.held)
