@@ -42,6 +42,15 @@ class InprocNetwork:
 
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
+        self.leaves_memory = False
+        """Whether memory of an agent that was closed can still be read by who knows it, as over shared memory, where
+        nothing but its addresses is needed. Whatever it holds then, nobody may take it for good."""
+        self.closed: dict[AgentName, InprocTransport] = {}
+        """Those agents."""
+
+    def find(self, name: AgentName) -> InprocTransport | None:
+        """The agent whose memory can be read under that name."""
+        return self.agents.get(name) or self.closed.get(name)
 
 
 DEFAULT_NETWORK = InprocNetwork()
@@ -103,6 +112,8 @@ class InprocTransport:
         self._carrier = carrier
         self._spans: list[Span] = []
         self._keepalive: list[object] = []
+        self._left: tuple[list[Span], list[object]] = ([], [])
+        """What can be read of it after its end: `InprocNetwork.leaves_memory`."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
@@ -257,6 +268,9 @@ class InprocTransport:
         self._fail(TransportBroken("the transport was closed"))
         if under_way:
             raise TransportError(f"{under_way} reads have not stopped; the memory stays until they have")
+        if self._network.leaves_memory:
+            self._left = (list(self._spans), list(self._keepalive))
+            self._network.closed[self.name] = self
         self._reads.clear()
         self._peers.clear()
         self._spans.clear()
@@ -286,7 +300,7 @@ class InprocTransport:
     def covers(self, addresses: UInt64Array, sizes: UInt64Array) -> bool:
         """Whether every range lies in one registered span."""
         inside = np.zeros(len(addresses), dtype=np.bool_)
-        for span in self._spans:
+        for span in self._spans or self._left[0]:
             start, end = np.uint64(span.address), np.uint64(span.address + span.size_bytes)
             inside |= (addresses >= start) & (addresses + sizes <= end)
             if inside.all():
@@ -295,7 +309,7 @@ class InprocTransport:
 
     def refusal(self, read: InprocRead) -> TransportError | None:
         """Why a read cannot be performed, if so."""
-        target = self._network.agents.get(read.peer)
+        target = self._network.find(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
             return PeerGone(f"agent {read.peer!r} is gone")
         if self.faults.fail_next:
