@@ -27,14 +27,13 @@ class Incarnation:
         self.agent_name = messages.agent_name(config.engine_id, Rank.of(config), self.name)
         self.transport = world.transport(config, self.agent_name)
         self._owner = f"{config.engine_id!r} ({Rank.of(config)})"
-        self._on_notification = on_notification
+        self.poller = Poller(self.transport, on_notification)
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._over = False
 
     async def open(self) -> None:
         """Start the transport. Raises ConfigError; cancelling leaves it closed."""
         await self.transport.open()
-        self.poller = Poller(self.transport, self._on_notification)
 
     def run(self, services: Services) -> None:
         """Have its poller run, and from now on its other tasks (`spawn`). Raises RuntimeClosed."""

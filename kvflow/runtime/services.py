@@ -36,9 +36,12 @@ class Services:
         """How many tasks run."""
         return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
 
-    async def start(self) -> None:
-        """Begin the supervisor's task. It may have been cancelled before its first step: then there is a `cause`."""
-        self._supervision = asyncio.create_task(self._supervise(), name="kvflow-supervisor")
+    async def start(self, begin: Callable[[], None]) -> None:
+        """Begin the supervisor's task, in which `begin` spawns the first others.
+
+        It may have been cancelled before its first step: then there is a `cause`.
+        """
+        self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
         self._supervision.add_done_callback(lambda _: self._never_ran())
         await self._started.wait()
 
@@ -81,7 +84,7 @@ class Services:
         self._stop.set()
         self._on_break()
 
-    async def _supervise(self) -> None:
+    async def _supervise(self, begin: Callable[[], None]) -> None:
         """The supervisor's task: runs until told to stop, or until a service ends before that.
 
         Cancelled from outside, by a host that ends, it closes everything before it goes: nobody else may be left to.
@@ -89,6 +92,7 @@ class Services:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group = group
+                begin()
                 self._started.set()
                 await self._stop.wait()
                 for task in list(self._tasks):

@@ -105,15 +105,17 @@ class Supervisor:
         if self._world.real:
             atexit.register(self.abandon, self.config.limits.transport_close_timeout_s)
         try:
-            await self._services.start()
+            await self._services.start(partial(self._begin, first, self._services))
             self.require_running()
-            first.run(self._services)
-            listening = self._services.spawn(self._listener.serve(), name="kvflow-listener")
-            self._services.must_last(listening, "listener")
         except BaseException:
             await self.aclose()
             raise
         logger.info("runtime %s opened at %s: %s", self, self.address, self._describe())
+
+    def _begin(self, first: Incarnation, services: Services) -> None:
+        """What runs from the beginning."""
+        first.run(services)
+        services.must_last(services.spawn(self._listener.serve(), name="kvflow-listener"), "listener")
 
     async def aclose(self) -> None:
         """See `Runtime.aclose`."""
@@ -268,6 +270,8 @@ class Supervisor:
         services, cache = self._services, self.held
         assert services is not None, "it was opened"
         await carry_out(self._end_work)
+        if self._incarnation is not None:
+            self._incarnation.poller.wait_for_transport()  # who waits for a read to stop goes on with the runtime
         problem = await carry_out(self._end_incarnation)
         if cache is not None:
             problem = problem or await carry_out(partial(self._end_copies_of, cache))
@@ -326,13 +330,16 @@ class Supervisor:
         await incarnation.end_tasks()
         if cache:
             await cache.peers.aclose()
+        problem = ""
         try:
             await incarnation.transport.aclose(bound_s)
         except TransportError as error:
-            return str(error)
-        if cache and not isinstance(self._cause, TransportBroken):  # it has waited for the last read
+            problem = str(error)
+        stopped = not problem and not isinstance(self._cause, TransportBroken)  # it has waited for the last read
+        incarnation.poller.settle(stopped=stopped)
+        if cache and stopped:
             cache.loader.all_stopped()
-        return ""
+        return problem
 
     async def _end_copies_of(self, cache: RegisteredCache) -> str:
         """Wait until no copy of a registration runs: the copy thread stays. Then nothing may be left of it."""
