@@ -401,8 +401,8 @@ async def test_a_broken_runtime_is_closed_not_unregistered() -> None:
 # --- at once, and cancelled
 
 
-async def opened(cluster: InprocCluster) -> Runtime:
-    runtime = Runtime(replace(BRIEF, transport="inproc"), world=cluster.world())
+async def opened(cluster: InprocCluster, staging: str = "auto") -> Runtime:
+    runtime = Runtime(replace(BRIEF, transport="inproc", staging=staging), world=cluster.world())
     await runtime.__aenter__()
     return runtime
 
@@ -458,7 +458,7 @@ def test_cancelled_at_every_moment_it_is_carried_out_all_the_same(step: Step, er
 @contextlib.asynccontextmanager
 async def a_life(step: Step, errand: bool) -> AsyncIterator[Coroutine[Any, Any, None]]:
     cluster = InprocCluster()
-    runtime = await opened(cluster)
+    runtime = await opened(cluster, staging="always")  # so that registering waits
     if step is not register:
         await runtime.register_kv_caches(*small_cache())
         runtime.serve_blocks(ServeRequest("req", [3], 4))
