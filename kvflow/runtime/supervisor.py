@@ -366,7 +366,7 @@ class Supervisor:
         """Answer a peer on the side channel; never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:
-            return refusal(f"engine {engine_id!r} has no KV cache registered now", transient=True)
+            return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)
         if self.state is RuntimeState.BROKEN:
             return refusal(f"engine {engine_id!r} is {self.state}")
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)

@@ -48,10 +48,6 @@ class InprocNetwork:
         self.closed: dict[AgentName, InprocTransport] = {}
         """Those agents."""
 
-    def find(self, name: AgentName) -> InprocTransport | None:
-        """The agent whose memory can be read under that name."""
-        return self.agents.get(name) or self.closed.get(name)
-
 
 DEFAULT_NETWORK = InprocNetwork()
 
@@ -309,7 +305,7 @@ class InprocTransport:
 
     def refusal(self, read: InprocRead) -> TransportError | None:
         """Why a read cannot be performed, if so."""
-        target = self._network.find(read.peer)
+        target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
             return PeerGone(f"agent {read.peer!r} is gone")
         if self.faults.fail_next:

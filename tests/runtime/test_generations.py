@@ -69,7 +69,7 @@ def fill(engine: TestEngine, value: float) -> None:
         tensor.fill_(value)
 
 
-async def sleep(engine: TestEngine, *, farewell: bool = True) -> None:
+async def fall_asleep(engine: TestEngine, *, farewell: bool = True) -> None:
     """Give the cache back, and let somebody else have its memory. Readers may not hear of it."""
     if not farewell:
         cache_of(engine.runtime).readers._callers.clear()
@@ -100,7 +100,7 @@ async def test_a_ticket_of_before_is_over(farewell: bool) -> None:
     async with readable_pair() as pair:
         await pair.load(pair.offer([1], "warm"))
         lease = pair.offer([3, 4])
-        await sleep(pair.producer, farewell=farewell)
+        await fall_asleep(pair.producer, farewell=farewell)
         assert await lease is LeaseOutcome.REVOKED
         read = pair.transport.statistics.bytes_read
         error = await pair.fails(KVFlowError, lease)
@@ -121,7 +121,7 @@ async def test_a_lease_that_lies_where_one_of_before_lay_does_not_vouch_for_it()
     async with readable_pair() as pair:
         await pair.load(pair.offer([1], "warm"))
         before = pair.offer([3, 4]).ticket
-        await sleep(pair.producer, farewell=False)
+        await fall_asleep(pair.producer, farewell=False)
         await wake(pair.producer)
         lease = pair.offer([3, 4])
         now = lease.ticket
@@ -138,7 +138,7 @@ async def test_a_read_under_way_is_not_reported_as_good() -> None:
     async with readable_pair() as pair:
         await pair.load(pair.offer([1], "warm"))
         load = await pair.hold(pair.offer([3, 4]), [0, 1])
-        await sleep(pair.producer, farewell=False)
+        await fall_asleep(pair.producer, farewell=False)
         await wake(pair.producer)
         assert pair.transport.held, "the read outlived the registration"
         with pytest.raises(LeaseExpired):
@@ -166,7 +166,7 @@ async def test_another_layout_is_read_by_its_own() -> None:
     async with readable_pair() as pair:
         await pair.load(pair.offer([1], "warm"))
         before = pair.offer([3, 4])
-        await sleep(pair.producer, farewell=False)
+        await fall_asleep(pair.producer, farewell=False)
         turned = {name: one.view(2, 16, 4, 2, 8) for name, one in pair.producer.kv_caches.items()}
         layout = CacheLayout.infer(turned, order="NHD", block_size=4, style="kv_first")
         await pair.writer.register_kv_caches(turned, layout)
@@ -196,7 +196,7 @@ async def test_a_larger_and_a_smaller_cache() -> None:
 async def test_messages_of_before_change_nothing() -> None:
     async with readable_pair() as pair:
         before = pair.offer([3, 4]).ticket
-        await sleep(pair.producer)
+        await fall_asleep(pair.producer)
         await wake(pair.producer)
         lease = pair.offer([3, 4])
         reader, lease_id = "consumer", before.first.lease_id
@@ -225,7 +225,7 @@ async def test_leases_kept_and_engines_prewarmed() -> None:
         engine = PeerAddress(engine_id="producer", address=pair.writer.address)
         with pair.reader.keep_leases(lease.ticket):
             await until(lambda: cache_of(pair.reader).remote_leases._kept)
-            await sleep(pair.producer)
+            await fall_asleep(pair.producer)
             assert isinstance((await pair.reader.prewarm([engine]))[0].error, PeerNotReady)
             await wake(pair.producer)
             (warm,) = await pair.reader.prewarm([engine])
@@ -240,7 +240,7 @@ async def test_a_reader_that_sleeps_forgets_its_peers_and_reads_again() -> None:
         lease = pair.offer([3, 4])
         with pair.reader.keep_leases(lease.ticket):
             await until(lambda: cache_of(pair.reader).remote_leases._kept)
-            await sleep(pair.consumer)
+            await fall_asleep(pair.consumer)
             assert pair.reader.statistics().peers == ()
         await wake(pair.consumer)
         fill(pair.producer, NEW)

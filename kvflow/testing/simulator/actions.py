@@ -77,9 +77,9 @@ def prewarm(simulation: Simulation, engine: Engine) -> None:
     simulation.spawn(engine.life, engine.prewarm(_other(simulation, engine)), f"prewarm at {engine}")
 
 
-def sleep(simulation: Simulation, engine: Engine) -> None:
+def nap(simulation: Simulation, engine: Engine) -> None:
     """An engine gives its cache back for a while."""
-    simulation.spawn(engine.life, engine.sleep(_duration_s(simulation)), f"sleep {engine}")
+    simulation.spawn(engine.life, engine.nap(_duration_s(simulation)), f"nap of {engine}")
 
 
 TROUBLE: Sequence[tuple[int, Callable[[Simulation, Engine], None]]] = (

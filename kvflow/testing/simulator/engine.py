@@ -128,7 +128,7 @@ class Engine:
                 demand(self, assert_closed, rank.runtime.statistics())
         return True
 
-    async def sleep(self, nap_s: float) -> None:
+    async def nap(self, nap_s: float) -> None:
         """Give the cache back under whatever goes on, and register it again a while later, with other contents.
 
         In a task of its life. Now and then it comes back with another layout.

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.producer.lease import LeaseOutcome
-from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, pick, sleep
+from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import Engine
 from kvflow.testing.simulator.network import Flight, Network
@@ -135,7 +135,7 @@ class Simulation:
         for _ in range(self.settings.trouble):
             self._some_time(self._befall, pick(TROUBLE, self.rng))
         for _ in range(self.settings.naps):
-            self._some_time(self._befall, sleep)
+            self._some_time(self._befall, nap)
         await self.pass_time(self.settings.span_s)
         self._clear_up()
         await self._settle()
