@@ -57,6 +57,7 @@ class Engine:
     offers: dict[Offer, None]
     loads: dict[Load, None]
     owners: list[Offer | Load | None]
+    _naps: int
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
         self.shape = shape
