@@ -137,9 +137,10 @@ class Runtime:
         buffers. `copy_blocks` copies between those and the cache (see `staging.BlockCopier`); without it kvflow copies
         itself, which needs tensors that torch can index.
 
-        After `unregister` it waits until that is over. The tensors stay referenced until they are unregistered or the runtime is closed. Raises LayoutError if they
-        are not as their layout says or groups do not go together, ConfigError if the transport cannot reach their
-        device, UsageError if a cache is registered already. Cancelling leaves the runtime unregistered.
+        After `unregister` it waits until that is over. The tensors stay referenced until they are unregistered or the
+        runtime is closed. Raises LayoutError if they are not as their layout says or groups do not go together,
+        ConfigError if the transport cannot reach their device, UsageError if a cache is registered already. Cancelling
+        leaves the runtime unregistered.
         """
         self._require("register_kv_caches", new_work=True)
         await self._supervisor.register(kv_caches, layout, copy_blocks)

@@ -13,7 +13,8 @@ permit is asked for when the read can be posted at once, so its holder waits for
 waits (its admission, buffers) is never asked for by a holder of a permit.
 
 The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
-flight, so nobody waits on a transport that nobody listens to any more (invariant I7).
+flight, so nobody waits on a transport that nobody listens to any more (invariant I7). If a cache is unregistered that
+is done once the transport has been closed, which waits for the reads: who waits for their end goes on with the runtime.
 """
 
 from __future__ import annotations
