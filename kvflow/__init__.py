@@ -17,7 +17,7 @@ from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics
+from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
 
 __version__ = "0.1.0"
 

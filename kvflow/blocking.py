@@ -40,7 +40,7 @@ from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Observer
-from kvflow.runtime.supervisor import RuntimeStatistics
+from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -287,6 +287,16 @@ class Runtime:
         self._host.call(
             lambda runtime: runtime.register_kv_caches(kv_caches, layout, copy_blocks=copy_blocks), timeout_s
         )
+
+    def unregister(self) -> None:
+        """Give the cache back, as before an engine sleeps: see `kvflow.Runtime.unregister`.
+
+        TimeoutError if the loop's thread is stuck; the unregistering goes on then.
+        """
+        limits = self.config.limits
+        ending_s = limits.seal_hold_s + self.config.cancel_grace_s + self.config.drain_timeout_s
+        bound_s = ending_s + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s
+        self._host.call(asynchronous.Runtime.unregister, bound_s + self._call_timeout_s)
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
         """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns."""

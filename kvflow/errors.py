@@ -15,6 +15,7 @@ it has a `quarantine`, the load whose bytes may still land.
     |  `- UsageError             caller   do not retry   safe      a verb called in the wrong state, loop or thread
     |- RuntimeUnavailable        engine   retry          ask       this runtime is being taken out of service
     |  |- RuntimeDraining        engine   retry          ask       it takes no new work: its owner drains it
+    |  |- CacheUnregistered      engine   retry          ask       its cache is given back: it sleeps, for example
     |  `- RuntimeClosed          engine   retry          ask       its owner has closed it
     |- PeerError                 peer     do not retry   safe      another engine, or the way to it; named by `peer`
     |  |- PeerUnreachable        peer     retry          safe      refused, silent, or not asked since it failed
@@ -188,6 +189,10 @@ class RuntimeUnavailable(KVFlowError):
 
 class RuntimeDraining(RuntimeUnavailable):
     """The runtime drains: what it has begun goes on, new work it does not take."""
+
+
+class CacheUnregistered(RuntimeUnavailable):
+    """The runtime's cache was unregistered by its owner, and no other is registered yet."""
 
 
 class RuntimeClosed(RuntimeUnavailable):

@@ -20,6 +20,7 @@ from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, RuntimeState, 
 from kvflow.blocking import Lease, Load, Runtime
 from kvflow.core.policy.states import LeaseState
 from kvflow.errors import (
+    CacheUnregistered,
     ConfigError,
     DeadlineExceeded,
     LeaseExpired,
@@ -209,6 +210,27 @@ def test_the_verbs_about_peers(pair: Pair) -> None:
     assert consumer.drain(WAIT_S).finished
     with pytest.raises(RuntimeDraining):
         pair.load(lease)
+
+
+def test_an_engine_that_sleeps(pair: Pair) -> None:
+    """On both sides; the second time with another cache. Of before nothing is good, and a new ticket is."""
+    for blocks in (8, 5):
+        before = pair.offer()
+        pair.producer.unregister()
+        assert before.wait(WAIT_S) is LeaseOutcome.REVOKED
+        pair.producer.unregister()  # nothing to do
+        with pytest.raises(CacheUnregistered):
+            pair.offer()
+        pair.producer.register_kv_caches(*small_cache(num_blocks=blocks, fill=1.0))
+        with pytest.raises(LeaseExpired):
+            pair.load(before)
+        pair.consumer.unregister()
+        with pytest.raises(CacheUnregistered):
+            pair.load(before)
+        pair.consumer.register_kv_caches(*small_cache(fill=-1.0))
+        lease = pair.offer()
+        assert pair.load(lease).blocks == 2
+        assert lease.wait(WAIT_S) is LeaseOutcome.READ
 
 
 def test_errors_come_out_where_the_verb_was_called(inproc: Pair) -> None:

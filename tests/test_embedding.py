@@ -216,6 +216,7 @@ PLAYS: dict[str, Play] = {
     "closed under a read": closed_under_a_load,
     "load while draining": load_fails(errors.RuntimeDraining, lambda engine, _, __: engine.runtime.drain()),
     "load when closed": load_fails(errors.RuntimeClosed, lambda engine, _, __: engine.runtime.aclose()),
+    "load when asleep": load_fails(errors.CacheUnregistered, lambda engine, _, __: engine.runtime.unregister()),
     "again": asks_for_another_prefill,
     "read": an_offer_is_read,
     "runs out": an_offer_runs_out,
@@ -225,6 +226,7 @@ PLAYS: dict[str, Play] = {
     "cancelled while computing": cancelled_while_computing,
     "offer while draining": gone_before_the_offer(errors.RuntimeDraining, kvflow.Runtime.drain),
     "offer when closed": gone_before_the_offer(errors.RuntimeClosed, kvflow.Runtime.aclose),
+    "offer when asleep": gone_before_the_offer(errors.CacheUnregistered, kvflow.Runtime.unregister),
     "closed under a lease": closed_under_a_lease,
 }
 

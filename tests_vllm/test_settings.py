@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -20,15 +20,16 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvflow import LeaseOutcome, Limits
+import kvflow.vllm.connector as connector_module
+from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeRequest
+from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
-from kvflow.connector.worker import LeaseEnded, LoadFailed
+from kvflow.connector.worker import ConnectorWorker, LeaseEnded, LoadFailed
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.vllm import connector as connector_module
 from kvflow.vllm import settings
-from kvflow.vllm.connector import KVFlowConnector, KVFlowMetadata
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroductions, KVFlowMetadata
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -226,6 +227,49 @@ def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatc
         connector.wait_for_save()
     before, computed = recorded
     assert begun == [(None, None), (None, None), (None, before), (computed, None)]
+
+
+def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_introduced_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM 0.33 calls it; 0.32 has no such calls, and sleep mode is refused on a GPU there."""
+    monkeypatch.setattr(connector_module, "_TELLS_OF_SLEEP", True)
+    config = vllm_config("kv_both")
+    config.model_config.enable_sleep_mode = True
+    cache = torch.zeros(2, 4, 2, 16, 8)
+    layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
+    with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
+        worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
+        worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime), config
+        worker._role, worker._records = KVConnectorRole.WORKER, False
+        worker._registered = [CacheGroup("full", {"layers.0": cache}, layout)]
+        scheduler._vllm_config, scheduler._stats = config, KVFlowStats()
+        scheduler._scheduling = scheduling_of(config, [FULL])
+        scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
+        runtime.register_kv_caches(worker._registered)
+
+        def step() -> KVFlowIntroductions | None:
+            made = scheduler._scheduler.build_step((), preempted=(), block_ids=lambda _: ())
+            worker.bind_connector_metadata(KVFlowMetadata(made))
+            return cast(KVFlowIntroductions | None, worker.build_connector_worker_meta())
+
+        first = worker._worker.introduction()
+        scheduler._scheduler.introduce(first)
+        assert step() is None
+        lease = runtime.serve_blocks(ServeRequest("req", [1], 16))
+        scheduler.reset_cache()
+        worker.release_kv_caches()
+        assert lease.wait(10.0) is LeaseOutcome.REVOKED
+        worker.restore_kv_caches()
+        told = step()
+        assert told is not None
+        assert told.tickets[0].first.incarnation != first.first.incarnation
+        assert step() is not None, "asked again until it is known"
+        output: Any = SimpleNamespace(finished_recving=None, finished_sending=None, kv_connector_worker_meta=told)
+        scheduler.update_connector_output(output)
+        assert scheduler._scheduler._introduction == told.tickets[0]
+        assert step() is None
+        assert len(told.aggregate(told).tickets) == 2
 
 
 def test_statistics_add_up() -> None:

@@ -260,7 +260,7 @@ class ConnectorScheduler:
         if len(sizes) != len(self._groups):
             raise ConfigError(f"groups: {len(self._groups)} here, the ranks have registered {len(sizes)}")
         self._groups = tuple(map(_registered, self._config.all_groups, sizes))
-        self._introduction = ticket
+        self._introduction, self._next.introduce = ticket, False
 
     def add(self, request: EngineRequest) -> None:
         """A request has come.
@@ -357,7 +357,7 @@ class ConnectorScheduler:
                 request.num_computed_tokens = entry.num_computed_tokens
                 if request.state is ProducerState.COMPUTING:
                     self._save_if_complete(request, block_ids)
-        step, self._next = self._next, Step()
+        step, self._next = self._next, Step(introduce=self._next.introduce and self._introduction is None)
         step.keep = [keep for keep in step.keep if self._waits(keep)]
         step.abandon = [request_id for request_id in step.abandon if request_id in self._consumers]
         return step
@@ -386,6 +386,14 @@ class ConnectorScheduler:
             request = self._producers[request_id]
             return self._producer_finished(request, completed and self._has_prompt(request, block_ids))
         return Finished(False, None)
+
+    def forget_ranks(self) -> None:
+        """The ranks are about to register their caches anew, as after a sleep: tickets of before name ranks of before.
+
+        Nothing is offered until they are introduced again, which the next step asks the workers for.
+        """
+        self._introduction = None
+        self._next.introduce = True
 
     def withdraw_all(self) -> None:
         """End every lease whose ticket is out: what the blocks hold is not to be read any more."""

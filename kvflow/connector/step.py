@@ -70,3 +70,5 @@ class Step(msgspec.Struct, kw_only=True):
     """Requests whose loads nobody wants any more. They are reported as received once no byte can land."""
     save: list[Save] = []
     release: list[Release] = []
+    introduce: bool = False
+    """Whether each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""

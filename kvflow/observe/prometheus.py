@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from kvflow.core.plan.topology import Rank
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.supervisor import RuntimeStatistics
+from kvflow.runtime.statistics import RuntimeStatistics
 
 _LABELS = ("engine", *Rank._fields)
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

@@ -1,6 +1,6 @@
 """What exists once a KV cache is registered: the parts that serve, load and know peers, and what peers are answered.
 
-Registering happens once; nothing here changes afterwards but the parts themselves.
+Each registration makes all of it anew (`incarnation`); nothing here changes afterwards but the parts themselves.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ async def _register(
     scratch: Scratch,
 ) -> RegisteredCache:
     config, limits, transport = context.config, context.config.limits, context.transport
-    seals = SealTable(limits.leases_max)
+    seals = context.seals
     sets = layer_sets(groups, config.tp_size)
     if staging:
         sets = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))

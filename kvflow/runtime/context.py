@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol.freshness import SealTable
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.records import Observers
@@ -16,7 +17,10 @@ from kvflow.transport.base import Transport
 
 
 class Spawn(Protocol):
-    """Starts a task in the runtime's task group; RuntimeClosed once the runtime is closing."""
+    """Starts a task in the runtime's task group, which ends with the registration.
+
+    Raises RuntimeClosed once the runtime is closing, CacheUnregistered once the registration is over.
+    """
 
     def __call__(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]: ...
 
@@ -40,7 +44,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """One rank, from its opening to its end."""
+    """One rank, from the registration of its cache to the end of that."""
 
     config: Config
     identity: Identity
@@ -49,5 +53,7 @@ class RankContext:
     observers: Observers
     transport: Transport
     side_channel: SideChannel
+    seals: SealTable
+    """Of the leases. The runtime has one for all its registrations: its words lie where readers of any of them look."""
     token_hex: Callable[[int], str]
     """So many random bytes, in hexadecimal, that nobody can guess."""

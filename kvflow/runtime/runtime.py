@@ -25,12 +25,14 @@ from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_load
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.errand import seen
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
-from kvflow.runtime.supervisor import RuntimeState, RuntimeStatistics, Supervisor, seen
+from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
+from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
 
 
@@ -52,7 +54,6 @@ class Runtime:
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
         self._observers = Observers(observers)
         self._supervisor = Supervisor(config, self._observers, world)
-        self._registering = False
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
         if not world.real:
@@ -82,7 +83,7 @@ class Runtime:
     @property
     def quarantines(self) -> tuple[Load, ...]:
         """Loads that have ended and in whose blocks bytes may still land: await their `settled()`."""
-        cache = self._supervisor.cache
+        cache = self._supervisor.held
         return cache.loader.quarantines if cache else ()
 
     async def __aenter__(self) -> Self:
@@ -127,7 +128,7 @@ class Runtime:
         *,
         copy_blocks: BlockCopier | None = None,
     ) -> None:
-        """Make the cache readable by peers and writable by loads; once per runtime.
+        """Make the cache readable by peers and writable by loads. A runtime has one at a time: see `unregister`.
 
         A cache whose layers all share a block table is a dict of tensors and its `layout`. One with several block
         tables, such as for layers with a sliding window, is a list of `CacheGroup`s.
@@ -136,18 +137,31 @@ class Runtime:
         buffers. `copy_blocks` copies between those and the cache (see `staging.BlockCopier`); without it kvflow copies
         itself, which needs tensors that torch can index.
 
-        The tensors stay referenced until the runtime is closed. Raises LayoutError if they are not as their layout
-        says or groups do not go together, ConfigError if the transport cannot reach their device. Cancelling leaves
-        the runtime unregistered.
+        After `unregister` it waits until that is over. The tensors stay referenced until they are unregistered or the
+        runtime is closed. Raises LayoutError if they are not as their layout says or groups do not go together,
+        ConfigError if the transport cannot reach their device, UsageError if a cache is registered already. Cancelling
+        leaves the runtime unregistered.
         """
         self._require("register_kv_caches", new_work=True)
-        if self._supervisor.cache is not None or self._registering:
-            raise UsageError("a KV cache is registered already; a runtime has one")
-        self._registering = True
-        try:
-            await self._supervisor.register(kv_caches, layout, copy_blocks)
-        finally:
-            self._registering = False
+        await self._supervisor.register(kv_caches, layout, copy_blocks)
+
+    async def unregister(self) -> None:
+        """Give the cache back, as before an engine sleeps: once this has returned, no byte of it is read or written.
+
+        From the first moment every lease is revoked, loads end with CacheUnregistered, as do later calls, and peers
+        that ask are told to come again. Then reads and copies under way are waited for, readers are told, and the
+        memory is deregistered. `register_kv_caches` takes the next cache, of any layout: it is served as another
+        incarnation of this rank, and no ticket, seal or connection of before is good for it.
+
+        Bounded by Config.cancel_grace_s, drain_timeout_s, Limits.seal_hold_s, goodbye_timeout_s and twice
+        transport_close_timeout_s. Without a cache it returns at once; who calls it meanwhile waits, too. Cancelling
+        stops the waiting; the unregistering goes on, and the cache may be freed when another call has returned.
+
+        Raises RuntimeBroken if reads, or a copy, could not be stopped: the runtime is broken then, and the memory must
+        stay until it is closed. Raises UsageError while a cache is being registered.
+        """
+        self._require("unregister", new_work=False)
+        await self._supervisor.unregister()
 
     def serve_blocks(self, request: ServeRequest) -> Lease:
         """Offer blocks to readers; the lease's ticket goes to the consumer, and awaiting the lease gives its outcome.
@@ -248,10 +262,7 @@ class Runtime:
 
     def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
         self._require(what, new_work=new_work)
-        cache = self._supervisor.cache
-        if cache is None:
-            raise UsageError("no KV cache is registered yet: await register_kv_caches first")
-        return cache
+        return self._supervisor.require_cache()
 
     def _require_loader(self, request: LoadRequest) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from kvflow.runtime.consumer.load import Load
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
-from kvflow.runtime.supervisor import RuntimeStatistics
+from kvflow.runtime.statistics import RuntimeStatistics
 
 
 def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
@@ -35,7 +35,7 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
 
 def _entries(runtime: Runtime, holders: Collection[Lease] | Collection[Load]) -> set[int]:
     """The blocks that leases or loads hold, numbered as the runtime's ledger does it: by pool."""
-    cache = runtime._supervisor.cache
+    cache = runtime._supervisor.held
     assert cache is not None, "there are statistics of blocks"
     return {entry for holder in holders for entry in cache.ledger.entries(holder.block_tables).tolist()}
 

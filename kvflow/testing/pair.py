@@ -51,11 +51,16 @@ class Engine(Generic[TransportT]):
     """One side: its runtime, the transport under it, and its cache."""
 
     runtime: Runtime
-    transport: TransportT
+    transports: Sequence[TransportT]
+    """One for each time that a cache was registered; the last one is in use."""
     kv_caches: dict[str, torch.Tensor]
     layout: CacheLayout
     cache: PatternCache
     """The same tensors; each element says that it is this engine's, until it is written to."""
+
+    @property
+    def transport(self) -> TransportT:
+        return self.transports[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +162,9 @@ async def open_engine(
 
     def make_and_keep(config: Config, agent_name: str) -> TransportT:
         made.append(make(config, agent_name))
-        return made[0]
+        return made[-1]
 
     async with Runtime(config, observers=observers, world=replace(world, transport=make_and_keep)) as runtime:
         await runtime.register_kv_caches(kv_caches, cache.layout)
-        yield Engine(runtime=runtime, transport=made[0], kv_caches=kv_caches, layout=cache.layout, cache=cache)
+        yield Engine(runtime=runtime, transports=made, kv_caches=kv_caches, layout=cache.layout, cache=cache)
     assert_closed(runtime.statistics())

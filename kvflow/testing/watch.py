@@ -170,7 +170,7 @@ class BlockWatch:
             self._fail(block, f"was taken at {where} and never freed, as {len(self._taken) - 1} others")
 
     def _use_of(self, block: int) -> str:
-        cache = self._runtime._supervisor.cache
+        cache = self._runtime._supervisor.held
         return cache.ledger.use_of(block) if cache else ""
 
     def _fail(self, block: int, what: str) -> None:

@@ -43,6 +43,11 @@ class InprocNetwork:
 
     def __init__(self) -> None:
         self.agents: dict[AgentName, InprocTransport] = {}
+        self.leaves_memory = False
+        """Whether memory of an agent that was closed can still be read by who knows it, as over shared memory, where
+        nothing but its addresses is needed. Whatever it holds then, nobody may take it for good."""
+        self.closed: dict[AgentName, InprocTransport] = {}
+        """Those agents."""
 
 
 DEFAULT_NETWORK = InprocNetwork()
@@ -105,6 +110,8 @@ class InprocTransport:
         self._served: list[Span] = []
         self._read_into: list[Span] = []
         self._keepalive: list[object] = []
+        self._left: tuple[list[Span], list[object]] = ([], [])
+        """What can be read of it after its end: `InprocNetwork.leaves_memory`."""
         self._peers: set[AgentName] = set()
         self._reads: dict[InprocRead, None] = {}
         self._counts = {"reads": 0, "failed": 0, "bytes": 0, "sent": 0, "received": 0, "unsent": 0}
@@ -246,7 +253,7 @@ class InprocTransport:
 
     async def aclose(self, timeout_s: float) -> None:
         """Reads that are still held count as under way: TransportError at once, since only a test can end them."""
-        if not self._open:
+        if not self._open and not self._reads:
             return
         self._open = False
         under_way = len(self.held)
@@ -260,6 +267,9 @@ class InprocTransport:
         self._fail(TransportBroken("the transport was closed"))
         if under_way:
             raise TransportError(f"{under_way} reads have not stopped; the memory stays until they have")
+        if self._network.leaves_memory:
+            self._left = (list(self._served), list(self._keepalive))
+            self._network.closed[self.name] = self
         self._reads.clear()
         self._peers.clear()
         self._served.clear()
@@ -300,7 +310,7 @@ class InprocTransport:
 
     def refusal(self, read: InprocRead) -> TransportError | None:
         """Why a read cannot be performed, if so."""
-        target = self._network.agents.get(read.peer)
+        target = self._network.agents.get(read.peer) or self._network.closed.get(read.peer)
         if target is None or target.faults.cut or read.peer not in self._peers:
             return PeerGone(f"agent {read.peer!r} is gone")
         if self.faults.fail_next:
@@ -308,7 +318,7 @@ class InprocTransport:
         ours, theirs = read.descriptors.table
         if not self.covered(ours[:, 0], ours[:, 1], self._read_into):
             return TransportError("a local range is not registered")
-        if not self.covered(theirs[:, 0], ours[:, 1], target._served):
+        if not self.covered(theirs[:, 0], ours[:, 1], target._served or target._left[0]):
             return TransportError("a remote range is not registered")
         return None
 

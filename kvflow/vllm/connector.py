@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
@@ -58,6 +59,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvflow")
 
+# Since vLLM 0.33: whether workers are told before other memory is mapped where the cache lies, and after.
+_TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")
 _COMPLETED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -73,6 +76,16 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
     """Who a worker is, on its way to the scheduler."""
 
     ticket: Ticket
+
+
+@dataclass(frozen=True)
+class KVFlowIntroductions(KVConnectorWorkerMetadata):
+    """Who the workers are since they have registered their caches anew, on the way to the scheduler with a step."""
+
+    tickets: tuple[Ticket, ...]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowIntroductions:
+        return KVFlowIntroductions(self.tickets + cast(KVFlowIntroductions, other).tickets)
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -102,6 +115,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         """Heads before tokens, where there are heads: a rank's share of them is contiguous in a block then."""
         return None if vllm_config.model_config is None or vllm_config.model_config.use_mla else "LBHNC"
+
+    @classmethod
+    def supports_sleep_mode(cls, vllm_config: VllmConfig) -> bool:
+        """vLLM calls `release_kv_caches` and `restore_kv_caches` then, where it knows them."""
+        return True
 
     # --- the scheduler's role
 
@@ -147,6 +165,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving, connector_output.finished_sending
         self._scheduler.update_from_workers(received=received or (), sent=sent or ())
+        told = connector_output.kv_connector_worker_meta
+        if (
+            isinstance(told, KVFlowIntroductions)
+            and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size
+        ):
+            self._scheduler.introduce(merge_tickets(told.tickets))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -168,8 +192,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(tables[group.at] for group in self._groups)
 
     def reset_cache(self) -> bool:
-        """What blocks hold is not valid any more, after new weights for example: nobody may read it."""
+        """What blocks hold is not valid any more, after new weights for example: nobody may read it.
+
+        It is also the last that the scheduler hears before the workers sleep.
+        """
         self._scheduler.withdraw_all()
+        if self._vllm_config.model_config.enable_sleep_mode and _TELLS_OF_SLEEP:
+            self._scheduler.forget_ranks()
         return True
 
     # --- the workers' role
@@ -179,14 +208,28 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         model, given = self._vllm_config.model_config, self._vllm_config.kv_transfer_config.kv_buffer_device
         if given not in (device, "cpu"):
             raise ConfigError(f"KVFlowConnector: kv_buffer_device is {given!r}, the cache is on {device!r}")
-        if model.enable_sleep_mode and device != "cpu":
+        if model.enable_sleep_mode and device != "cpu" and not _TELLS_OF_SLEEP:
             # Other memory is mapped to the same addresses then, and what is registered is that of before.
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
         self._records = device == "cuda"
+        self._registered = groups
         self._runtime.open()
         self._runtime.register_kv_caches(groups)
+
+    def release_kv_caches(self) -> None:
+        """Before other memory is mapped where the cache lies, or none: nothing is read or written there after this."""
+        self._runtime.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Memory is mapped there again. The scheduler asks with its next step who we are now."""
+        self._runtime.register_kv_caches(self._registered)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        if not self.has_connector_metadata() or not self._step.introduce:
+            return None
+        return KVFlowIntroductions((self._worker.introduction(),))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
         return KVFlowIntroduction(self._worker.introduction())

@@ -71,6 +71,31 @@ def step_of(
     return connector.build_step(entries, preempted=preempted, block_ids=lambda _: blocks)
 
 
+# --- introductions
+
+
+def test_ranks_that_register_anew_are_introduced_anew() -> None:
+    """Until then nothing is offered: tickets would name ranks of before."""
+    connector = scheduler()
+    assert not step_of(connector).introduce
+    connector.add(producer(10, "before"))
+    step_of(connector, ("before", 10))
+    connector.forget_ranks()
+    assert connector.request_finished("before", completed=True).params is None
+    connector.add(producer(10, "between"))
+    assert step_of(connector, ("between", 10)).introduce
+    assert connector.request_finished("between", completed=True).params is None
+    assert step_of(connector).introduce, "until they have answered"
+    now = msgspec.structs.replace(INTRODUCTION.first, incarnation="of-now")
+    connector.introduce(msgspec.structs.replace(INTRODUCTION, ranks=(now,)))
+    assert not step_of(connector).introduce
+    connector.add(producer(10, "after"))
+    step_of(connector, ("after", 10))
+    params = connector.request_finished("after", completed=True).params
+    assert params is not None
+    assert Ticket.from_params(params).first.incarnation == "of-now"
+
+
 # --- consuming
 
 

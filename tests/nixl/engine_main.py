@@ -11,6 +11,7 @@ import asyncio
 import ctypes
 import dataclasses
 import json
+import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ BLOCK_BYTES = LAYERS * 2 * KV_HEADS * BLOCK_SIZE * HEAD_SIZE * 2  # K and V, flo
 LEASE_TTL_S, LOAD_DEADLINE_S, HANDSHAKE_S = 300.0, 50.0, 30.0  # long: a test that is about them lets them pass
 _STUCK_TURNS = 1000
 _LINE_BYTES_MAX = 1 << 24
+_MAP_FIXED = 0x10  # linux/mman.h
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000  # linux/sched.h
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000  # linux/mount.h
 _BOUNDS = {
@@ -96,6 +98,18 @@ def enter_namespace(name: str) -> None:
         raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
 
 
+def map_other_pages(address: int, size_bytes: int) -> None:
+    """Have other memory at the same addresses, as an engine that has slept: all whole pages that lie there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+    if libc.mmap(start, stop - start, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) != start:
+        raise OSError(ctypes.get_errno(), f"cannot map other pages at {start:#x}")
+
+
 def _capture(count: int) -> None:
     matrix = torch.ones(64, 64, device="cuda")
     target = torch.mm(matrix, matrix)
@@ -135,8 +149,7 @@ class Engine:
         reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=_LINE_BYTES_MAX)
         world = World(clock=LoopClock) if setup.steered else World()
         async with asyncio.TaskGroup() as self._verbs, kvflow.Runtime(config, world=world) as self._runtime:
-            layout = kvflow.CacheLayout.infer(self._caches, order=setup.order, block_size=setup.block_size)
-            await self._runtime.register_kv_caches(self._caches, layout)
+            await self._register()
             self._answer({"call": 0, "value": "ready"})
             while (command := json.loads(await reader.readline()))["verb"] != "quit":
                 self._verbs.create_task(self._do(**command))
@@ -144,6 +157,10 @@ class Engine:
                 task.cancel()
         self._device.close()
         self._assert_nothing_left()
+
+    async def _register(self) -> None:
+        layout = kvflow.CacheLayout.infer(self._caches, order=self._setup.order, block_size=self._setup.block_size)
+        await self._runtime.register_kv_caches(self._caches, layout)
 
     def _assert_nothing_left(self) -> None:
         statistics = self._runtime.statistics()
@@ -303,6 +320,21 @@ class Engine:
         parts = [tensor[:, block] for tensor in self._caches.values()]
         value = float(parts[0].flatten()[0])
         return value if all(bool((part == value).all()) for part in parts) else None
+
+    async def do_sleep(self, value: float, *, farewell: bool = True) -> None:
+        """Unregister the cache; as soon as that may be other pages are mapped where it lies, full of `value`."""
+        if not farewell:
+            self._runtime._supervisor.cache.readers._callers.clear()
+        await self._runtime.unregister()
+        for tensor in self._caches.values():
+            map_other_pages(tensor.data_ptr(), tensor.nbytes)
+            tensor.fill_(value)
+
+    async def do_wake(self, value: float) -> None:
+        """Register it again."""
+        for tensor in self._caches.values():
+            tensor.fill_(value)
+        await self._register()
 
     async def do_statistics(self) -> dict[str, Any]:
         return dataclasses.asdict(self._runtime.statistics())

@@ -167,7 +167,7 @@ async def unreachable(
         return made[0]
 
     async with Runtime(config, world=replace(world, transport=make)) as runtime:
-        side = Engine(runtime=runtime, transport=made[0], kv_caches=caches, layout=cache.layout, cache=cache)
+        side = Engine(runtime=runtime, transports=made, kv_caches=caches, layout=cache.layout, cache=cache)
         copier = EngineCopier(side)
         outside: KVCaches = {name: Elsewhere(tensor) for name, tensor in caches.items()}
         await runtime.register_kv_caches(outside, cache.layout, copy_blocks=copier)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import pytest
-from pairs import EnginePair, cache_of, load_request, open_pair
+from pairs import EnginePair, cache_of, known, load_request, open_pair
 from scripted import ScriptedSideChannel, ScriptedWorld
 from tests_support import PATIENT, WAIT_S, altered, limited, until
 
@@ -49,7 +49,7 @@ class Sides(EnginePair):
         said = messages.Goodbye(
             target=messages.Target("consumer", *Rank(0, 0, 0)),
             sender=messages.Target("producer", *Rank(0, 0, 0)),
-            incarnation=self.writer._supervisor._incarnation,
+            incarnation=known(self.writer._supervisor._incarnation).name,
         )
         header = messages.our_header(cache_of(self.reader).local.compatibility.fingerprint())
         reply = self.reader._supervisor._answer(header, msgspec.structs.replace(said, **changes))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks, match_chunks
+from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
@@ -16,10 +19,13 @@ from kvflow.core.protocol.freshness import Freshness, SealTable
 from kvflow.runtime.consumer import loader
 from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer
-from kvflow.runtime.producer.blocks import OfferedBlocks
+from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
+from kvflow.runtime.producer.serving import Serving
+from kvflow.runtime.world import World
 from kvflow.testing.simulator import simulate
 
 SEEDS_MAX = 1000
@@ -139,6 +145,32 @@ def land_while_the_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CopyThread, "happened", happened)
 
 
+def keep_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache that is registered again is served under the name of the one before."""
+    real, names = Incarnation.__init__, dict[object, str]()
+
+    def init(self: Incarnation, config: Config, world: World, on_notification: Callable[[bytes], None]) -> None:
+        name = names.setdefault((world, config.engine_id, Rank.of(config)), world.token_hex(8))
+        real(self, config, replace(world, token_hex=lambda _: name), on_notification)
+
+    monkeypatch.setattr(Incarnation, "__init__", init)
+
+
+def leave_seals_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases end when their cache is unregistered, and their seals stay."""
+    real = Serving.close
+
+    def end(blocks: OfferedBlocks, held: HeldBlocks) -> None:
+        held.closed = True
+        blocks._seals._free.append(held.seal_index)
+
+    def close(self: Serving) -> None:
+        vars(self._blocks)["close"] = partial(end, self._blocks)
+        real(self)
+
+    monkeypatch.setattr(Serving, "close", close)
+
+
 def read_the_wrong_end_of_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The offered blocks of a window are taken for those of the prompt's beginning."""
     mutate_matches(monkeypatch, lambda some, whole, _: some if whole else replace(some, remote_ids=some.remote_ids * 0))
@@ -176,6 +208,8 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
     "land_while_the_device_writes": (land_while_the_device_writes, "I1 I2", 9),
+    "keep_the_incarnation": (keep_the_incarnation, "I2", 15),
+    "leave_seals_of_before": (leave_seals_of_before, "I2 I3", 79),
     "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
     "leave_state_behind": (leave_state_behind, "I2", 6),
 }

@@ -18,7 +18,7 @@ comes early finds out how far it may read, again without an answer from the prod
 
 Both arguments have two premises, which a seal cannot vouch for. What it says to be there has been computed: the
 producer's engine says so, by an event or by having waited for its device. And addresses mean the memory that they meant
-when they were registered: so nobody maps other memory there while it is.
+when they were registered: so nobody maps other memory there before they are unregistered (`Runtime.unregister`).
 
 No clocks are compared, nobody on the producer has to answer, and it makes no difference why a lease ended: ran out,
 was revoked, or was used up by another reader of the same ticket. Half of the hold leaves room for the drift of clocks

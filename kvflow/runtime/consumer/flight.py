@@ -13,7 +13,8 @@ permit is asked for when the read can be posted at once, so its holder waits for
 waits (its admission, buffers) is never asked for by a holder of a permit.
 
 The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
-flight, so nobody waits on a transport that nobody listens to any more (invariant I7).
+flight, so nobody waits on a transport that nobody listens to any more (invariant I7). If a cache is unregistered that
+is done once the transport has been closed, which waits for the reads: who waits for their end goes on with the runtime.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class Poller:
         self._on_notification = on_notification
         self._under_way: dict[PostedRead, _UnderWay] = {}
         self._cause: BaseException | None = None
-        self._ended = False
+        self._ended = self._patient = False
 
     def post(self, descriptors: Descriptors, read: _UnderWay) -> None:
         """Post a read (see `Transport.post_read`); its flight is told when it ends."""
@@ -126,8 +127,21 @@ class Poller:
             raise
         finally:
             self._ended = True
-            under_way, self._under_way = self._under_way, {}
-            for read in under_way.values():
+            if not self._patient:
+                self.settle(stopped=False)
+
+    def wait_for_transport(self) -> None:
+        """When this ends its reads are not lost yet: the transport is about to be closed, which waits for them."""
+        self._patient = True
+
+    def settle(self, *, stopped: bool) -> None:
+        """Nobody will hear of reads that are under way any more; they have `stopped`, or it is not known."""
+        under_way, self._under_way = self._under_way, {}
+        for posted, read in under_way.items():
+            if stopped:
+                over = TransportError("the transport was closed")
+                read.flight.read_ended(ReadEnded(posted, over, 0.0), read)
+            else:
                 lost = TransportBroken("the transfer poller ended while the read was under way")
                 lost.__cause__ = self._cause
                 read.flight.read_lost(read, lost)

@@ -23,6 +23,7 @@ from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, Freshness
 from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket, read_ticket
 from kvflow.errors import (
+    CacheUnregistered,
     DeadlineExceeded,
     KVFlowError,
     LeaseExpired,
@@ -31,6 +32,7 @@ from kvflow.errors import (
     PeerError,
     RequestError,
     RuntimeClosed,
+    RuntimeUnavailable,
     TransferFailed,
     UsageError,
 )
@@ -131,7 +133,7 @@ class Loader:
         self._unsafe: dict[Flight, _Load] = {}
         self._quiet = asyncio.Event()
         self._quiet.set()
-        self._closed = False
+        self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes"), 0)
 
     @property
@@ -188,9 +190,9 @@ class Loader:
                 )
             )
 
-    def close(self) -> None:
-        """Make every load under way end soon, with RuntimeClosed."""
-        self._closed = True
+    def close(self, *, unregistered: bool = False) -> None:
+        """Make every load under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
+        self._closed, self._unregistered = True, self._unregistered or unregistered
         self._remote_leases.close()
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
@@ -279,7 +281,10 @@ class Loader:
             phase = load.watch.phase
             raise load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}", phase=phase) from None
 
-    def _closed_error(self, load: _Load) -> RuntimeClosed:
+    def _closed_error(self, load: _Load) -> RuntimeUnavailable:
+        if self._unregistered:
+            why = f"the cache of {self._config.engine_id!r} was unregistered in phase {load.watch.phase!r}"
+            return CacheUnregistered(f"request {load.request.request_id!r}: {why}")
         why = f"the runtime {self._config.engine_id!r} was closed, or had drained, in phase {load.watch.phase!r}"
         return RuntimeClosed(f"request {load.request.request_id!r}: {why}")
 

@@ -25,7 +25,7 @@ from kvflow.errors import (
     PeerRefused,
     PeerUnreachable,
     ProtocolError,
-    RuntimeClosed,
+    RuntimeUnavailable,
 )
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
@@ -168,7 +168,7 @@ class Agents:
     def _remove_soon(self, connection: Connection, change: asyncio.Future[None]) -> None:
         try:
             task = self._spawn(self._remove(connection), name=f"kvflow-remove {connection.agent}")
-        except RuntimeClosed:  # the closing transport forgets everybody
+        except RuntimeUnavailable:  # the closing transport forgets everybody
             self._finish(connection.agent, change)
         else:
             task.add_done_callback(lambda _: self._finish(connection.agent, change))

@@ -252,7 +252,7 @@ class Reach:
     def _check_incarnation(self, ticket: Ticket, peer: Peer, connection: Connection, wanted: str) -> None:
         if connection.incarnation != wanted:
             lives = f"the ticket is of incarnation {wanted}, the engine is {connection.incarnation}"
-            raise _expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted: {lives}")
+            raise _expired(ticket, peer, f"engine {ticket.engine_id!r} has restarted or slept: {lives}")
 
     async def when_served(self, ask: Callable[[], Awaitable[ResultT | messages.NoLease]]) -> ResultT | messages.NoLease:
         """The answer of a rank that a ticket does not name: it may open its lease a moment later, so `ask` again.

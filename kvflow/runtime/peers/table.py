@@ -214,15 +214,15 @@ class Peers:
             self._drop(peer, "closing")
 
     def _start_handshake(self, peer: Peer, incarnation: str | None, request_id: str | None) -> Handshake:
-        if self._closed:
-            raise RuntimeClosed("the runtime is closed")
         self._check_wait(peer, incarnation)
         handshake = Handshake(asyncio.get_running_loop().create_future(), self._clock.now_s())
         body = self._run_handshake(peer, incarnation, request_id, handshake)
         handshake.task = self._spawn(body, name=f"kvflow-handshake {peer.address}")
         # Here rather than in the task: one that is cancelled before its first step never runs.
         handshake.task.add_done_callback(
-            lambda _: self._no_handshake(peer, handshake, RuntimeClosed("the runtime closed during the handshake"))
+            lambda _: self._no_handshake(
+                peer, handshake, RuntimeClosed("the runtime closed, or its cache was unregistered")
+            )
         )
         peer.handshake = handshake
         peer.fire(PeerEvent.CONNECT)

@@ -77,6 +77,11 @@ def prewarm(simulation: Simulation, engine: Engine) -> None:
     simulation.spawn(engine.life, engine.prewarm(_other(simulation, engine)), f"prewarm at {engine}")
 
 
+def nap(simulation: Simulation, engine: Engine) -> None:
+    """An engine gives its cache back for a while."""
+    simulation.spawn(engine.life, engine.nap(_duration_s(simulation)), f"nap of {engine}")
+
+
 TROUBLE: Sequence[tuple[int, Callable[[Simulation, Engine], None]]] = (
     (3, crash),
     (3, freeze),

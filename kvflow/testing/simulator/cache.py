@@ -50,14 +50,23 @@ class _Layer:
             self._values = np.zeros((blocks, tokens, HEAD_SIZE), dtype=np.int32)
             self._blocks = self._values[None, :, :, None]
         else:
-            swap = shape.order == "HND"
-            inner = (count, tokens) if swap else (tokens, count)
-            self._values = np.zeros((_PARTS, blocks, *inner, HEAD_SIZE), dtype=np.int32)
-            self._blocks = self._values.swapaxes(2, 3) if swap else self._values
+            self._values = np.zeros((_PARTS, blocks, tokens, count, HEAD_SIZE), dtype=np.int32)
+            self._blocks = self._values
+            if shape.order == "HND":
+                self.turn()
         self.tensor = torch.from_numpy(self._values.view(np.float32))
         self._address = int(self._values.ctypes.data)
         self._part_bytes = self._values.nbytes // len(self._blocks)
         self._block_bytes = self._part_bytes // blocks
+
+    def turn(self) -> None:
+        """Have tokens and heads of a block change places: another layout of the same memory, whatever it holds."""
+        if self._values.ndim < 5:
+            return
+        swap = self._blocks is self._values
+        self._values = self._values.reshape(*self._values.shape[:2], *self._values.shape[3:1:-1], HEAD_SIZE)
+        self._blocks = self._values.swapaxes(2, 3) if swap else self._values
+        self.tensor = torch.from_numpy(self._values.view(np.float32))
 
     def write(self, number: int, first: int, block_ids: Sequence[int], upto: int) -> None:
         """Blocks of prompt `number` from token `first` on, before token `upto`."""
@@ -110,12 +119,20 @@ class RankCache:
             [_Layer(number, facts, model, shape, tp_rank) for number in model.layers_of(at, shape, pp_rank)]
             for at, facts in enumerate(self._facts)
         ]
-        self.groups = [
-            self._group(facts, layers, shape) for facts, layers in zip(self._facts, self._layers, strict=True)
-        ]
+        self._order = shape.order
 
-    @staticmethod
-    def _group(facts: GroupFacts, layers: Sequence[_Layer], shape: Shape) -> CacheGroup:
+    @property
+    def groups(self) -> list[CacheGroup]:
+        """What an engine registers."""
+        return [self._group(facts, layers) for facts, layers in zip(self._facts, self._layers, strict=True)]
+
+    def turn(self) -> None:
+        """Another layout of the same memory, whatever it holds."""
+        self._order = "NHD" if self._order == "HND" else "HND"
+        for layer in self._all():
+            layer.turn()
+
+    def _group(self, facts: GroupFacts, layers: Sequence[_Layer]) -> CacheGroup:
         tensors = {layer.name: layer.tensor for layer in layers}
         layout: StateLayout | CacheLayout
         if facts.kind is GroupKind.STATE:
@@ -123,7 +140,7 @@ class RankCache:
             segment = Segment(name="h", size=units, units=units, model_units=MODEL_KV_HEADS)
             layout = StateLayout.infer(tensors, [StateTensor(name="s", segments=(segment,))])
         else:
-            layout = CacheLayout.infer(tensors, order=shape.order, block_size=facts.block_size)
+            layout = CacheLayout.infer(tensors, order=self._order, block_size=facts.block_size)
         return CacheGroup(facts.name, tensors, layout, window=facts.window or None, kind=facts.kind, pool=_POOL)
 
     def write(self, number: int, tokens: int, tables: Tables, upto: int | None = None) -> None:

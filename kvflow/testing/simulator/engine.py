@@ -47,6 +47,7 @@ _AT_ONCE_SHARE = 0.3  # of what a device is told to write
 _DEVICE_S = 0.01  # mean time until it has written the rest
 _GROWING_SHARE = 0.5  # of prompts on a device: offered before they are computed
 _GROWING_STEPS = 2
+_TURNED_SHARE = 0.5  # of engines that wake with another layout
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
@@ -59,6 +60,7 @@ class Engine:
     offers: dict[Offer, None]
     loads: dict[Load, None]
     owners: list[Offer | Load | None]
+    _naps: int
 
     def __init__(self, simulation: Simulation, shape: Shape, index: int) -> None:
         self.shape = shape
@@ -128,6 +130,68 @@ class Engine:
         for rank in self.ranks:
             if not self.host.agent_lost:
                 demand(self, assert_closed, rank.runtime.statistics())
+        return True
+
+    async def nap(self, nap_s: float) -> None:
+        """Give the cache back under whatever goes on, and register it again a while later, with other contents.
+
+        In a task of its life. Now and then it comes back with another layout.
+        """
+        if not self.running:
+            return
+        self.running = False
+        self._note("goes to sleep")
+        self._naps += 1
+        if not await self._unregister():
+            return
+        self.asleep = True
+        self._note("sleeps")
+        for offer in self.offers:
+            offer.given_back_s = self._simulation.loop.time()
+        while self.offers or self.loads:
+            await self._simulation.pass_time(0.01)
+        await self._simulation.pass_time(nap_s)
+        turned = self._simulation.rng.random() < _TURNED_SHARE
+        for rank in self.ranks:
+            if turned:
+                rank.cache.turn()
+            rank.cache.poison(self._simulation.next_poison(), None)
+        self.asleep = False
+        if await self._register_again():
+            self.running = True
+            self._note("is awake")
+
+    async def _unregister(self) -> bool:
+        """Give all ranks' memory away, each in the moment in which that may be; whether it may be everywhere."""
+        limits, given = self._base.limits, 0
+        bound_s = self._drain_bound_s(0.0) + limits.goodbye_timeout_s + 2 * limits.transport_close_timeout_s
+
+        async def on_one(rank: Rank) -> None:
+            nonlocal given
+            try:
+                with self._bounded("unregister", bound_s):
+                    await rank.runtime.unregister()
+            except RuntimeUnavailable:
+                self._note("closes instead")
+            except RuntimeBroken as error:
+                self._note("could not unregister", str(error))
+                self.host.agent_lost = True
+                self._simulation.later_crash(self)
+            else:
+                given += 1
+                rank.cache.poison(self._simulation.next_poison(), None)
+
+        await asyncio.gather(*map(on_one, self.ranks))
+        return given == len(self.ranks)
+
+    async def _register_again(self) -> bool:
+        for rank in self.ranks:
+            try:
+                await rank.runtime.register_kv_caches(rank.cache.groups)
+            except KVFlowError as error:  # it drains, or closes
+                self._judge_refusal("register_kv_caches", error)
+                return False
+            rank.look_up()
         return True
 
     async def drain(self, deadline_s: float) -> None:
@@ -202,6 +266,9 @@ class Engine:
     def _forget_all(self) -> None:
         """What a process knows before it has started."""
         self.running = False
+        self.asleep = False
+        """Whether its memory is somebody else's for a while."""
+        self._naps = 0
         self.ranks = []
         self.offers = {}
         self.loads = {}
@@ -345,8 +412,9 @@ class Engine:
             await all_over(load.device)
         self.loads.pop(load)
         if succeeded and plan.use_s:
+            naps = self._naps
             await self._simulation.pass_time(plan.use_s)
-            for rank in self.ranks:
+            for rank in self.ranks if naps == self._naps else ():  # else it has lost what it had
                 if wrong := self._wrong_token(load, rank):
                     self.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
         self._give_back(load)

@@ -19,7 +19,7 @@ from typing import Any
 from kvflow.testing.side_channel import Exchange
 from kvflow.testing.simulator.settings import CALM, Weather
 from kvflow.testing.virtual_loop import Life, LifeState, VirtualLoop, life_of
-from kvflow.transport.base import PeerGone, TransportError
+from kvflow.transport.base import AgentName, PeerGone, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocRead, InprocTransport, Row
 
 LOAD: ContextVar[object] = ContextVar("kvflow_simulated_load", default=None)
@@ -71,6 +71,7 @@ class Network:
         self.weather: Weather = CALM
         self.note = note
         self.agents = InprocNetwork()
+        self.agents.leaves_memory = True
         self.exchange = Exchange()
         self._on_landing = on_landing
         self._hosts: dict[InprocTransport, Host] = {}
@@ -97,6 +98,7 @@ class Network:
         """The process of a host has died: its agents are gone, and bytes can land nowhere in it any more."""
         for agent in host.agents:
             self.agents.agents.pop(agent.name, None)
+            self.agents.closed.pop(agent.name, None)
             del self._hosts[agent]
         host.agents.clear()
         listeners = self.exchange.listeners
@@ -142,7 +144,8 @@ class Network:
         if refusal is not None:
             self.later(self.delay_s(), reader.end, read, refusal)
             return
-        target = self.agents.agents[read.peer]
+        target = self._readable(read.peer)
+        assert target is not None, "else it is refused"
         weather, rng = self.weather, self.rng
         portions = self._tear(read.rows()) if self.chance(weather.torn_share) else deque([read.rows()])
         slow = self.chance(weather.slow_share)
@@ -162,6 +165,10 @@ class Network:
         self._flights[flight] = None
         self._next(flight)
 
+    def _readable(self, name: AgentName) -> InprocTransport | None:
+        """The agent whose memory can be read under that name, also after its end."""
+        return self.agents.agents.get(name) or self.agents.closed.get(name)
+
     async def _landed(self, reader: InprocTransport) -> None:
         """Wait until no byte can land for a reader any more."""
         while any(flight.reader is reader for flight in self._flights):
@@ -178,7 +185,7 @@ class Network:
             self._forget(flight)
         elif not self.linked(*flight.hosts):
             self._stalled.append(flight)
-        elif self.agents.agents.get(target.name) is not target:
+        elif self._readable(target.name) is not target:
             self._end(flight, PeerGone(f"agent {target.name!r} is gone"))
         elif flight.fails_after == 0:
             self._end(flight, TransportError("simulated failure"))

@@ -31,6 +31,8 @@ class Model:
     priorities: bool = False
     device: bool = False
     """Whether blocks are written some time after the engine has given the command, so that events are needed."""
+    sleeps: bool = False
+    """Whether engines sleep: they give their cache back, and register it again with other contents."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """The groups of an engine."""
@@ -53,10 +55,13 @@ _MODELS = {
     3: Model(windows=True, priorities=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
+    8: Model(windows=True, layers=2, sleeps=True),
     9: Model(device=True),
+    10: Model(sleeps=True),
     11: Model(windows=True, layers=2),
     13: Model(windows=True, device=True),
     14: Model(state=True, layers=2, priorities=True),
+    15: Model(device=True, sleeps=True),
 }
 """By seed, of each sixteen; the others serve plain full attention."""
 _SEEDS = 16
@@ -129,6 +134,8 @@ class Settings:
     """How long requests and trouble come in."""
     trouble: int
     """How many faults beyond the weather: crashes, partitions, frozen engines and the like."""
+    naps: int
+    """How often some engine sleeps."""
 
     def config(self, shape: Shape, host: str, index: int) -> Config:
         """Of one rank; stages count first."""
@@ -171,6 +178,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         requests=rng.randint(20, 40),
         span_s=rng.uniform(0.3, 2.0),
         trouble=rng.choice((0, 1, 2, 3, 4, 6)),
+        naps=rng.randint(2, 8) if model.sleeps else 0,
     )
     return settings, rng
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.runtime.producer.lease import LeaseOutcome
-from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, pick
+from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
 from kvflow.testing.simulator.engine import Engine
 from kvflow.testing.simulator.network import Flight, Network
@@ -134,6 +134,8 @@ class Simulation:
             self._some_time(self._request, number)
         for _ in range(self.settings.trouble):
             self._some_time(self._befall, pick(TROUBLE, self.rng))
+        for _ in range(self.settings.naps):
+            self._some_time(self._befall, nap)
         await self.pass_time(self.settings.span_s)
         self._clear_up()
         await self._settle()
@@ -266,6 +268,8 @@ class Simulation:
         mine = flight.load
         assert isinstance(mine, RankLoad)
         load, engine = mine.load, mine.load.engine
+        if engine.asleep:
+            engine.fail("I1", f"bytes of {load} land in memory that was given back")
         for local, _, size in rows:
             for block in engine.landing_blocks(local, size):
                 mine.last_landing_s = self.loop.time()

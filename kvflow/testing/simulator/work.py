@@ -124,15 +124,19 @@ class Rank:
     """One rank in one life: its memory, its runtime, and what came of both."""
 
     def __init__(self, index: int, cache: RankCache, runtime: Runtime) -> None:
-        books = runtime._supervisor.cache
-        assert books is not None, "registered before"
         self.index = index
         self.cache = cache
         self.runtime = runtime
-        self.uses = books.ledger._use
-        self.uses_seen = b""
         self.served = 0
         self.loaded = 0
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Find the books of the cache that is registered now."""
+        books = self.runtime._supervisor.cache
+        assert books is not None, "registered before"
+        self.uses = books.ledger._use
+        self.uses_seen = b""
 
     def holds_lease(self, offer: Offer) -> bool:
         """Whether an offer's lease on this rank is open."""

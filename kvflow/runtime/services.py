@@ -1,0 +1,130 @@
+"""The tasks of one runtime, and the one that holds them: whichever dies, everybody gets to know.
+
+One task holds a task group with the listener, the pollers and the handshakes. If a service ends before it is told to,
+by an error or because somebody has cancelled it, or if any other task raises, the runtime is *broken*.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+
+from kvflow.errors import RuntimeBroken, RuntimeClosed
+
+logger = logging.getLogger(__name__)
+
+
+class Services:
+    """All tasks that must not outlive the runtime. Made by its supervisor, in its loop."""
+
+    def __init__(self, owner: str, on_break: Callable[[], None], close: Callable[[], Awaitable[None]]) -> None:
+        """`on_break` is told once that a task has died. `close` closes the runtime, for when nobody else is left to."""
+        self._owner = owner
+        self._on_break = on_break
+        self._close = close
+        self.cause: Exception | None = None
+        """What has broken the runtime."""
+        self._stop = asyncio.Event()
+        self._over = asyncio.Event()
+        self._started = asyncio.Event()
+        self._tasks: dict[asyncio.Task[None], None] = {}  # in order, so that a simulation can be replayed
+        self._supervision: asyncio.Task[None] | None = None
+
+    @property
+    def count(self) -> int:
+        """How many tasks run."""
+        return len(self._tasks) + (self._supervision is not None and not self._supervision.done())
+
+    async def start(self, begin: Callable[[], None]) -> None:
+        """Begin the supervisor's task, in which `begin` spawns the first others.
+
+        It may have been cancelled before its first step: then there is a `cause`.
+        """
+        self._supervision = asyncio.create_task(self._supervise(begin), name="kvflow-supervisor")
+        self._supervision.add_done_callback(lambda _: self._never_ran())
+        await self._started.wait()
+
+    async def stop(self) -> None:
+        """End all tasks, and wait until they have ended."""
+        self._stop.set()
+        await self._over.wait()
+
+    async def supervised(self) -> None:
+        """Wait until the supervisor's task has ended, too, unless that is who waits."""
+        if self._supervision is not None and self._supervision is not asyncio.current_task():
+            await asyncio.wait([self._supervision])
+
+    def spawn(self, body: Coroutine[None, None, None], *, name: str) -> asyncio.Task[None]:
+        """See `context.Spawn`."""
+        if self._stop.is_set() or self.cause is not None:
+            body.close()
+            raise RuntimeClosed(f"the runtime {self._owner} is closing")
+        task = self._group.create_task(self._watched(body), name=name)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(lambda _: body.close())  # cancelled before its first step, it has never begun
+        return task
+
+    def must_last(self, task: asyncio.Task[None], what: str, over: Callable[[], bool] = lambda: False) -> None:
+        """This task is of a service: if somebody else cancels it, before that is `over`, the service has died."""
+
+        def ended(task: asyncio.Task[None]) -> None:  # not in its body: cancelled before its first step, it never runs
+            if task.cancelled() and not self._stop.is_set() and not over():
+                self.break_down(RuntimeBroken(f"the {what}'s task was cancelled from outside"))
+
+        task.add_done_callback(ended)
+
+    def break_down(self, cause: Exception) -> None:
+        """A task died: settle everybody, once, and end the others."""
+        if self.cause is not None or self._stop.is_set():
+            return
+        logger.error("runtime %s broke: %s: %s", self._owner, type(cause).__name__, cause, exc_info=cause.__cause__)
+        self.cause = cause
+        self._stop.set()
+        self._on_break()
+
+    async def _supervise(self, begin: Callable[[], None]) -> None:
+        """The supervisor's task: runs until told to stop, or until a service ends before that.
+
+        Cancelled from outside, by a host that ends, it closes everything before it goes: nobody else may be left to.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                begin()
+                self._started.set()
+                await self._stop.wait()
+                for task in list(self._tasks):
+                    task.cancel()
+        except asyncio.CancelledError:
+            self.break_down(RuntimeBroken("the supervisor's task was cancelled from outside"))
+            self._over.set()
+            await self._close_whoever_cancels()
+            raise
+        finally:
+            self._over.set()
+
+    async def _close_whoever_cancels(self) -> None:
+        while True:
+            try:
+                return await self._close()
+            except asyncio.CancelledError:
+                continue  # bounded: each cancel makes the closing hurry
+            except RuntimeBroken:
+                return  # it is logged
+
+    async def _watched(self, body: Coroutine[None, None, None]) -> None:
+        """The body of every task: what it raises breaks the runtime."""
+        try:
+            await body
+        except Exception as problem:  # noqa: BLE001 - whatever it is, everybody gets to know
+            self.break_down(problem)
+
+    def _never_ran(self) -> None:
+        """The supervisor's task has ended, perhaps cancelled before its first step: nobody may wait for it."""
+        if not self._started.is_set():
+            self.cause = RuntimeBroken("the supervisor's task was cancelled before it began")
+            self._on_break()
+            self._over.set()
+            self._started.set()

@@ -1,0 +1,83 @@
+"""What a runtime tells of itself: its state, what is open now, and what has happened over all its registrations."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from kvflow.core.policy.ledger import BlockCounts
+from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.consumer.load import LoadingStatistics
+from kvflow.runtime.peers.table import PeerStatistics
+from kvflow.runtime.producer.lease import ServingStatistics
+from kvflow.transport.base import TransportStatistics
+
+PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
+
+_SERVED = ("read", "expired", "revoked", "renewals")
+_NOTIFIED = ("late_notifications", "duplicate_notifications", "malformed_notifications")
+_LOADED = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals")
+_MOVED = ("reads", "reads_failed", "bytes_read")
+_SENT = ("notifications_sent", "notifications_received", "notifications_failed")
+
+
+class RuntimeState(enum.StrEnum):
+    NEW = "new"
+    OPEN = "open"
+    DRAINING = "draining"
+    BROKEN = "broken"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeStatistics:
+    """A snapshot. Before a cache is registered, and in a runtime that was abandoned, its parts are None.
+
+    A cache that is registered again goes on counting where the one before has ended. Between the two there are no
+    `blocks`.
+    """
+
+    state: RuntimeState
+    tasks: int
+    blocks: BlockCounts | None
+    buffers_used: int
+    """Host blocks and scratch buffers that are in use now."""
+    serving: ServingStatistics | None
+    loading: LoadingStatistics | None
+    peers: tuple[PeerStatistics, ...]
+    readers: int
+    """Ranks that have connected to this one and will be told when it goes."""
+    listener: ListenerStatistics | None
+    transport: TransportStatistics
+    early_notifications: int
+    """Notifications that came before a cache was registered, when no lease could exist."""
+
+
+@dataclass(slots=True)
+class Past:
+    """What the registrations that have ended have counted; their last snapshots."""
+
+    serving: ServingStatistics | None = None
+    loading: LoadingStatistics | None = None
+    transport: TransportStatistics | None = None
+
+    def with_serving(self, now: ServingStatistics | None) -> ServingStatistics | None:
+        return _total(now, self.serving, (*_SERVED, *_NOTIFIED))
+
+    def with_loading(self, now: LoadingStatistics | None) -> LoadingStatistics | None:
+        return _total(now, self.loading, _LOADED)
+
+    def with_transport(self, now: TransportStatistics | None) -> TransportStatistics:
+        total = _total(now, self.transport, (*_MOVED, *_SENT))
+        assert total is not None, "there was a first transport"
+        return total
+
+
+def _total(now: PartT | None, past: PartT | None, counters: Sequence[str]) -> PartT | None:
+    """What is open now, and what was counted so far."""
+    if now is None or past is None:
+        return past if now is None else now
+    return replace(now, **{name: getattr(now, name) + getattr(past, name) for name in counters})
