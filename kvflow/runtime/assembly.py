@@ -20,11 +20,13 @@ from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
 from kvflow.errors import ConfigError, UsageError
+from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
@@ -33,6 +35,7 @@ from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.blocks import OfferedBlocks
+from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import TransportError, is_staged
@@ -64,12 +67,13 @@ class RegisteredCache:
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach)
         self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
         self.serving = Serving(context, local, offered)
+        self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self._rank = context.identity.rank
         self._clock = context.clock
 
-    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
-        """Answer a peer; never waits. A rank that drains connects readers of its open leases only."""
+    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> Answered:
+        """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
         ours, theirs = self.local.caller.target, request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
@@ -87,6 +91,8 @@ class RegisteredCache:
                     return self.serving.release(request)
                 except messages.WireError as error:
                     return refusal(str(error))
+            case messages.DigestRequest():
+                return self.digests.answer(request)
             case messages.ClockRequest():
                 return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():
@@ -163,17 +169,19 @@ async def _register(
     config, limits, transport = context.config, context.config.limits, context.transport
     seals, fetched = SealTable(limits.leases_max), SealTable(limits.loads_max)
     sets = layer_sets(groups, config.tp_size)
+    own = shown = DigestedCache(sets)
     if staging:
         sets = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
+        shown = DigestedCache(sets)
     regions = tuple(one.regions for one in sets)
     layers = [layer for one in sets for layer in one.caches.items()]
     device = regions[0].device
     await transport.register(map_spans(layers), device, [groups, *layers])
     await transport.register([seals.span, fetched.span], HOST, (seals, fetched))
-    own = messages.Target(config.engine_id, *context.identity.rank)
+    target = messages.Target(config.engine_id, *context.identity.rank)
     local = LocalRank(
         reader=context.identity.agent_name,
-        caller=messages.Caller(target=own, address=context.identity.address),
+        caller=messages.Caller(target=target, address=context.identity.address),
         compatibility=messages.compatibility_of([one.layout for one in sets], model=config.model),
         cache_shares=tuple(_share_of(config, groups, one) for one in sets),
         regions=regions,
@@ -190,6 +198,7 @@ async def _register(
         copy_thread=copy_thread,
         clock=context.clock,
         reads_max=limits.slices_in_flight_max,
+        digests=DigestGear(own, shown, copy_thread.run),
     )
     scratch = Scratch(transport, device, limits.scratch_slot_bytes_max, limits.scratch_slots_max)
     route = Route(config, sets, scratch, staging, copy_thread)

@@ -29,7 +29,7 @@ from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import RuntimeBroken, RuntimeClosed, RuntimeDraining, TransportBroken, UsageError
 from kvflow.runtime.assembly import RegisteredCache, refusal, register
-from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.channel.protocol import Answered, ListenerStatistics
 from kvflow.runtime.consumer.flight import Poller
 from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.context import Identity, RankContext
@@ -378,8 +378,8 @@ class Supervisor:
             return DrainReport(finished=True)
         return await drain(cache.serving, cache.loader, self.config, deadline_s)
 
-    def _answer(self, header: messages.Header, request: messages.Request) -> messages.Reply:
-        """Answer a peer on the side channel; never waits."""
+    def _answer(self, header: messages.Header, request: messages.Request) -> Answered:
+        """Answer a peer on the side channel, or promise to; never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)

@@ -181,6 +181,14 @@ class Freshness:
         self._fetching = False
         self._seen: int | None = None
 
+    def anew(self) -> Freshness:
+        """For another read under the same lease: nothing was seen yet."""
+        return Freshness(
+            staged=self._staged,
+            not_expired_before_s=self._not_expired_before_s,
+            quick_read_max_s=self._quick_read_max_s,
+        )
+
     def fetching(self) -> None:
         """A read that fetches the seal was posted."""
         self.asked = self._fetching = True

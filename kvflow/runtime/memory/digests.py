@@ -1,0 +1,288 @@
+"""Digests of the blocks of a cache: what `core.protocol.digests` defines, computed where the bytes lie.
+
+On the CPU numpy computes, in one thread and with the GIL released, at some 5 to 10 GB/s; elsewhere torch does, on the
+device. It runs on the copy thread, in pieces, so that copies for other requests take turns with it.
+
+Views of a cache are made when its first digest is asked for: who never asks pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.core.cache.backends import heads_are_apart
+from kvflow.core.cache.groups import LayerSet
+from kvflow.core.cache.layout import PLAIN, BlockShape
+from kvflow.core.cache.regions import Regions
+from kvflow.core.cache.tensors import tensors_of
+from kvflow.core.plan.block_map import split_fused
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.protocol import digests
+
+if TYPE_CHECKING:
+    import torch
+
+Tensor: TypeAlias = "torch.Tensor"
+
+_STEP_BYTES = 1 << 20  # of one part of a layer: it stays in the processor's cache
+_STEP_BYTES_ON_DEVICE = 64 << 20
+_PIECE_BYTES = 32 << 20  # what a copy of another request waits for
+_LARGE_BLOCK_BYTES = 1 << 17  # is digested where it is; smaller ones are gathered first
+
+
+Run: TypeAlias = Callable[[Callable[[], None]], Awaitable[None]]
+"""Runs a job on the copy thread and waits for it: `CopyThread.run`."""
+
+
+class Undigestible(Exception):
+    """Memory that neither numpy nor torch can read here, or heads that cannot be told apart."""
+
+
+class HeadSpan(NamedTuple):
+    """`heads` heads of a set of layers from `start` on, which are the model's heads from `of_model` on."""
+
+    start: int
+    heads: int
+    of_model: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBlocks:
+    """Where tokens `start` to `stop` of a prompt are: `ids` are blocks of `size` tokens, the last holds the last."""
+
+    ids: BlockIds
+    size: int
+    start: int
+    stop: int
+
+    @property
+    def first_block(self) -> int:
+        """Which block of the prompt the first of `ids` is."""
+        return -(-self.stop // self.size) - len(self.ids)
+
+
+class Digesting(NamedTuple):
+    """What to digest of one set of layers."""
+
+    layer_set: int
+    layers: Sequence[int]
+    """Their positions in the set."""
+    heads: HeadSpan
+    blocks: TokenBlocks
+
+
+class DigestedCache:
+    """The bytes of a cache, for digests. `sets` are those that peers see or, with host staging, those of the engine."""
+
+    def __init__(self, sets: Sequence[LayerSet]) -> None:
+        self._sets = sets
+
+    @cached_property
+    def problem(self) -> str:
+        """Why it has no digests; "" if it has."""
+        try:
+            return "" if self._views else "there are no layers"
+        except Undigestible as error:
+            return str(error)
+
+    @cached_property
+    def _views(self) -> list[_SetViews]:
+        return [_SetViews(one) for one in self._sets]
+
+    async def digests(self, run: Run, asked: Sequence[Digesting]) -> list[int]:
+        """One for each layer of each item, in order. Raises Undigestible, or what computing has raised.
+
+        `run` is the copy thread's. Cancelling stops the waiting, and what is not computed yet is not begun.
+        """
+        found: list[int] = []
+        for one in asked:
+            sums = [0] * len(one.layers)
+            for jobs in self._pieces(one):
+                await run(partial(_add_up, sums, jobs))
+            found += sums
+        return found
+
+    def _pieces(self, one: Digesting) -> Iterator[list[_Job]]:
+        """All of it, in pieces of a bounded size."""
+        views = self._views[one.layer_set]
+        piece: list[_Job] = []
+        size_bytes = 0
+        for layer, position in enumerate(one.layers):
+            for job in views.jobs(layer, position, one.heads, one.blocks):
+                piece.append(job)
+                size_bytes += job.size_bytes
+                if size_bytes >= _PIECE_BYTES:
+                    yield piece
+                    piece, size_bytes = [], 0
+        if piece:
+            yield piece
+
+
+class DigestGear(NamedTuple):
+    """What digests of a rank are computed with."""
+
+    own: DigestedCache
+    """The engine's cache: what its loads have filled."""
+    shown: DigestedCache
+    """What peers read: the same or, with host staging, the host buffers."""
+    run: Run
+
+
+class _SetViews:
+    """A set of layers as bytes: for each region a view (block, token, head, byte)."""
+
+    def __init__(self, one: LayerSet) -> None:
+        kv_format = one.layout.kv_format
+        regions = split_fused(one.regions) if kv_format == PLAIN else one.regions
+        self._regions = regions
+        self._parts = len(regions.parts)
+        self._shape = _piece_shape(regions.block, kv_format)
+        self._whole_blocks = self._shape.tokens == 1 and regions.block.tokens > 1
+        self._heads_apart = self._shape.heads == regions.block.heads
+        storages = _Storages(one)
+        self._views = [storages.view(regions, at, self._shape) for at in range(len(regions))]
+
+    def jobs(self, layer: int, position: int, heads: HeadSpan, blocks: TokenBlocks) -> Iterator[_Job]:
+        """The digest of a layer, part by part and step by step: their sum is it."""
+        if not self._heads_apart:
+            if (heads.start, heads.heads) != (0, self._regions.block.heads):
+                raise Undigestible(f"heads {heads.start}+{heads.heads} of blocks that are moved whole")
+            heads = HeadSpan(0, 1, heads.of_model)
+        for part in range(self._parts):
+            view = self._views[position * self._parts + part][:, :, heads.start : heads.start + heads.heads]
+            for ids, tokens in self._steps(blocks, view.device.type == "cpu"):
+                yield _Job(layer, view, ids, tokens, part, heads)
+
+    def _steps(self, blocks: TokenBlocks, on_host: bool) -> Iterator[tuple[BlockIds, npt.NDArray[np.int64]]]:
+        """Block ids and, of each of their tokens, which one of the prompt it is; -1 for those that do not count."""
+        step_bytes = _STEP_BYTES if on_host else _STEP_BYTES_ON_DEVICE
+        step = max(step_bytes // self._shape.size_bytes, 1)
+        first = max(blocks.start // blocks.size - blocks.first_block, 0)
+        for start in range(first, len(blocks.ids), step):
+            ids = blocks.ids[start : start + step]
+            begins = (blocks.first_block + start + np.arange(len(ids))) * blocks.size
+            if self._whole_blocks:
+                yield ids, begins[:, None]
+                continue
+            tokens = begins[:, None] + np.arange(blocks.size)
+            yield ids, np.where((tokens >= blocks.start) & (tokens < blocks.stop), tokens, -1)
+
+
+def _piece_shape(block: BlockShape, kv_format: str) -> BlockShape:
+    """What is a run of a block: one head of one token, or what of an opaque block is never taken apart."""
+    if kv_format == PLAIN:
+        return block
+    if heads_are_apart(kv_format, block):
+        run = block.tokens * block.run
+        return BlockShape(1, block.heads, run, block.size_bytes, run)
+    return BlockShape(1, 1, block.size_bytes, block.size_bytes, block.size_bytes)
+
+
+class _Storages:
+    """The memory of a set's tensors, to make views at addresses of it."""
+
+    def __init__(self, one: LayerSet) -> None:
+        import torch
+
+        tensors = [tensor for name, layer in one.caches.items() for tensor in tensors_of(name, layer)]
+        self._found: list[tuple[int, int, Any]] = []
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise Undigestible(f"{type(tensor).__name__} is no torch tensor")
+            storage = tensor.untyped_storage()
+            self._found.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes(), tensor))
+
+    def view(self, regions: Regions, at: int, shape: BlockShape) -> Tensor:
+        import torch
+
+        address = int(regions.bases[at])
+        start, _, tensor = next(one for one in self._found if one[0] <= address < one[1])
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        sizes = regions.num_blocks, shape.tokens, shape.heads, shape.run
+        strides = int(regions.strides[at]), shape.token_stride, shape.head_stride, 1
+        return empty.set_(tensor.untyped_storage(), address - start, sizes, strides)
+
+
+class _Weights(NamedTuple):
+    """Of the runs of some blocks: those of (block, token) and those of heads; a token that does not count weighs 0."""
+
+    tokens: digests.UInt64Array
+    heads: digests.UInt64Array
+
+    @classmethod
+    def of(cls, part: int, heads: HeadSpan, tokens: npt.NDArray[np.int64]) -> _Weights:
+        weights = digests.token_weights(tokens) * digests.part_weight(part)
+        weights[tokens < 0] = 0
+        return cls(weights, digests.head_weights(heads.of_model, heads.heads))
+
+
+class _Job(NamedTuple):
+    """A part of a digest: some blocks of one region."""
+
+    layer: int
+    view: Tensor
+    ids: BlockIds
+    tokens: npt.NDArray[np.int64]
+    """Of the prompt, by (block, token); -1 is none of it."""
+    part: int
+    heads: HeadSpan
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.ids) * self.view[0].numel()
+
+    def compute(self) -> int:
+        weights = _Weights.of(self.part, self.heads, self.tokens)
+        if self.view.device.type == "cpu":
+            return _on_host(self.view.numpy(), self.ids, weights)
+        return _on_device(self.view, self.ids, weights)
+
+
+def _add_up(sums: list[int], jobs: Sequence[_Job]) -> None:
+    for job in jobs:
+        sums[job.layer] = digests.added(sums[job.layer], job.compute())
+
+
+def _on_host(view: npt.NDArray[np.uint8], ids: BlockIds, weights: _Weights) -> int:
+    words = digests.word_weights(-(-view.shape[3] // digests.WORD_BYTES))
+    if view[0].size < _LARGE_BLOCK_BYTES or len(ids) == 1:
+        found = np.einsum("bthw,w->bth", _words(view[ids]), words)
+    else:
+        found = np.stack([np.einsum("thw,w->th", _words(view[at]), words) for at in ids.tolist()])
+    found ^= found >> np.uint64(32)
+    return int(np.einsum("bth,bt,h->", found, *weights))
+
+
+def _words(view: npt.NDArray[np.uint8]) -> digests.UInt64Array:
+    """Runs of bytes as words of 8, little-endian; the last one of each run is padded."""
+    rest = view.shape[-1] % digests.WORD_BYTES
+    if rest:
+        padded = np.zeros((*view.shape[:-1], view.shape[-1] - rest + digests.WORD_BYTES), dtype=np.uint8)
+        padded[..., : view.shape[-1]] = view
+        view = padded
+    dense = view if view.strides[-1] == 1 else np.ascontiguousarray(view)
+    return dense.view("<u8")
+
+
+def _on_device(view: Tensor, ids: BlockIds, weights: _Weights) -> int:
+    """The same by torch: on the view's device, and on its current stream."""
+    import torch
+
+    def there(numbers: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers.view(np.int64)).to(view.device)
+
+    gathered = view[there(ids)]
+    rest = -gathered.shape[-1] % digests.WORD_BYTES
+    if rest:
+        gathered = torch.nn.functional.pad(gathered, (0, rest))
+    lanes = gathered.contiguous().view(torch.int64)
+    found = (lanes * there(digests.word_weights(lanes.shape[-1]).copy())).sum(-1)
+    found ^= (found >> 32) & 0xFFFFFFFF
+    found *= there(weights.heads)
+    return int((found.sum(-1) * there(weights.tokens)).sum().item()) & ((1 << 64) - 1)
