@@ -119,7 +119,7 @@ async def run(case: GroupHandOver, world: World | None = None) -> None:
         consumers = await open_engine(stack, case, 1, world)
         leases = serve(case, producers)
         ticket = ticket_of(leases)
-        request = LoadRequest("request", ticket=ticket, block_ids=request_ids(case, 1))
+        request = LoadRequest("request", ticket=ticket, block_ids=request_ids(case, 1), verify=True)
         reports = await asyncio.gather(*(rank.runtime.load_blocks(request) for rank in consumers))
         async with asyncio.timeout(WAIT_S):
             assert {await lease for lease in leases} == {LeaseOutcome.READ}
