@@ -7,4 +7,5 @@ loads     which blocks a load moves, pure            targets   promises and whet
 
 transfer/ kvflow against raw NIXL                    topology  loads between ranks that cut the cache differently
 fairness  small loads behind huge ones               planning  the planner, without any transfer
+verifying loads with checksums beside loads without
 """

@@ -106,7 +106,7 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
 
 def by_torch(job: Any) -> int:
     """As on a device."""
-    return digesting._on_device(job.view, job.ids, digesting._Weights.of(job.part, job.heads, job.tokens))
+    return digests.of_part(job.part, digesting._on_device(job.view, job.ids, job.weights))
 
 
 @many

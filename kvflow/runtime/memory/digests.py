@@ -8,6 +8,7 @@ Views of a cache are made when its first digest is asked for: who never asks pay
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -110,16 +111,14 @@ class DigestedCache:
 
     def _pieces(self, one: Digesting) -> Iterator[list[_Job]]:
         """All of it, in pieces of a bounded size."""
-        views = self._views[one.layer_set]
         piece: list[_Job] = []
         size_bytes = 0
-        for layer, position in enumerate(one.layers):
-            for job in views.jobs(layer, position, one.heads, one.blocks):
-                piece.append(job)
-                size_bytes += job.size_bytes
-                if size_bytes >= _PIECE_BYTES:
-                    yield piece
-                    piece, size_bytes = [], 0
+        for job in self._views[one.layer_set].jobs(one.layers, one.heads, one.blocks):
+            piece.append(job)
+            size_bytes += job.size_bytes
+            if size_bytes >= _PIECE_BYTES:
+                yield piece
+                piece, size_bytes = [], 0
         if piece:
             yield piece
 
@@ -148,30 +147,33 @@ class _SetViews:
         storages = _Storages(one)
         self._views = [storages.view(regions, at, self._shape) for at in range(len(regions))]
 
-    def jobs(self, layer: int, position: int, heads: HeadSpan, blocks: TokenBlocks) -> Iterator[_Job]:
-        """The digest of a layer, part by part and step by step: their sum is it."""
+    def jobs(self, layers: Sequence[int], heads: HeadSpan, blocks: TokenBlocks) -> Iterator[_Job]:
+        """The digests of layers, part by part and step by step: the sum of a layer's is its digest."""
         if not self._heads_apart:
             if (heads.start, heads.heads) != (0, self._regions.block.heads):
                 raise Undigestible(f"heads {heads.start}+{heads.heads} of blocks that are moved whole")
             heads = HeadSpan(0, 1, heads.of_model)
-        for part in range(self._parts):
-            view = self._views[position * self._parts + part][:, :, heads.start : heads.start + heads.heads]
-            for ids, tokens in self._steps(blocks, view.device.type == "cpu"):
-                yield _Job(layer, view, ids, tokens, part, heads)
+        steps = list(self._steps(blocks, digests.head_weights(heads.of_model, heads.heads)))
+        for layer, position in enumerate(layers):
+            for part in range(self._parts):
+                view = self._views[position * self._parts + part][:, :, heads.start : heads.start + heads.heads]
+                for ids, weights in steps:
+                    yield _Job(layer, part, view, ids, weights)
 
-    def _steps(self, blocks: TokenBlocks, on_host: bool) -> Iterator[tuple[BlockIds, npt.NDArray[np.int64]]]:
-        """Block ids and, of each of their tokens, which one of the prompt it is; -1 for those that do not count."""
-        step_bytes = _STEP_BYTES if on_host else _STEP_BYTES_ON_DEVICE
-        step = max(step_bytes // self._shape.size_bytes, 1)
+    def _steps(self, blocks: TokenBlocks, of_heads: digests.UInt64Array) -> Iterator[tuple[BlockIds, _Weights]]:
+        """Block ids, and what weight their tokens have: none where they are not asked for."""
+        on_host = self._views[0].device.type == "cpu"
+        step = max((_STEP_BYTES if on_host else _STEP_BYTES_ON_DEVICE) // self._shape.size_bytes, 1)
         first = max(blocks.start // blocks.size - blocks.first_block, 0)
         for start in range(first, len(blocks.ids), step):
             ids = blocks.ids[start : start + step]
-            begins = (blocks.first_block + start + np.arange(len(ids))) * blocks.size
-            if self._whole_blocks:
-                yield ids, begins[:, None]
-                continue
-            tokens = begins[:, None] + np.arange(blocks.size)
-            yield ids, np.where((tokens >= blocks.start) & (tokens < blocks.stop), tokens, -1)
+            tokens = (blocks.first_block + start + np.arange(len(ids)))[:, None] * blocks.size
+            if not self._whole_blocks:
+                tokens = tokens + np.arange(blocks.size)
+            weights = digests.token_weights(tokens)
+            if not self._whole_blocks:
+                weights[(tokens < blocks.start) | (tokens >= blocks.stop)] = 0
+            yield ids, _Weights(weights, of_heads)
 
 
 def _piece_shape(block: BlockShape, kv_format: str) -> BlockShape:
@@ -210,38 +212,29 @@ class _Storages:
 
 
 class _Weights(NamedTuple):
-    """Of the runs of some blocks: those of (block, token) and those of heads; a token that does not count weighs 0."""
+    """Of the runs of some blocks: those of (block, token), and those of heads."""
 
     tokens: digests.UInt64Array
     heads: digests.UInt64Array
-
-    @classmethod
-    def of(cls, part: int, heads: HeadSpan, tokens: npt.NDArray[np.int64]) -> _Weights:
-        weights = digests.token_weights(tokens) * digests.part_weight(part)
-        weights[tokens < 0] = 0
-        return cls(weights, digests.head_weights(heads.of_model, heads.heads))
 
 
 class _Job(NamedTuple):
     """A part of a digest: some blocks of one region."""
 
     layer: int
+    part: int
     view: Tensor
     ids: BlockIds
-    tokens: npt.NDArray[np.int64]
-    """Of the prompt, by (block, token); -1 is none of it."""
-    part: int
-    heads: HeadSpan
+    weights: _Weights
 
     @property
     def size_bytes(self) -> int:
-        return len(self.ids) * self.view[0].numel()
+        return len(self.ids) * math.prod(self.view.shape[1:])
 
     def compute(self) -> int:
-        weights = _Weights.of(self.part, self.heads, self.tokens)
-        if self.view.device.type == "cpu":
-            return _on_host(self.view.numpy(), self.ids, weights)
-        return _on_device(self.view, self.ids, weights)
+        on_host = self.view.device.type == "cpu"
+        found = (_on_host if on_host else _on_device)(self.view, self.ids, self.weights)
+        return digests.of_part(self.part, found)
 
 
 def _add_up(sums: list[int], jobs: Sequence[_Job]) -> None:
@@ -249,14 +242,15 @@ def _add_up(sums: list[int], jobs: Sequence[_Job]) -> None:
         sums[job.layer] = digests.added(sums[job.layer], job.compute())
 
 
-def _on_host(view: npt.NDArray[np.uint8], ids: BlockIds, weights: _Weights) -> int:
-    words = digests.word_weights(-(-view.shape[3] // digests.WORD_BYTES))
-    if view[0].size < _LARGE_BLOCK_BYTES or len(ids) == 1:
-        found = np.einsum("bthw,w->bth", _words(view[ids]), words)
+def _on_host(view: Tensor, ids: BlockIds, weights: _Weights) -> int:
+    rows = view.numpy()
+    words = digests.word_weights(-(-rows.shape[3] // digests.WORD_BYTES))
+    if rows[0].size < _LARGE_BLOCK_BYTES:
+        found = np.einsum("bthw,w->bth", _words(rows[ids]), words)
     else:
-        found = np.stack([np.einsum("thw,w->th", _words(view[at]), words) for at in ids.tolist()])
+        found = np.stack([np.einsum("thw,w->th", _words(rows[at]), words) for at in ids.tolist()])
     found ^= found >> np.uint64(32)
-    return int(np.einsum("bth,bt,h->", found, *weights))
+    return int(np.vdot(found @ weights.heads, weights.tokens))
 
 
 def _words(view: npt.NDArray[np.uint8]) -> digests.UInt64Array:
