@@ -98,7 +98,7 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(digesting, "_STEP_BYTES", 1)  # block by block
         patched.setattr(digesting, "_PIECE_BYTES", 1)
-        patched.setattr(digesting, "_LARGE_BLOCK_BYTES", 1)
+        patched.setattr(digesting, "_DIRECT_BYTES_MIN", 1)
         assert compute(*case) == expected
         patched.setattr(digesting._Job, "compute", by_torch)
         assert compute(*case) == expected

@@ -69,7 +69,7 @@ async def held_load(pair: EnginePair, lease: kvflow.Lease, **options: Any) -> tu
     """A load that waits for the producer's digests."""
     held = HeldDigests(pair.writer)
     task = pair.start(lease, [0, 1], verify=True, **options)
-    await until(lambda: held.asked)
+    await until(lambda: held.asked and pair.transport.statistics.reads and not pair.transport.statistics.open_reads)
     assert (pair.wanting.in_flight, pair.wanting.quarantined) == (2, 0), "its blocks are claimed until it is over"
     return task, held
 

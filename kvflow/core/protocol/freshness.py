@@ -168,13 +168,14 @@ class Freshness:
     with the first read, and has to say that all blocks are there.
     """
 
-    __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "_staged", "asked")
+    __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "asked", "staged")
 
     def __init__(self, *, staged: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
         self.asked = False
         """Whether a fetch was ever posted."""
-        self._staged = staged
+        self.staged = staged
+        """Whether its blocks may not be there before a read of them is posted."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
@@ -184,7 +185,7 @@ class Freshness:
     def anew(self) -> Freshness:
         """For another read under the same lease: nothing was seen yet."""
         return Freshness(
-            staged=self._staged,
+            staged=self.staged,
             not_expired_before_s=self._not_expired_before_s,
             quick_read_max_s=self._quick_read_max_s,
         )
@@ -201,7 +202,7 @@ class Freshness:
     def next_step(self, now_s: float, not_staged_max: int) -> Step:
         """What to do before a read of blocks that are there once at most `not_staged_max` of the lease's are not."""
         if not self.asked:
-            self._careful = self._staged or now_s >= self._not_expired_before_s
+            self._careful = self.staged or now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
         if self._fetching:
             return Step.WAIT if self._careful else Step.POST
@@ -209,14 +210,14 @@ class Freshness:
             return Step.STALE
         if self._careful and self._seen > not_staged_max:
             return Step.FETCH_LATER
-        self._careful = self._staged
+        self._careful = self.staged
         return Step.POST
 
     def judge(self, read_s: float | None) -> Step:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long the whole read took; None if the seal
         was fetched after its end.
         """
-        if self._seen is None or (self._seen > 0 and not self._staged):
+        if self._seen is None or (self._seen > 0 and not self.staged):
             return Step.STALE
         return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
 

@@ -323,15 +323,14 @@ class Loader:
                 for block_map in read.origin.connection.block_maps:
                     for some in chunks[block_map.of_groups]:
                         read.chunks.append((block_map, some.locate(read.tables[block_map.remote_group])))
-            groups = self._route.groups(load.reads, load.tables)
-            load.watch.enter("wire")
             verify = load.request.verify
             if verify is None and self._config.verify_share:
                 verify = self._verifier.drawn()
-            fresh = await flight.read(load.reads, groups, more=verify is True)
+            load.watch.enter("wire")
             if verify:
-                fresh = fresh and await self._verify(load, flight)
-                flight.land()
+                fresh = await self._read_verified(load, flight)
+            else:
+                fresh = await flight.read(load.reads, self._route.groups(load.reads, load.tables))
         except (TransportError, CopyFailed) as error:
             if flight.failed is not None:
                 self._reach.failed(flight.failed.origin, str(error))
@@ -353,43 +352,51 @@ class Loader:
             tokens = max(tokens, count)
         return load.report(tokens=tokens, notified=True)
 
-    async def _verify(self, load: _Load, flight: Flight) -> bool:
-        """Compare what was read with what the producer holds; where that differs read it once more, and compare again.
+    async def _read_verified(self, load: _Load, flight: Flight) -> bool:
+        """Read, and compare with what the producer holds; where that differs read once more, and compare again.
 
         Whether the lease has covered all of it. Raises ChecksumMismatch, or why a load that has to be verified is not.
         """
         try:
-            difference = await self._compare(load)
+            difference = await self._read_and_compare(load, flight)
             load.verification = Verification.VERIFIED
             if difference:
                 load.verification = Verification.MISMATCH
                 logger.warning("load %s is read once more: %s", load.handle.request_id, difference)
-                load.watch.enter("wire")
                 for read in load.reads:
                     read.freshness = read.freshness.anew()
-                if not await flight.read(load.reads, self._route.groups(load.reads, load.tables), more=True):
-                    return False
-                difference = await self._compare(load)
+                difference = await self._read_and_compare(load, flight)
                 if difference:
                     raise load.failure(ChecksumMismatch, f"what was read twice is not what is offered: {difference}")
                 load.verification = Verification.REPAIRED
         except LeaseEnded:
+            flight.land()
             return False
         except NotCompared as problem:
-            if load.verification is Verification.MISMATCH:
-                why = f"what was read is not what is offered, and then could not be compared: {problem}"
-                raise load.failure(ChecksumMismatch, why) from problem
-            load.verification = Verification.UNVERIFIED
-            logger.info("load %s is not verified: %s", load.handle.request_id, problem)
-            if load.request.verify:
-                if isinstance(problem.__cause__, PeerError):
-                    raise problem.__cause__ from None
-                raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
+            self._not_verified(load, problem)
+        flight.land()
         return True
 
-    async def _compare(self, load: _Load) -> str:
-        load.watch.enter(VERIFY)
-        return await self._verifier.compare(load.ticket.request_id, load.reads, load.tables)
+    async def _read_and_compare(self, load: _Load, flight: Flight) -> str:
+        """What differs, "" if nothing. Raises LeaseEnded or NotCompared when no read is under way any more."""
+        async with self._verifier.asking(load.ticket.request_id, load.reads, load.tables) as comparison:
+            load.watch.enter("wire")
+            if not await flight.read(load.reads, self._route.groups(load.reads, load.tables), more=True):
+                raise LeaseEnded
+            load.watch.enter(VERIFY)
+            return await comparison.difference()
+
+    def _not_verified(self, load: _Load, problem: NotCompared) -> None:
+        """What was read could not be compared: raises what follows from that, if the load must not go on."""
+        if load.verification is Verification.MISMATCH:
+            why = f"what was read is not what is offered, and then could not be compared: {problem}"
+            raise load.failure(ChecksumMismatch, why) from problem
+        load.verification = Verification.UNVERIFIED
+        logger.info("load %s is not verified: %s", load.handle.request_id, problem)
+        if load.request.verify:
+            if isinstance(problem.__cause__, PeerError):
+                raise problem.__cause__ from None
+            raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
     def _match(self, load: _Load, block_map: BlockMap, wholes: Sequence[bool]) -> tuple[Chunks, ...]:
         """Which chunks of one of their groups go to one of ours. RequestError if they do not go together.

@@ -1,8 +1,8 @@
 """Verifying a load: its bytes, by digests, against those that the producer still holds under the lease.
 
-Each rank that was read from is asked for the digests of what we have read from it, named by layers and heads of the
-model and tokens of the prompt; ours are computed meanwhile from the blocks that the load was asked to fill. So what is
-compared is what both engines take for the same tokens, whatever the plan of the reads was.
+Each rank that is read from is asked for the digests of what we read from it, named by layers and heads of the model
+and tokens of the prompt; it computes while we read. Ours are computed after that, from the blocks that the load was
+asked to fill. So what is compared is what both engines take for the same tokens, whatever the plan of the reads was.
 
 The digests say nothing about freshness: the seals have done so before, and the lease has to be open still.
 """
@@ -10,8 +10,10 @@ The digests say nothing about freshness: the seals have done so before, and the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
@@ -25,6 +27,7 @@ from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, Token
 from kvflow.runtime.peers.peer import LocalRank, Reaching
 
 _DRAWN_OF = 1 << 32
+_THREADS = 2  # while a load waits for its digests; the producer computes its with one, while the load is read
 
 
 class LeaseEnded(Exception):
@@ -58,26 +61,25 @@ class Verifier:
         """Whether one more load is of the share that is verified."""
         return int(self._token_hex(4), 16) < self._share * _DRAWN_OF
 
-    async def compare(self, request_id: str, reads: Sequence[SourceRead], tables: Sequence[BlockIds]) -> str:
-        """What differs between our blocks and the producer's, in words; "" if nothing does.
+    @asynccontextmanager
+    async def asking(
+        self, request_id: str, reads: Sequence[SourceRead], tables: Sequence[BlockIds]
+    ) -> AsyncIterator[Comparison]:
+        """Ask the ranks for their digests while the block reads from them, as far as their blocks are there already.
 
-        `request_id` is the producer's. Raises LeaseEnded or NotCompared. Cancelling gives the questions up.
+        `request_id` is the producer's. Questions that are not answered at the end of the block are given up.
         """
-        asked = [(read, list(self._parts(read, tables))) for read in reads]
-        waits = [asyncio.ensure_future(self._ask(request_id, read, parts)) for read, parts in asked]
-        try:
-            ours = [await self._digests([part.ours for part in parts]) for _, parts in asked]
-            theirs = [await wait for wait in waits]
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
-        found = (_differences(*one, *both) for *both, one in zip(ours, theirs, asked, strict=True))
-        return "; ".join(text for text in found if text)
+        async with AsyncExitStack() as stack:
+            theirs = []
+            for read in reads:
+                parts = list(self._parts(read, tables))
+                theirs.append(_Theirs(read, parts, partial(self._ask, request_id, read, parts)))
+                stack.push_async_callback(theirs[-1].give_up)
+            yield Comparison(theirs, self._digests)
 
     async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
         try:
-            return await self._gear.own.digests(self._gear.run, asked)
+            return await self._gear.own.digests(self._gear.run, asked, threads=_THREADS)
         except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
             raise NotCompared(f"no digests of our cache: {error}") from None
 
@@ -133,6 +135,48 @@ class Verifier:
             stop=stop,
         )
         return _Compared(asked, Digesting(block_map.local_set, positions, heads, blocks))
+
+
+class _Theirs:
+    """A rank's digests, asked for."""
+
+    def __init__(
+        self, read: SourceRead, parts: Sequence[_Compared], ask: Callable[[], Coroutine[Any, Any, Sequence[int]]]
+    ) -> None:
+        self.read = read
+        self.parts = parts
+        self._ask = ask
+        self._answer = None if read.freshness.staged else asyncio.ensure_future(ask())
+
+    async def digests(self) -> Sequence[int]:
+        """They, once they are there. Of blocks that were not there before the read they are asked for now."""
+        if self._answer is None:
+            self._answer = asyncio.ensure_future(self._ask())
+        return await self._answer
+
+    async def give_up(self) -> None:
+        if self._answer is not None:
+            self._answer.cancel()
+            await asyncio.gather(self._answer, return_exceptions=True)
+
+
+class Comparison:
+    """What a load has read, and what its producer holds."""
+
+    def __init__(
+        self, theirs: Sequence[_Theirs], compute: Callable[[Sequence[Digesting]], Awaitable[list[int]]]
+    ) -> None:
+        self._theirs = theirs
+        self._compute = compute
+
+    async def difference(self) -> str:
+        """What differs, in words; "" if nothing does. After the read. Raises LeaseEnded or NotCompared."""
+        ours = [await self._compute([part.ours for part in one.parts]) for one in self._theirs]
+        found = [
+            _differences(one.read, one.parts, mine, await one.digests())
+            for one, mine in zip(self._theirs, ours, strict=True)
+        ]
+        return "; ".join(text for text in found if text)
 
 
 def _their_share(read: SourceRead, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
