@@ -31,6 +31,10 @@ class Model:
     priorities: bool = False
     device: bool = False
     """Whether blocks are written some time after the engine has given the command, so that events are needed."""
+    flips: bool = False
+    """Whether bytes are flipped on their way."""
+    verifies: bool = False
+    """Whether loads are verified: some because they have to be, and some by chance."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """The groups of an engine."""
@@ -53,13 +57,17 @@ _MODELS = {
     3: Model(windows=True, priorities=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
+    8: Model(flips=True),
     9: Model(device=True),
+    10: Model(flips=True, verifies=True),
     11: Model(windows=True, layers=2),
     13: Model(windows=True, device=True),
     14: Model(state=True, layers=2, priorities=True),
+    15: Model(windows=True, state=True, device=True, flips=True, verifies=True),
 }
 """By seed, of each sixteen; the others serve plain full attention."""
 _SEEDS = 16
+_VERIFY_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +170,8 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
         limits = replace(base.limits, peers_max=peers_max)
         base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
+    if model.verifies:
+        base = replace(base, verify_share=_VERIFY_SHARE)
     settings = Settings(
         seed=seed,
         model=model,
