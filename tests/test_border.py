@@ -232,6 +232,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "priority": 0,
             "prompt": [7, 8, 9, 10],
             "after": HAPPENED,
+            "verify": True,
         },
         use_load_request,
         RequestError,

@@ -6,17 +6,20 @@ That digests are equal on both sides in all topologies is in `test_topologies`, 
 from __future__ import annotations
 
 import asyncio
+import random
+import re
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from pairs import EnginePair, cache_of, open_pair
 from scripted import ScriptedSideChannel
-from tests_support import PATIENT, limited, until
+from tests_support import PATIENT, limited, small_cache, until
 
 import kvflow
-from kvflow import Config, LeaseOutcome
+from kvflow import Config, LeaseOutcome, blocking
 from kvflow.core.protocol import messages
 from kvflow.errors import (
     ChecksumMismatch,
@@ -33,6 +36,8 @@ from kvflow.runtime.consumer.load import Verification
 from kvflow.runtime.memory.digests import DigestedCache
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.world import World
+from kvflow.testing import InprocNetwork, InprocTransport
+from tests.fuzz.mutants import mutant
 
 ALWAYS = replace(PATIENT, verify_share=1.0)
 
@@ -137,7 +142,9 @@ async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
     assert error.memory_safe
     assert (error.request_id, error.peer) == ("req", pair.writer.address)
     assert "request 'req' from 'producer'" in str(error)
-    assert "1 of 2 layers differ, the first: layer 1, tokens 0 to 8: ours " in str(error)
+    assert re.search(
+        r"1 of 2 layers differ, the first: layer [01], tokens 0 to 8: ours [0-9a-f]{16}, theirs ", str(error)
+    )
     assert (pair.loading.mismatch, pair.loading.failed) == (1, 1)
     (record,) = records.loads
     assert (record.outcome, record.phase, record.verification) == ("ChecksumMismatch", "verify", "mismatch")
@@ -483,6 +490,54 @@ async def test_the_producer_closes() -> None:
 
 
 # --- elsewhere
+
+
+async def test_a_listener_of_before_refuses_the_question(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that does not know it: what it cannot decode it refuses, and loads go on."""
+    decode = messages.decode_request
+
+    def of_before(frame: bytes) -> messages.Request:
+        found = decode(frame)
+        if isinstance(found, messages.DigestRequest):
+            raise messages.WireError(f"{len(frame)} bytes do not decode: Invalid value 'get_digests' - at `$.type`")
+        return found
+
+    monkeypatch.setattr(messages, "decode_request", of_before)
+    lease = pair.offer([3])
+    await pair.fails(PeerRefused, lease, match="refused: .* bytes do not decode", verify=True)
+    assert (await pair.load(lease, verify=None)).verification is Verification.OFF
+
+
+async def test_bent_questions_are_answered(pair: EnginePair) -> None:
+    """Whatever is bent: an answer, and the producer goes on."""
+    lease, rng = pair.offer([3]), random.Random(1)
+    answers, kinds = cache_of(pair.writer).digests, set()
+    for _ in range(400):
+        try:
+            asked = messages.decode_request(mutant(rng, question(pair, lease)))
+        except messages.WireError:
+            continue
+        reply = answers.answer(asked) if isinstance(asked, messages.DigestRequest) else None
+        kinds.add(type(await reply if isinstance(reply, asyncio.Future) else reply))
+    assert {messages.Digests, messages.NoLease, messages.Refusal} <= kinds
+    assert (await pair.load(lease, verify=True)).verified
+
+
+def test_a_blocking_runtime_passes_it_on() -> None:
+    network = InprocNetwork()
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    with ExitStack() as stack:
+        runtimes = []
+        for engine_id in ("prefill", "decode"):
+            config = replace(PATIENT, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc")
+            runtime = stack.enter_context(blocking.Runtime(config, world=world))
+            runtime.register_kv_caches(*small_cache(fill=float(len(runtimes))))
+            runtimes.append(runtime)
+        lease = runtimes[0].serve_blocks(kvflow.ServeRequest("req", [3], num_tokens=4))
+        request = kvflow.LoadRequest("req", lease.ticket.to_params(), [0], verify=True)
+        report = runtimes[1].load_blocks(request)
+        assert report.verified
+        assert lease.wait() is LeaseOutcome.READ
 
 
 def test_the_share_is_a_share() -> None:
