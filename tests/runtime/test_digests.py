@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,11 +41,21 @@ async def at_once(job: Callable[[], None]) -> None:
     job()
 
 
-def compute(cache: Cache, ids: Sequence[int], start: int, stop: int, heads: tuple[int, int, int]) -> list[int]:
+def result_of(digesting: Coroutine[Any, Any, list[int]]) -> list[int]:
+    """Of a coroutine that waits for nothing: no loop that could be blocked."""
+    with pytest.raises(StopIteration) as ended:
+        digesting.send(None)
+    found: list[int] = ended.value.value
+    return found
+
+
+def compute(
+    cache: Cache, ids: Sequence[int], start: int, stop: int, heads: tuple[int, int, int], *, threads: int = 1
+) -> list[int]:
     """The digests of all layers."""
     blocks = TokenBlocks(np.array(ids, dtype=np.int64), cache.recipe.tokens, start, stop)
     asked = Digesting(0, range(cache.recipe.layers), HeadSpan(*heads), blocks)
-    return asyncio.run(digested(cache).digests(at_once, [asked]))
+    return result_of(digested(cache).digests(at_once, [asked], threads=threads))
 
 
 def scrambled(number: int, kind: int) -> int:
@@ -100,6 +110,9 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
         patched.setattr(digesting, "_PIECE_BYTES", 1)
         patched.setattr(digesting, "_DIRECT_BYTES_MIN", 1)
         assert compute(*case) == expected
+        patched.undo()
+        patched.setattr(digesting, "_SHARED_BYTES_MIN", 0)
+        assert compute(*case, threads=3) == expected
         patched.setattr(digesting._Job, "compute", by_torch)
         assert compute(*case) == expected
 
@@ -199,6 +212,20 @@ def test_digests_of_heads_and_tokens_add_up() -> None:
     assert [digests.added(*both) for both in tokens] == whole
 
 
+def test_what_a_helping_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_here_only(job: Any) -> int:
+        if threading.current_thread().name == "kvflow-digest":
+            raise MemoryError("no more")
+        return 0
+
+    cache = cache_of(EXAMPLE)
+    monkeypatch.setattr(digesting, "_SHARED_BYTES_MIN", 0)
+    monkeypatch.setattr(digesting._Job, "compute", compute_here_only)
+    with pytest.raises(MemoryError, match="no more"):
+        compute(cache, [1, 2], 0, 8, (0, 3, 0), threads=2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvflow-digest"]
+
+
 def test_memory_that_is_none_of_torch_has_no_digests() -> None:
     class Strange:
         """A tensor of another library, as far as kvflow looks at it."""
@@ -215,7 +242,7 @@ def test_memory_that_is_none_of_torch_has_no_digests() -> None:
     found = DigestedCache([sets[0]._replace(caches=strange)])
     assert found.problem == "Strange is no torch tensor"
     with pytest.raises(Undigestible):
-        asyncio.run(
+        result_of(
             found.digests(
                 at_once, [Digesting(0, [0], HeadSpan(0, 1, 0), TokenBlocks(np.array([0], dtype=np.int64), 4, 0, 4))]
             )

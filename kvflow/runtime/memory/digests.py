@@ -9,6 +9,7 @@ Views of a cache are made when its first digest is asked for: who never asks pay
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,6 +35,7 @@ Tensor: TypeAlias = "torch.Tensor"
 _STEP_BYTES = 4 << 20  # of one part of a layer: what is gathered stays in the processor's cache
 _STEP_BYTES_ON_DEVICE = 64 << 20
 _PIECE_BYTES = 32 << 20  # what a copy of another request waits for
+_SHARED_BYTES_MIN = 4 << 20  # is worth a thread
 _DIRECT_BYTES_MIN = 1 << 18  # of one block: it is digested where it is, smaller ones are gathered first
 
 
@@ -96,16 +98,17 @@ class DigestedCache:
     def _views(self) -> list[_SetViews]:
         return [_SetViews(one) for one in self._sets]
 
-    async def digests(self, run: Run, asked: Sequence[Digesting]) -> list[int]:
+    async def digests(self, run: Run, asked: Sequence[Digesting], *, threads: int = 1) -> list[int]:
         """One for each layer of each item, in order. Raises Undigestible, or what computing has raised.
 
-        `run` is the copy thread's. Cancelling stops the waiting, and what is not computed yet is not begun.
+        `run` is the copy thread's, which is helped by others if `threads` are more than one and there is much to do.
+        Cancelling stops the waiting, and what is not computed yet is not begun.
         """
         found: list[int] = []
         for one in asked:
             sums = [0] * len(one.layers)
             for jobs in self._pieces(one):
-                await run(partial(_add_up, sums, jobs))
+                await run(partial(_add_up, sums, jobs, threads))
             found += sums
         return found
 
@@ -237,9 +240,47 @@ class _Job(NamedTuple):
         return digests.of_part(self.part, found)
 
 
-def _add_up(sums: list[int], jobs: Sequence[_Job]) -> None:
-    for job in jobs:
-        sums[job.layer] = digests.added(sums[job.layer], job.compute())
+def _add_up(sums: list[int], jobs: Sequence[_Job], threads: int) -> None:
+    """Add what the jobs give to the digests of their layers."""
+    shares = [jobs]
+    if threads > 1 and sum(job.size_bytes for job in jobs) >= _SHARED_BYTES_MIN:
+        shares = [jobs[at::threads] for at in range(threads)]
+    helpers = [_Helper(share) for share in shares[1:]]
+    try:
+        found = _computed(shares[0])
+    finally:
+        for helper in helpers:
+            helper.join()
+    for some in (found, *(helper.result() for helper in helpers)):
+        for layer, number in some:
+            sums[layer] = digests.added(sums[layer], number)
+
+
+def _computed(jobs: Sequence[_Job]) -> list[tuple[int, int]]:
+    return [(job.layer, job.compute()) for job in jobs]
+
+
+class _Helper(threading.Thread):
+    """Computes some jobs beside the copy thread, which waits for it."""
+
+    def __init__(self, jobs: Sequence[_Job]) -> None:
+        super().__init__(name="kvflow-digest", daemon=True)
+        self._jobs = jobs
+        self._found: list[tuple[int, int]] = []
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._found = _computed(self._jobs)
+        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
+            self._error = error
+
+    def result(self) -> list[tuple[int, int]]:
+        """To be asked for after its end."""
+        if self._error is not None:
+            raise self._error
+        return self._found
 
 
 def _on_host(view: Tensor, ids: BlockIds, weights: _Weights) -> int:
