@@ -83,6 +83,15 @@ def seconds(value: object, what: str, *, error: ErrorKind = RequestError) -> flo
     return float(plain)
 
 
+def share(value: object, what: str, *, error: ErrorKind = RequestError) -> float:
+    """Which part of a whole: 0 is nothing of it, 1 all."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    plain = answer(lambda: float(value)) if is_number else None  # type: ignore[arg-type]
+    if plain is None or not 0 <= plain <= 1:
+        raise error(f"{what}: expected 0 to 1, got {shown(value)}")
+    return float(plain)
+
+
 def timeout(value: object, what: str, *, error: ErrorKind = RequestError) -> float | None:
     """How long to wait at most: a time, 0 for not at all, or None for as long as it takes."""
     return value if value is None or (type(value) in (int, float) and value == 0) else seconds(value, what, error=error)

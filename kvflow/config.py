@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from os import PathLike, fspath
-from typing import cast
+from typing import TypeAlias, cast
 
 from kvflow import checks
 from kvflow.checks import is_name, shown
@@ -18,6 +18,8 @@ from kvflow.errors import ConfigError, InvalidInput
 from kvflow.limits import NUMBERS, Limits, by_device, check_bounds
 
 _MIB = 1 << 20
+
+Share: TypeAlias = float
 
 PORT_MAX = 65535
 ENGINE_ID_CHARS_MAX = 256
@@ -118,6 +120,10 @@ class Config:
     """How long a cancelled or late load waits for bytes in flight before it quarantines its blocks."""
     drain_timeout_s: float = 10.0
     """How long closing waits for loads and leases that are still open."""
+
+    verify_share: Share = 0.0
+    """The share of loads whose bytes are compared with the producer's by checksums, drawn load by load: 0 is none, 1
+    all. `LoadRequest.verify` says it of one load."""
 
     loads_waiting_max: int = 1 << 12
     """How many loads may wait; one more is `Overloaded`."""
@@ -239,6 +245,7 @@ _PLAIN: Mapping[str, checks.Check] = {
     **NUMBERS,
     "int | None": _optional(NUMBERS["int"]),
     "bool": partial(checks.flag, error=ConfigError),
+    "Share": partial(checks.share, error=ConfigError),
     "str": _text,
     "str | None": _optional(_text),
     "str | PathLike[str] | None": _optional(_path),

@@ -27,6 +27,7 @@ it has a `quarantine`, the load whose bytes may still land.
     |  |- LeaseExpired           nobody   do not retry   ask       the blocks may have been reused: prefill again
     |  |- Overloaded             engine   retry          ask       too many loads wait already
     |  |- TransferFailed         peer     retry          ask       the transport reported a failure
+    |  |- ChecksumMismatch       peer     do not retry   ask       what was read twice is not what the producer holds
     |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`: give it more
     `- RuntimeBroken             kvflow   do not retry   ask       a service of the runtime died: restart the engine
        `- TransportBroken        kvflow   do not retry   ask       ... because the transport died
@@ -286,6 +287,15 @@ class TransferFailed(LoadError):
 
     blame = Blame.PEER
     retryable = True
+
+
+class ChecksumMismatch(LoadError):
+    """The bytes that were read are not those that the producer holds, also after they were read once more.
+
+    Something between the two caches changes bytes, or they were written to while they were leased.
+    """
+
+    blame = Blame.PEER
 
 
 class DeadlineExceeded(LoadError):

@@ -130,6 +130,10 @@ class Limits:
     side_channel_request_bytes_max: int = 64 * _KIB
     side_channel_requests_per_s_max: int = 1000
     """From one peer: an engine with CURVE, else an address. What comes faster gets no answer."""
+    digests_max: int = 64
+    """Questions for checksums of leased blocks that are answered at once; one more is refused, to be asked later."""
+    reader_digests_max: int = 8
+    """Of them, from one reader."""
     side_channel_connections_max: int = 512
     """When there are more at once, all are dropped."""
     notification_bytes_max: int = 4 * _KIB

@@ -126,7 +126,7 @@ async def run(case: GroupHandOver, world: World | None = None, compute: Compute 
         consumers = await open_engine(stack, case, 1, world)
         leases = serve(case, producers, None if compute is None else 0)
         ticket = ticket_of(leases)
-        request = LoadRequest("request", ticket=ticket, block_ids=request_ids(case, 1))
+        request = LoadRequest("request", ticket=ticket, block_ids=request_ids(case, 1), verify=True)
         loads = [rank.runtime.start_load(request) for rank in consumers]
         if compute is not None:
             await compute(producers, leases)

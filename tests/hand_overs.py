@@ -74,6 +74,11 @@ class HandOver:
     paths: Paths = STRAIGHT
 
     @property
+    def verified(self) -> bool:
+        """Whether its loads are to be verified: every other one."""
+        return self.num_tokens % 2 == 1
+
+    @property
     def tokens(self) -> range:
         """What has to be read."""
         stop = min(self.num_tokens, len(self.offered) * self.producer.block_size)
@@ -216,7 +221,7 @@ def free_ports(count: int) -> int:
 
 async def _load(case: HandOver, consumers: list[_Rank], ticket: dict[str, Any]) -> list[LoadReport]:
     """Every rank's report, in the order of the ranks."""
-    request = LoadRequest("request", ticket=ticket, block_ids=case.wanted)
+    request = LoadRequest("request", ticket=ticket, block_ids=case.wanted, verify=case.verified or None)
     if case.arrival is Arrival.TOGETHER:
         loads = (rank.runtime.load_blocks(request) for rank in consumers)
         ends = await asyncio.gather(*loads, return_exceptions=True)
@@ -270,6 +275,7 @@ def _check_report(case: HandOver, rank: _Rank, report: LoadReport, names: list[s
     assert told == (len(case.tokens), len(case.wanted), bool(case.offered), bool(case.wanted)), report
     assert report.bytes == wanted_bytes or (report.bytes > wanted_bytes and not case.paths.exact), report
     assert min(report.seconds.values()) >= 0.0, report
+    assert report.verified == (case.verified and bool(case.wanted)), report
     holders = [
         name
         for name, place in zip(names, case.producer.places, strict=True)

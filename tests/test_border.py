@@ -219,6 +219,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "traceparent": TRACEPARENT,
             "prompt": [7, 8, 9, 10],
             "ready": HAPPENED,
+            "computed_tokens": 2,
         },
         use_serve_request,
         RequestError,
@@ -232,6 +233,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "priority": 0,
             "prompt": [7, 8, 9, 10],
             "after": HAPPENED,
+            "verify": True,
         },
         use_load_request,
         RequestError,
@@ -538,6 +540,7 @@ CHANGES = st.fixed_dictionaries(
         "reader_count": NUMBERS,
         "traceparent": st.sampled_from(["", TRACEPARENT, TRACEPARENT + "\n"]) | TEXTS,
         "prompt": PROMPTS,
+        "computed_tokens": st.none() | NUMBERS,
     },
 )
 

@@ -17,6 +17,7 @@ from kvflow.errors import ConfigError
 from kvflow.limits import BY_DEVICE, Limits
 from tests.tests_support import TICKET, altered, each
 
+SHARES = ("verify_share",)
 RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")
 OF_LIMITS = [field.name for field in dataclasses.fields(Limits)]
 DEFAULTS = {
@@ -25,7 +26,7 @@ DEFAULTS = {
     for field in dataclasses.fields(kind)
     if isinstance(field.default, int | float) and not isinstance(field.default, bool)
 }
-LIMITS = [name for name in DEFAULTS if name not in RANKS]
+LIMITS = [name for name in DEFAULTS if name not in (*RANKS, *SHARES)]
 TIMES = [name for name in LIMITS if isinstance(DEFAULTS[name], float)]
 
 

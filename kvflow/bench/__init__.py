@@ -7,6 +7,7 @@ loads     which blocks a load moves, pure            targets   promises and whet
 
 transfer/ kvflow against raw NIXL                    topology  loads between ranks that cut the cache differently
 fairness  small loads behind huge ones               planning  the planner, without any transfer
+verifying loads with checksums beside loads without
 
 gpu/      experiments on a GPU machine, with a command of their own     ucx  what UCX says of the way of bytes, pure
 """

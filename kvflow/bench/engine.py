@@ -115,10 +115,12 @@ class Consumers:
     async def poison(self, rank: int, load: PlannedLoad, layers: Sequence[int]) -> None:
         self._ranks[rank][1].poison(load.local_ids, layers)
 
-    async def load(self, rank: int, load: PlannedLoad, tickets: Sequence[Ticket]) -> LoadResult:
+    async def load(
+        self, rank: int, load: PlannedLoad, tickets: Sequence[Ticket], *, verify: bool | None = None
+    ) -> LoadResult:
         """There is one ticket from every producer rank."""
         merged = kvflow.merge_tickets([kvflow.Ticket.from_params(ticket) for ticket in tickets]).to_params()
-        request = kvflow.LoadRequest(load.request_id, ticket=merged, block_ids=load.local_ids)
+        request = kvflow.LoadRequest(load.request_id, ticket=merged, block_ids=load.local_ids, verify=verify)
         start = time.perf_counter()
         report = await self._ranks[rank][0].load_blocks(request)
         return LoadResult(time.perf_counter() - start, report.bytes, report.descriptors)

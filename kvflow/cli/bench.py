@@ -24,12 +24,14 @@ from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scena
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
+from kvflow.bench.verifying import Verifying
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "transfer": Transfer,
     "topology": Topology,
     "fairness": Fairness,
     "planning": Planning,
+    "verifying": Verifying,
 }
 _LEAST = {int: 1, float: 0.1}
 _SECONDS = re.compile("(?<!_per)_s$")

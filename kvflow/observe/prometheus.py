@@ -87,6 +87,9 @@ class PrometheusMetrics(Collector):
         self._load_bytes = histogram("kvflow_load_bytes", "Bytes of successful loads.", buckets=_BYTES)
         self._descriptors = counter("kvflow_load_descriptors", "Descriptors of successful loads.")
         self._blocks = counter("kvflow_load_blocks", "Blocks that successful loads have filled.", "group")
+        self._verified = counter(
+            "kvflow_loads_verified", "Loads that were to be verified, by what came of it.", "result"
+        )
         self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
         self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
         registry.register(self)
@@ -98,6 +101,8 @@ class PrometheusMetrics(Collector):
     def load_ended(self, record: LoadRecord) -> None:
         where = (record.engine_id, *record.rank)
         self._loads.labels(*where, record.outcome).inc()
+        if record.verification != "off":
+            self._verified.labels(*where, record.verification).inc()
         if record.error or record.outcome == "cancelled":
             return
         self._load_seconds.labels(*where).observe(sum(record.seconds.values()))

@@ -6,8 +6,9 @@ Each registration makes all of it anew (`incarnation`); nothing here changes aft
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -22,11 +23,13 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, UsageError
+from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
 from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
@@ -35,6 +38,7 @@ from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.producer.blocks import OfferedBlocks
+from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
@@ -72,12 +76,13 @@ class RegisteredCache:
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach)
         self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
         self.serving = Serving(context, local, offered)
+        self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self._rank = context.identity.rank
         self._clock = context.clock
 
-    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> messages.Reply:
-        """Answer a peer; never waits. A rank that drains connects readers of its open leases only."""
+    def answer(self, header: messages.Header, request: messages.Request, *, draining: bool) -> Answered:
+        """Answer a peer, or promise to; never waits. A rank that drains connects readers of its open leases only."""
         ours, theirs = self.local.caller.target, request.target
         if theirs.engine_id != ours.engine_id:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
@@ -95,6 +100,8 @@ class RegisteredCache:
                     return self.serving.release(request)
                 except messages.WireError as error:
                     return refusal(str(error))
+            case messages.DigestRequest():
+                return self.digests.answer(request)
             case messages.ClockRequest():
                 return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():
@@ -119,6 +126,24 @@ def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = Fa
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Memory:
+    """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
+
+    groups: Sequence[CacheGroup]
+    own: tuple[LayerSet, ...]
+    device: CacheDevice
+    """Where those are."""
+    staging: Sequence[HostBuffers]
+    shown: tuple[LayerSet, ...]
+    """The same or, with host staging, the host blocks."""
+
+    @property
+    def filled(self) -> CacheDevice:
+        """Where loads go."""
+        return CacheDevice(HOST) if self.staging else self.device
+
+
 async def register(
     context: RankContext,
     poller: Poller,
@@ -131,22 +156,13 @@ async def register(
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
     sets = layer_sets(groups, config.tp_size)
-    device = device_of([layer for one in sets for layer in one.caches.items()])
-    staging: list[HostBuffers] = []
     try:
         _check_apart(groups, sets)
-        staged = is_staged(device.kind, config.staging)
-        copies = await copy_thread.device(device)
-        if staged:  # on the copy thread, since that touches all their pages
-            await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks, copies)))
-            copies = CacheDevice(HOST)  # of the host blocks, which is where loads go
-        elif not copies.on_host:
-            spans = map_spans([layer for one in sets for layer in one.caches.items()])
-            await copy_thread.run(lambda: copies.check(spans))
-        context = replace(context, config=config_on(config, copies.where.kind))
-        scratch = await _scratch(context, copy_thread, copies)
-        gear = _gear(context, poller, copy_thread, groups, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, groups, staging, scratch)
+        memory = await _prepared(config, copy_thread, groups, sets, copy_blocks)
+        context = replace(context, config=config_on(config, memory.filled.where.kind))
+        scratch = await _scratch(context, copy_thread, memory.filled)
+        gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
+        registered = await _register(context, gear, memory, scratch)
     except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
@@ -157,9 +173,9 @@ async def register(
             len(group.layers),
             group.num_blocks,
             group.block_size_bytes,
-            f"{device.kind}:{device.number}",
+            f"{memory.device.where.kind}:{memory.device.where.number}",
             "" if len(groups) == 1 else f", group {group.name!r}",
-            ", through host buffers" if staging else "",
+            ", through host buffers" if memory.staging else "",
         )
     return registered
 
@@ -170,18 +186,30 @@ def _check_apart(groups: Sequence[CacheGroup], sets: Sequence[LayerSet]) -> None
     check_sets_apart([PooledSet(group.name, str(group.pool), group.split, regions) for group, regions in pooled])
 
 
-async def _register(
-    context: RankContext,
-    gear: Gear,
+async def _prepared(
+    config: Config,
+    copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
-    staging: Sequence[HostBuffers],
-    scratch: Scratch,
-) -> RegisteredCache:
-    config, limits, transport = context.config, context.config.limits, context.transport
-    seals = context.seals
-    sets = layer_sets(groups, config.tp_size)
-    if staging:
-        sets = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
+    sets: tuple[LayerSet, ...],
+    copy_blocks: BlockCopier | None,
+) -> _Memory:
+    """The memory that peers read: checked, or host blocks for it."""
+    where = device_of([layer for one in sets for layer in one.caches.items()])
+    staged, shown = is_staged(where.kind, config.staging), sets
+    staging: list[HostBuffers] = []
+    device = await copy_thread.device(where)
+    if staged:  # on the copy thread, since that touches all their pages
+        await copy_thread.run(lambda: staging.extend(host_buffers(groups, config, copy_blocks, device)))
+        shown = tuple(one for at, buffers in enumerate(staging) for one in sets_of(at, buffers.layers, config.tp_size))
+    elif not device.on_host:
+        spans = map_spans([layer for one in sets for layer in one.caches.items()])
+        await copy_thread.run(lambda: device.check(spans))
+    return _Memory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+
+
+async def _register(context: RankContext, gear: Gear, memory: _Memory, scratch: Scratch) -> RegisteredCache:
+    config, limits, transport, seals = context.config, context.config.limits, context.transport, context.seals
+    groups, sets = memory.groups, memory.shown
     regions = tuple(one.regions for one in sets)
     layers = [layer for one in sets for layer in one.caches.items()]
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
@@ -196,18 +224,20 @@ async def _register(
         regions=regions,
         groups=tuple(group.facts for group in groups),
     )
-    metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(staging))
-    route = Route(config, sets, scratch, staging, gear.copy_thread)
-    offered = OfferedBlocks(local.groups, gear.ledger, seals, staging, gear.copy_thread, limits.slice_bytes_max)
+    metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
+    route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
+    offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
     return RegisteredCache(context, local, metadata, gear, route, offered)
 
 
-def _gear(
-    context: RankContext, poller: Poller, copy_thread: CopyThread, groups: Sequence[CacheGroup], *, grows: bool
-) -> Gear:
+def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _Memory, *, grows: bool) -> Gear:
+    def run(job: Callable[[], None]) -> Awaitable[None]:
+        return copy_thread.run(partial(_copying, memory.device, job))
+
+    own = DigestedCache(memory.own)
     return Gear(
         ledger=BlockLedger(
-            [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in groups]
+            [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in memory.groups]
         ),
         seals=SealTable(context.config.limits.loads_max),
         queue=reads_in_flight(context.config, grows=grows),
@@ -215,7 +245,13 @@ def _gear(
         copy_thread=copy_thread,
         clock=context.clock,
         reads_max=context.config.limits.slices_in_flight_max,
+        digests=DigestGear(own, DigestedCache(memory.shown) if memory.staging else own, run),
     )
+
+
+def _copying(device: CacheDevice, job: Callable[[], None]) -> None:
+    with device.copying():
+        job()
 
 
 async def _scratch(context: RankContext, copy_thread: CopyThread, device: CacheDevice) -> Scratch:

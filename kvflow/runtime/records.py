@@ -51,6 +51,9 @@ class LoadRecord:
     blocks_by_group: Mapping[str, int] = field(default_factory=dict)
     """The same, by the names of the cache's groups of layers."""
     descriptors: int = 0
+    verification: str = "off"
+    """What came of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
+    or "unverified"."""
     traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
 

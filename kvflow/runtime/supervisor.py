@@ -35,6 +35,7 @@ from kvflow.errors import (
     UsageError,
 )
 from kvflow.runtime.assembly import RegisteredCache, refusal, register
+from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.errand import Errand, carry_out
@@ -362,8 +363,8 @@ class Supervisor:
             return DrainReport(finished=True)
         return await drain(cache.serving, cache.loader, self.config, deadline_s)
 
-    def _answer(self, header: messages.Header, request: messages.Request) -> messages.Reply:
-        """Answer a peer on the side channel; never waits."""
+    def _answer(self, header: messages.Header, request: messages.Request) -> Answered:
+        """Answer a peer on the side channel, or promise to; never waits."""
         cache, engine_id = self.cache, self.config.engine_id
         if cache is None:
             return refusal(f"engine {engine_id!r} has no KV cache registered yet", transient=True)

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from contextvars import copy_context
+from functools import partial
 
 from kvflow.config import Config
 from kvflow.core.protocol import messages
@@ -68,8 +69,18 @@ class InprocListener:
                 self._counts["dropped"] += 1
                 continue
             answer = self._answer(header, request)
-            self._counts["refused" if isinstance(answer, messages.Refusal) else "answered"] += 1
-            reply(messages.encode_frames(messages.our_header(b""), answer))
+            if isinstance(answer, asyncio.Future):
+                answer.add_done_callback(partial(self._send_late, reply))
+            else:
+                self._send(reply, answer)
+
+    def _send_late(self, reply: Reply, answer: asyncio.Future[messages.Reply]) -> None:
+        if not answer.cancelled():
+            self._send(reply, answer.result())
+
+    def _send(self, reply: Reply, answer: messages.Reply) -> None:
+        self._counts["refused" if isinstance(answer, messages.Refusal) else "answered"] += 1
+        reply(messages.encode_frames(messages.our_header(b""), answer))
 
     def close(self) -> None:
         if self._exchange.listeners.get(self._address) is self:

@@ -66,6 +66,12 @@ class InprocRead(PostedRead):
         return list(zip(ours[:, 0].tolist(), theirs[:, 0].tolist(), ours[:, 1].tolist(), strict=True))
 
 
+def flip(address: int) -> None:
+    """Invert a byte of this process's memory."""
+    byte = ctypes.c_uint8.from_address(address)
+    byte.value ^= 0xFF
+
+
 class InprocFaults:
     """What goes wrong, for one agent's reads and notifications; the defaults are a perfect network."""
 
@@ -74,6 +80,8 @@ class InprocFaults:
         """Posted reads wait for `InprocTransport.perform`."""
         self.fail_next: deque[TransportError] = deque()
         """Errors for the next reads that are performed; their bytes do not land."""
+        self.flip_next = 0
+        """How many of the next reads land with a byte flipped, the last one."""
         self.never_finish = False
         """Bytes land, but the end of the read is never reported."""
         self.drop_notifications = False
@@ -177,7 +185,11 @@ class InprocTransport:
             read = self.held.popleft()
             error = self.refusal(read)
             if error is None:
-                self.copy(read.rows())
+                rows = read.rows()
+                self.copy(rows)
+                if self.faults.flip_next:
+                    self.faults.flip_next -= 1
+                    flip(rows[-1][0] + rows[-1][2] - 1)
                 if self.faults.never_finish:
                     continue
             self.end(read, error)

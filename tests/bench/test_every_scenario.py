@@ -21,6 +21,7 @@ SMALLEST = {
     "topology": "--size 1 --rounds 2 --layers 2",
     "fairness": "--size 256 --rounds 1",
     "planning": "--repeats 3",
+    "verifying": "--sizes 1,16 --rounds 2 --layers 2",
 }
 Report = dict[str, Any]
 
@@ -84,11 +85,22 @@ def check_planning(report: Report) -> None:
     assert windowed["moved"] == pytest.approx((10 * 8192 + 50 * 64) / (60 * 8192))
 
 
+def check_verifying(report: Report) -> None:
+    rows = {row["size"]: row for row in report["sizes"]}
+    assert list(rows) == ["1 MB", "16 MB"]
+    for row in rows.values():
+        assert row["plain_s"]["samples"] == row["verified_s"]["samples"] == row["ratio"]["samples"] == 2
+        assert row["plain_gb_per_s"] == pytest.approx(row["size_bytes"] / row["plain_s"]["p50"] / 1e9)
+        assert row["checked_bytes"] == 2 * row["size_bytes"] + 4 * row["size_bytes"] // 2  # then one of two layers
+    assert [row["at"] if "at" in row else row["where"] for row in report["targets"]] == ["16 MB"]
+
+
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "transfer": (check_transfer, ("raw_example", "bare_hop", "idle CPU")),
     "topology": (check_topology, ("staged", "Ratios are of speed")),
     "fairness": (check_fairness, ("one block, behind", "delay")),
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
+    "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
 }
 
 

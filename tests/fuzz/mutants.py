@@ -103,6 +103,14 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
             cache_shares=cache_shares,
         ),
         messages.ClockRequest(reader=READER, target=TARGET),
+        messages.DigestRequest(
+            reader=READER,
+            target=TARGET,
+            request_id="honest",
+            lease_id="0" * 32,
+            definition=1,
+            parts=(messages.DigestPart("", (0, 1), 0, 2, 2, 0, 4),),
+        ),
         messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0"),
     ]
 

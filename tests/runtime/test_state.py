@@ -202,7 +202,7 @@ async def run(case: Case, world: World) -> None:
             )
         request = ServeRequest("req", {"full": offered, "state": [0]}, num_tokens=case.num_tokens)
         leases = [runtime.serve_blocks(request) for _, runtime in producers]
-        load = LoadRequest("req", ticket_of(leases), {"full": wanted, "state": [2]})
+        load = LoadRequest("req", ticket_of(leases), {"full": wanted, "state": [2]}, verify=True)
         await asyncio.gather(*(runtime.load_blocks(load) for _, runtime in consumers))
         async with asyncio.timeout(60):
             for lease in leases:

@@ -16,11 +16,13 @@ from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.freshness import Freshness, SealTable
-from kvflow.runtime.consumer import loader
+from kvflow.runtime.consumer import loader, verifying
 from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.consumer.verifying import Comparison
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.digests import TokenBlocks
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -181,6 +183,20 @@ def leave_state_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     mutate_matches(monkeypatch, lambda some, _, block_size: None if block_size == 1 else some)
 
 
+def ignore_mismatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What digests say is not listened to."""
+
+    async def difference(self: Comparison) -> str:
+        return ""
+
+    monkeypatch.setattr(Comparison, "difference", difference)
+
+
+def digest_the_wrong_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader compares blocks in another order than that of the prompt."""
+    monkeypatch.setattr(verifying, "TokenBlocks", lambda ids, *others: TokenBlocks(ids[::-1], *others))
+
+
 def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bool, int], Chunks | None]) -> None:
     def match(*args: Any, whole: bool, remote_block_size: int, **kwargs: Any) -> tuple[Chunks, ...]:
         found = match_chunks(*args, whole=whole, remote_block_size=remote_block_size, **kwargs)
@@ -212,6 +228,8 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "leave_seals_of_before": (leave_seals_of_before, "I2 I3", 79),
     "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
     "leave_state_behind": (leave_state_behind, "I2", 6),
+    "ignore_mismatches": (ignore_mismatches, "I2", 26),
+    "digest_the_wrong_blocks": (digest_the_wrong_blocks, "I2", 26),
 }
 
 

@@ -44,6 +44,7 @@ def every_kind() -> set[str]:
     peer_errors = ("PeerUnreachable", "ProtocolError")
     wanted = {f"load: {ending}" for ending in endings + peer_errors}
     wanted |= {f"lease: {outcome}" for outcome in ("read", "expired", "revoked")}
+    wanted |= {f"load: {kind}" for kind in ("verified", "repaired", "unverified", "flipped, and nobody looked")}
     return wanted | {f"trouble: {action.__name__.replace('_', ' ')}" for _, action in TROUBLE}
 
 

@@ -168,10 +168,10 @@ def _same_parts(local: Regions, remote: Regions) -> tuple[Regions, Regions]:
     """Both sides with the same parts: where only one holds K and V of a head together, they are taken apart there."""
     if local.parts == remote.parts:
         return local, remote
-    return _split(local), _split(remote)
+    return split_fused(local), split_fused(remote)
 
 
-def _split(regions: Regions) -> Regions:
+def split_fused(regions: Regions) -> Regions:
     """Regions of K and V for fused ones: each a half of every head."""
     if regions.parts != ("KV",):
         return regions

@@ -170,6 +170,11 @@ def stages_max(ours: Sequence[CacheShare]) -> int:
     return len({layer for share in ours for layer in share.layers}) if ours[0].pp_size == 1 else RANKS_MAX
 
 
+def heads_held(share: CacheShare, kv_heads: int) -> range:
+    """Which of the model's `kv_heads` a rank holds; of MLA's latent the one that there is."""
+    return range(1) if share.latent else _heads(share.tp_rank, share.tp_size, kv_heads)
+
+
 def layers_of(shares: Sequence[CacheShare]) -> dict[str, tuple[int, ...]]:
     """All layers that a rank holds; those whose state it holds by the part of it."""
     found: dict[str, tuple[int, ...]] = {}

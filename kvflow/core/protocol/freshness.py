@@ -168,18 +168,27 @@ class Freshness:
     say that everything is there.
     """
 
-    __slots__ = ("_careful", "_fetching", "_grows", "_not_expired_before_s", "_quick_read_max_s", "_seen", "asked")
+    __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "asked", "grows")
 
     def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
         self.asked = False
         """Whether a fetch was ever posted."""
-        self._grows = grows
+        self.grows = grows
+        """Whether what is read may not be there before a read of it is posted."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
         self._fetching = False
         self._seen: int | None = None
+
+    def anew(self) -> Freshness:
+        """For another read under the same lease: nothing was seen yet."""
+        return Freshness(
+            grows=self.grows,
+            not_expired_before_s=self._not_expired_before_s,
+            quick_read_max_s=self._quick_read_max_s,
+        )
 
     def fetching(self) -> None:
         """A read that fetches the seal was posted."""
@@ -193,7 +202,7 @@ class Freshness:
     def next_step(self, now_s: float, missing_max: int) -> Step:
         """What to do before a read of what is there once at most `missing_max` of the lease's tokens are missing."""
         if not self.asked:
-            self._careful = self._grows or now_s >= self._not_expired_before_s
+            self._careful = self.grows or now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
         if self._fetching:
             return Step.WAIT if self._careful else Step.POST
@@ -201,14 +210,14 @@ class Freshness:
             return Step.STALE
         if self._careful and self._seen > missing_max:
             return Step.FETCH_LATER
-        self._careful = self._grows
+        self._careful = self.grows
         return Step.POST
 
     def judge(self, read_s: float | None) -> Step:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long the whole read took; None if the seal
         was fetched after its end.
         """
-        if self._seen is None or (self._seen > 0 and not self._grows):
+        if self._seen is None or (self._seen > 0 and not self.grows):
             return Step.STALE
         return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
 

@@ -32,6 +32,7 @@ from kvflow.limits import SEAL_HOLD_S_MAX, SEALS_MAX
 PROTOCOL_VERSION = 4
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
+DIGEST_PARTS_MAX = 1 << 12
 LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
@@ -162,6 +163,35 @@ class ClockRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_clock"):
     target: Target
 
 
+class DigestPart(msgspec.Struct, frozen=True, array_like=True):
+    """Layers, heads and tokens to digest: all numbers are the model's and the prompt's, none a rank's own."""
+
+    part: str
+    """Which segment of state, or "": as in a `CacheShare`."""
+    layers: tuple[int, ...]
+    head: int
+    """The first head."""
+    heads: int
+    model_heads: int
+    """How many heads the model has, from which follows which ones a rank holds."""
+    start: int
+    """The first token of the prompt."""
+    stop: int
+    """The one after the last."""
+
+
+class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_digests"):
+    """Which digests do these bytes of an open lease have? See `core.protocol.digests`."""
+
+    reader: str
+    target: Target
+    request_id: str
+    lease_id: str
+    definition: int
+    """Which definition of a digest the reader computes."""
+    parts: tuple[DigestPart, ...]
+
+
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """`regions.Regions` on the wire."""
 
@@ -236,6 +266,12 @@ class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     clock_s: float
 
 
+class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
+    """One for each layer of each part of the question, in order. The lease was open when the last was computed."""
+
+    values: tuple[int, ...]
+
+
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """No, and why. The facts are set when the fingerprints differ."""
 
@@ -251,8 +287,8 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
     """Acknowledges a `Goodbye`."""
 
 
-Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | Goodbye
-Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Ack | Refusal
+Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | DigestRequest | Goodbye
+Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Digests | Ack | Refusal
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):

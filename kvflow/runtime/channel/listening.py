@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 import zmq.asyncio
@@ -31,7 +32,7 @@ from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.channel.keyring import Keyring
-from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
+from kvflow.runtime.channel.protocol import Answer, Answered, ListenerStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,10 @@ class ZmqListener:
         return ListenerStatistics(connections=self._connections, **self._counts)
 
     async def serve(self) -> None:
-        """Answer requests one after the other; answering never waits, so a slow peer delays nobody."""
+        """Answer requests one after the other; answering never waits, so a slow peer delays nobody.
+
+        A reply that takes long is promised, and sent when it is there.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._serve_requests(), name="kvflow-listener-requests")
@@ -151,18 +155,32 @@ class ZmqListener:
             self._drop(str(error))
             return
         reply = self._reply_to(header, body_frame, engine)
+        if isinstance(reply, asyncio.Future):
+            reply.add_done_callback(partial(self._send_late, sender))
+        else:
+            self._send(sender, reply)
+
+    def _send_late(self, sender: bytes, reply: asyncio.Future[messages.Reply]) -> None:
+        """A reply that was promised is there."""
+        if not reply.cancelled() and not self._socket.closed:
+            self._send(sender, reply.result())
+
+    def _send(self, sender: bytes, reply: messages.Reply) -> None:
+        """Send a reply, or drop it if its connection takes no more."""
         if isinstance(reply, messages.Refusal):
             self._counts["refused"] += 1
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
         else:
             self._counts["answered"] += 1
         answer = messages.encode_frames(messages.our_header(b""), reply)
-        try:
-            await self._socket.send_multipart([sender, *answer], flags=zmq.NOBLOCK)
-        except zmq.Again:
+        sent = self._socket.send_multipart([sender, *answer], flags=zmq.NOBLOCK)
+        assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
+        if isinstance(sent.exception(), zmq.Again):
             self._counts["dropped"] += 1
+        else:
+            sent.result()
 
-    def _reply_to(self, header: messages.Header, body_frame: bytes, engine: str | None) -> messages.Reply:
+    def _reply_to(self, header: messages.Header, body_frame: bytes, engine: str | None) -> Answered:
         try:
             if header.version != messages.PROTOCOL_VERSION:
                 ours = messages.PROTOCOL_VERSION

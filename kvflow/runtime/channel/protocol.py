@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvflow.core.protocol import messages
 
-Answer = Callable[[messages.Header, messages.Request], messages.Reply]
+Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
+"""A reply, or one to come: it is sent when it is there, and others are answered meanwhile. Who promises one bounds how
+many there are, and settles each."""
+
+Answer: TypeAlias = Callable[[messages.Header, messages.Request], Answered]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from kvflow.core.protocol.freshness import Freshness, SealTable, Step, fetch_sea
 from kvflow.errors import RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.digests import DigestGear
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import Notified, PostedRead, ReadEnded, Transport, TransportError
@@ -168,6 +169,7 @@ class Gear:
     clock: Clock
     reads_max: int
     """Of one load at once; 2 hides the completion latency of the first."""
+    digests: DigestGear
 
 
 class Flight:
@@ -220,15 +222,19 @@ class Flight:
         """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died."""
         await asyncio.shield(self._end)
 
-    async def read(self, sources: Sequence[SourceRead], groups: AsyncGenerator[CopyGroup, None]) -> bool:
+    async def read(
+        self, sources: Sequence[SourceRead], groups: AsyncGenerator[CopyGroup, None], *, more: bool = False
+    ) -> bool:
         """Read all groups, and the seals; whether those vouch for the data (`core.protocol.freshness` has the
         arguments).
 
-        A seal is fetched with the first read from its rank: if it is broken no further group is posted. Raises the
+        A seal is fetched with the first read from its rank: if it is broken no further group is posted. With `more` the
+        blocks stay claimed: all may be read once more, and `land` or `stop` has to follow. Raises the
         first TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
         """
         assert sources, "a load with blocks to fill reads from somebody"
-        self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
+        if self.state is TransferState.PENDING:
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
         begun_s = self._gear.clock.now_s()
         async with aclosing(groups):
             async for group in groups:
@@ -248,9 +254,15 @@ class Flight:
             await self._wait_until_below(1)
             for source in again:
                 fresh = fresh and source.freshness.judge(None) is Step.FRESH
+        if not more:
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAND)
+            self._settle()
+        return fresh
+
+    def land(self) -> None:
+        """After a read with `more`: there is none."""
         self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAND)
         self._settle()
-        return fresh
 
     async def stop(self, grace_s: float) -> bool:
         """End the flight whatever it is doing: wait up to `grace_s` for posted reads. Whether the blocks are safe.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,6 +18,9 @@ from kvflow.runtime.consumer.flight import Flight
 from kvflow.runtime.own_loop import require_loop
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
+VERIFY = "verify"
+"""The phase between "wire" and "notify" of a load that is verified; no other has it."""
+
 _USUAL_PRIORITY = 0
 _NAME_CHARS_MAX = 512
 
@@ -44,6 +48,9 @@ class LoadRequest:
     """An event after which the device does nothing to the local blocks any more, such as a CUDA event behind the last
     step of who had them before: no byte lands earlier. **Without it the blocks have to be at rest when the load is
     asked for.**"""
+    verify: bool | None = None
+    """Whether its bytes are compared with the producer's by checksums: True fails the load where that is not possible,
+    False never compares, None leaves it to Config.verify_share."""
 
 
 def checked_load_request(request: object, id_chars_max: int, block_ids_max: int) -> LoadRequest:
@@ -55,7 +62,7 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
         plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= id_chars_max
         plain_ids = len(request.block_ids) <= block_ids_max
         usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
-        if plain_id and plain_ids and usual:
+        if plain_id and plain_ids and usual and request.verify is None:
             return request  # in few steps
     given = checks.instance(request, LoadRequest, "load_blocks")
     request_id = checks.request_id(given.request_id, id_chars_max)
@@ -64,9 +71,25 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
         deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
         priority = checks.whole(given.priority, "priority")
         after = checked_event(given.after, "after")
+        verify = None if given.verify is None else checks.flag(given.verify, "verify")
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
-    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after)
+    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after, verify)
+
+
+class Verification(enum.StrEnum):
+    """What came of comparing a load's bytes with its producer's."""
+
+    OFF = "off"
+    """They were not to be compared."""
+    VERIFIED = "verified"
+    """They are equal."""
+    REPAIRED = "repaired"
+    """They differed, and are equal since they were read once more."""
+    MISMATCH = "mismatch"
+    """They differ, and the load has failed."""
+    UNVERIFIED = "unverified"
+    """They could not be compared: the producer does not answer such questions, or not now."""
 
 
 class Stopwatch:
@@ -80,13 +103,13 @@ class Stopwatch:
 
     def enter(self, phase: str) -> None:
         now_s = self._now_s()
-        self.seconds[self.phase] += now_s - self._since_s
+        self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What one load did. `seconds` has an entry for each phase; they add up to `total_s`."""
+    """What one load did. `seconds` has an entry for each phase, "verify" if it was verified; they sum to `total_s`."""
 
     request_id: str
     bytes: int
@@ -99,6 +122,12 @@ class LoadReport:
     notified: bool
     """Whether every rank of the producer that holds a lease for us was told that it may free its blocks."""
     seconds: Mapping[str, float]
+    verification: Verification = Verification.OFF
+
+    @property
+    def verified(self) -> bool:
+        """Whether every byte was compared with the producer's, and is equal."""
+        return self.verification in (Verification.VERIFIED, Verification.REPAIRED)
 
     @property
     def total_s(self) -> float:
@@ -239,3 +268,11 @@ class LoadingStatistics:
     bytes: int
     renewals: int
     """How often a lease was renewed, for loads under way and by `keep_leases`."""
+    verified: int = 0
+    """Loads whose bytes were compared with their producers' and were equal at once."""
+    repaired: int = 0
+    """Loads whose bytes differed, and were equal when they had been read once more."""
+    mismatch: int = 0
+    """Loads that have failed because their bytes differed twice."""
+    unverified: int = 0
+    """Loads that were to be verified and could not be."""

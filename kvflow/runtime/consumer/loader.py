@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from kvflow.core.protocol.prompts import check_prompt
 from kvflow.core.protocol.ticket import Ticket, read_ticket
 from kvflow.errors import (
     CacheUnregistered,
+    ChecksumMismatch,
     DeadlineExceeded,
     KVFlowError,
     LeaseExpired,
@@ -39,6 +41,7 @@ from kvflow.errors import (
 from kvflow.runtime.consumer.flight import CopyFailed, Flight, Gear, SourceRead
 from kvflow.runtime.consumer.load import (
     PHASES,
+    VERIFY,
     InFlight,
     Load,
     LoadingStatistics,
@@ -46,10 +49,12 @@ from kvflow.runtime.consumer.load import (
     LoadRequest,
     PeerLoad,
     Stopwatch,
+    Verification,
     checked_load_request,
     request_name,
 )
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.consumer.verifying import LeaseEnded, NotCompared, Verifier
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.memory.route import Route
@@ -83,6 +88,7 @@ class _Load:
     reads: list[SourceRead] = field(default_factory=list)
     """Of each rank that is read from, once the load is admitted."""
     flight: Flight | None = None
+    verification: Verification = Verification.OFF
 
     def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
         """What went wrong with it, as an error that names it."""
@@ -106,6 +112,7 @@ class _Load:
             sources=tuple(map(_LABEL_OF, self.read_from)),
             notified=notified,
             seconds=seconds,
+            verification=self.verification,
         )
 
 
@@ -135,6 +142,8 @@ class Loader:
         self._quiet.set()
         self._closed = self._unregistered = False
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes"), 0)
+        self._verifier = Verifier(context.config, local, reach, gear.digests, context.token_hex)
+        self._verified: Counter[Verification] = Counter()
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -151,6 +160,7 @@ class Loader:
             quarantines=len(self.quarantines),
             renewals=self._remote_leases.sent,
             **self._counts,
+            **{str(one): self._verified[one] for one in Verification if one is not Verification.OFF},
         )
 
     @property
@@ -220,6 +230,8 @@ class Loader:
             ticket = read_ticket(plain.ticket, ids_max)
             if plain.prompt is not None:
                 check_prompt(ticket, plain.prompt, what)
+            if plain.verify and (problem := self._gear.digests.own.problem):
+                raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
         except KVFlowError as error:
             self.refuse(request, error)
@@ -320,9 +332,16 @@ class Loader:
                 for block_map in read.origin.connection.block_maps:
                     for some in chunks[block_map.of_groups]:
                         read.chunks.append((block_map, some.locate(read.tables[block_map.remote_group])))
-            groups = self._route.groups(load.reads, load.tables, load.ticket.num_tokens)
+            verify = load.request.verify
+            if verify is None and self._config.verify_share:
+                verify = self._verifier.drawn()
             load.watch.enter("wire")
-            fresh = await flight.read(load.reads, groups)
+            if verify:
+                fresh = await self._read_verified(load, flight)
+            else:
+                fresh = await flight.read(
+                    load.reads, self._route.groups(load.reads, load.tables, load.ticket.num_tokens)
+                )
         except (TransportError, CopyFailed) as error:
             if flight.failed is not None:
                 self._reach.failed(flight.failed.origin, str(error))
@@ -343,6 +362,54 @@ class Loader:
                 count += len(some) * some.tokens
             tokens = max(tokens, count)
         return load.report(tokens=tokens, notified=True)
+
+    async def _read_verified(self, load: _Load, flight: Flight) -> bool:
+        """Read, and compare with what the producer holds; where that differs read once more, and compare again.
+
+        Whether the lease has covered all of it. Raises ChecksumMismatch, or why a load that has to be verified is not.
+        """
+        try:
+            difference = await self._read_and_compare(load, flight)
+            load.verification = Verification.VERIFIED
+            if difference:
+                load.verification = Verification.MISMATCH
+                logger.warning("load %s is read once more: %s", load.handle.request_id, difference)
+                for read in load.reads:
+                    read.freshness = read.freshness.anew()
+                difference = await self._read_and_compare(load, flight)
+                if difference:
+                    raise load.failure(ChecksumMismatch, f"what was read twice is not what is offered: {difference}")
+                load.verification = Verification.REPAIRED
+        except LeaseEnded:
+            flight.land()
+            return False
+        except NotCompared as problem:
+            self._not_verified(load, problem)
+        flight.land()
+        return True
+
+    async def _read_and_compare(self, load: _Load, flight: Flight) -> str:
+        """What differs, "" if nothing. Raises LeaseEnded or NotCompared when no read is under way any more."""
+        async with self._verifier.asking(load.ticket.request_id, load.reads, load.tables) as comparison:
+            load.watch.enter("wire")
+            if not await flight.read(
+                load.reads, self._route.groups(load.reads, load.tables, load.ticket.num_tokens), more=True
+            ):
+                raise LeaseEnded
+            load.watch.enter(VERIFY)
+            return await comparison.difference()
+
+    def _not_verified(self, load: _Load, problem: NotCompared) -> None:
+        """What was read could not be compared: raises what follows from that, if the load must not go on."""
+        if load.verification is Verification.MISMATCH:
+            why = f"what was read is not what is offered, and then could not be compared: {problem}"
+            raise load.failure(ChecksumMismatch, why) from problem
+        load.verification = Verification.UNVERIFIED
+        logger.info("load %s is not verified: %s", load.handle.request_id, problem)
+        if load.request.verify:
+            if isinstance(problem.__cause__, PeerError):
+                raise problem.__cause__ from None
+            raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
     def _match(self, load: _Load, block_map: BlockMap, wholes: Sequence[bool]) -> tuple[Chunks, ...]:
         """Which chunks of one of their groups go to one of ours. RequestError if they do not go together.
@@ -432,6 +499,7 @@ class Loader:
         self._loads.pop(load, None)
         self._remote_leases.forget(load)
         self._counts[counted] += 1
+        self._verified[load.verification] += 1
         if not self._loads and not self._unsafe:
             self._quiet.set()
         if not self._context.observers.all:
@@ -454,6 +522,7 @@ class Loader:
                 blocks_by_group=blocks_by_group(self._local.groups, load.tables),
                 descriptors=flight.descriptor_count if flight else 0,
                 seconds=load.watch.seconds,
+                verification=load.verification,
                 traceparent=load.ticket.traceparent,
             )
         )

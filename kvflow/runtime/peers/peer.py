@@ -32,6 +32,7 @@ T = TypeVar("T")
 INCARNATIONS_MAX = 64
 _ERROR_CHARS_MAX = 500
 _QUESTIONS_AT_ONCE_MAX = 8
+_DIGESTS_AT_ONCE_MAX = 4  # half of what a producer takes from one reader by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class Connection:
         self.agent = agent
         self.incarnation = metadata.incarnation
         self.layers = layers_of(metadata.cache_shares)
+        self.cache_shares = metadata.cache_shares
         self.parallelism = parallelism_of(metadata.cache_shares)
         self.groups = metadata.groups
         self.told_groups = told_groups(metadata.groups)
@@ -146,6 +148,8 @@ class Peer:
         self.past_incarnations: deque[str] = deque(maxlen=INCARNATIONS_MAX)
         self.questions = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
         """Bounds what it is asked at once: sockets, should it be silent."""
+        self.digest_questions = asyncio.Semaphore(_DIGESTS_AT_ONCE_MAX)
+        """The same for what takes it long to answer."""
 
     def __repr__(self) -> str:
         return f"<Peer {self.engine_id} at {self.address}: {self.state}>"
@@ -209,6 +213,10 @@ class Reaching(Protocol):
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
 
     async def when_served(self, ask: Callable[[], Awaitable[T | messages.NoLease]]) -> T | messages.NoLease: ...
+
+    async def ask_digests(
+        self, peer: Peer, question: messages.DigestRequest
+    ) -> messages.Digests | messages.NoLease: ...
 
     def hold(self, sources: Sequence[Source]) -> None: ...
 

@@ -70,6 +70,7 @@ class Reach:
         self._local = local
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
+        self.ask_digests = peers.ask_digests
         self._plans: dict[tuple[Parallelism, int], _Plan] = {}
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:

@@ -170,6 +170,12 @@ class Peers:
             reply = await self._in_turn(peer, partial(self._handshakes.ask, peer, question))
         return _expected(peer, reply, messages.Released)
 
+    async def ask_digests(self, peer: Peer, question: messages.DigestRequest) -> messages.Digests | messages.NoLease:
+        """Ask a rank for digests of blocks that it leases to us. Raises a PeerError."""
+        async with peer.digest_questions:
+            reply = await self._handshakes.ask(peer, question)
+        return _expected(peer, reply, messages.Digests)
+
     def read_clock(self, peer: Peer, now_s: float) -> None:
         """Have a peer's clock read again, once for all who find it due; nobody waits for that."""
         peer.clock_due_s = now_s + self._config.limits.clock_age_s

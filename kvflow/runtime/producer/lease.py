@@ -95,6 +95,9 @@ class ServingStatistics:
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
+    digests: int = 0
+    """Questions of readers for digests of leased blocks that were answered."""
+    digests_refused: int = 0
 
 
 class Lease:

@@ -69,6 +69,8 @@ class Serving:
         self._renewals = 0
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
+        self.digests = {"digests": 0, "digests_refused": 0}
+        """What became of questions for digests; for `digests.DigestAnswers` to count."""
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -81,6 +83,7 @@ class Serving:
             duplicate_notifications=self._notifications[Counted.DUPLICATE],
             malformed_notifications=self._notifications[Counted.MALFORMED],
             **self._outcomes,
+            **self.digests,
         )
 
     @property
@@ -171,6 +174,14 @@ class Serving:
             more_block_ids=own.more_block_ids,
             pending=offer.held.computed < offer.held.num_tokens,
         )
+
+    def held(self, lease_id: str, request_id: str) -> tuple[Ticket, HeldBlocks] | None:
+        """An open lease, for a reader that knows its secret: what its ticket says, and its blocks."""
+        entry = self._book.find(lease_id)
+        if entry is None or not entry.is_open or entry.terms.request_id != request_id:
+            return None
+        offer = self._offers[entry]
+        return offer.lease.ticket, offer.held
 
     def serves(self, request_id: str | None) -> bool:
         """Whether there is an open lease for the request."""

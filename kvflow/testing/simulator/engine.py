@@ -19,6 +19,7 @@ from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     BlocksBusy,
+    ChecksumMismatch,
     KVFlowError,
     LoadError,
     PeerError,
@@ -26,7 +27,7 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
-from kvflow.runtime.consumer.load import LoadReport, LoadRequest
+from kvflow.runtime.consumer.load import LoadReport, LoadRequest, Verification
 from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.runtime import Runtime
@@ -415,7 +416,7 @@ class Engine:
             naps = self._naps
             await self._simulation.pass_time(plan.use_s)
             for rank in self.ranks if naps == self._naps else ():  # else it has lost what it had
-                if wrong := self._wrong_token(load, rank):
+                if (wrong := self._wrong_token(load, rank)) and not load.corrupt:
                     self.fail("I1", f"blocks of {offer.request_id} changed after the load: {wrong}")
         self._give_back(load)
 
@@ -451,6 +452,7 @@ class Engine:
             given_block_ids(load.tables),
             deadline_s=plan.deadline_s,
             priority=priority,
+            verify=True if self._simulation.settings.model.verifies and load.offer.number % 3 == 0 else None,
         )
         events = load.device or [None] * len(self.ranks)
         tasks = [
@@ -474,10 +476,19 @@ class Engine:
             with self._bounded(request.request_id, deadline_s + self._base.cancel_grace_s):
                 report = await rank.runtime.load_blocks(request)
         except (KVFlowError, asyncio.CancelledError) as error:
+            if isinstance(error, ChecksumMismatch) and not mine.flipped:
+                self.fail("I2", f"no byte of {request.request_id} was flipped, but {error}")
             return error
         rank.loaded += 1
-        if wrong := self._wrong_token(load, rank):
-            self.fail("I2", f"{request.request_id} is reported as loaded, but {wrong}")
+        self._simulation.count(f"load: {report.verification}")
+        if report.verification is Verification.REPAIRED and not mine.flipped:
+            self.fail("I2", f"no byte of {request.request_id} was flipped, but it was read twice")
+        wrong = self._wrong_token(load, rank)
+        if wrong and mine.flipped and not report.verified:
+            load.corrupt = True
+            self._simulation.count("load: flipped, and nobody looked")
+        elif wrong:
+            self.fail("I2", f"{request.request_id} is reported as loaded ({report.verification}), but {wrong}")
         given_back_s = load.offer.given_back_s
         if given_back_s is not None and mine.last_landing_s > given_back_s:
             self.fail(

@@ -65,6 +65,7 @@ class Network:
         rng: random.Random,
         note: Callable[..., None] = lambda *_: None,
         on_landing: Callable[[Flight, list[Row]], None] = lambda *_: None,
+        on_landed: Callable[[Flight, list[Row]], None] = lambda *_: None,
     ) -> None:
         self.loop = loop
         self.rng = rng
@@ -74,6 +75,7 @@ class Network:
         self.agents.leaves_memory = True
         self.exchange = Exchange()
         self._on_landing = on_landing
+        self._on_landed = on_landed
         self._hosts: dict[InprocTransport, Host] = {}
         self._addresses: dict[str, Host] = {}
         self._flights: dict[Flight, None] = {}
@@ -193,6 +195,7 @@ class Network:
             rows = flight.portions.popleft()
             self._on_landing(flight, rows)
             reader.copy(rows)
+            self._on_landed(flight, rows)
             if flight.fails_after is not None:
                 flight.fails_after -= 1
             self._next(flight)

@@ -33,6 +33,10 @@ class Model:
     """Whether blocks are written some time after the engine has given the command, so that events are needed."""
     sleeps: bool = False
     """Whether engines sleep: they give their cache back, and register it again with other contents."""
+    flips: bool = False
+    """Whether bytes are flipped on their way."""
+    verifies: bool = False
+    """Whether loads are verified: some because they have to be, and some by chance."""
 
     def groups(self, shape: Shape) -> tuple[GroupFacts, ...]:
         """The groups of an engine."""
@@ -52,6 +56,7 @@ class Model:
 
 PLAIN = Model()
 _MODELS = {
+    2: Model(flips=True),
     3: Model(windows=True, priorities=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
@@ -59,12 +64,24 @@ _MODELS = {
     9: Model(device=True),
     10: Model(sleeps=True),
     11: Model(windows=True, layers=2),
+    12: Model(flips=True, verifies=True),
     13: Model(windows=True, device=True),
     14: Model(state=True, layers=2, priorities=True),
     15: Model(device=True, sleeps=True),
+    19: Model(windows=True, priorities=True),
+    22: Model(windows=True, state=True, priorities=True),
+    23: Model(latent=True),
+    24: Model(flips=True),
+    25: Model(device=True),
+    26: Model(flips=True, verifies=True),
+    27: Model(windows=True, layers=2),
+    29: Model(windows=True, device=True),
+    30: Model(state=True, layers=2, priorities=True),
+    31: Model(windows=True, state=True, device=True, flips=True, verifies=True),
 }
-"""By seed, of each sixteen; the others serve plain full attention."""
-_SEEDS = 16
+"""By seed, of each thirty-two; the others serve plain full attention."""
+_SEEDS = 32
+_VERIFY_SHARE = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +186,8 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
         peers_max = max(base.limits.peers_max, *(shape.num_ranks for shape in shapes))
         limits = replace(base.limits, peers_max=peers_max)
         base = replace(base, limits=limits, host_buffer_bytes_max=4 * base.host_buffer_bytes_max)
+    if model.verifies:
+        base = replace(base, verify_share=_VERIFY_SHARE)
     settings = Settings(
         seed=seed,
         model=model,

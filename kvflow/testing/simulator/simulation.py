@@ -27,7 +27,7 @@ from kvflow.testing.simulator.network import Flight, Network
 from kvflow.testing.simulator.settings import CALM, Settings, draw_settings
 from kvflow.testing.simulator.work import LoadPlan, Offer, RankLoad
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
-from kvflow.transport.inproc import Row
+from kvflow.transport.inproc import Row, flip
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
 _REVOKED_SHARE = 0.1
+_FLIPPED_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +70,13 @@ class Simulation:
         self.loop = loop
         self.settings = settings
         self.rng = rng
-        self.network = Network(loop, rng, self.note, self._landing)
+        self.network = Network(loop, rng, self.note, self._landing, self._landed)
         self.engines = [Engine(self, shape, index) for index, shape in enumerate(settings.shapes)]
         self.violation: Violation | None = None
         self.counts: Counter[str] = Counter()
-        self.copy_bound_s = 10.0 if any(shape.staged for shape in settings.shapes) else 0.0
+        copies = settings.model.verifies or any(shape.staged for shape in settings.shapes)
+        self.copy_bound_s = 10.0 if copies else 0.0
+        self._flipped_share = _FLIPPED_SHARE if settings.model.flips else 0.0
         self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_EVENTS_KEPT)
         self._digest = 0
         self._poison = itertools.count(1)
@@ -202,6 +205,7 @@ class Simulation:
         """The weather clears, links work, nobody is frozen, and who has died is started again."""
         self.note("clearing up")
         self.network.weather = CALM
+        self._flipped_share = 0.0
         self.network.heal()
         for engine in self.engines:
             engine.life.thaw()
@@ -276,6 +280,19 @@ class Simulation:
                 owner = engine.owners[block]
                 if owner is not load:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
+
+    def _landed(self, flight: Flight, rows: list[Row]) -> None:
+        """Bytes have landed: now and then one of those in the cache is another one than was sent."""
+        mine = flight.load
+        assert isinstance(mine, RankLoad)
+        if not self.network.chance(self._flipped_share):
+            return
+        in_cache = [row for row in rows if any(True for _ in mine.load.engine.landing_blocks(row[0], row[2]))]
+        if in_cache:
+            local, _, size = self.rng.choice(in_cache)
+            flip(local + self.rng.randrange(size))
+            mine.flipped = True
+            self.note("flipped", repr(mine.load.engine), mine.load.offer.request_id)
 
     def crash_and_restart(self, engine: Engine, down_s: float) -> None:
         engine.crash()

@@ -100,6 +100,8 @@ class Load:
     tables: list[list[int]]
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
+    corrupt: bool = False
+    """Whether some rank was told that all is well with a flipped byte, which it had not asked to be looked for."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """What still writes to the blocks for who had them before, on each rank."""
 
@@ -118,6 +120,8 @@ class RankLoad:
     load: Load
     last_landing_s: float = 0.0
     """When bytes came to its blocks last."""
+    flipped: bool = False
+    """Whether one of them was another one than was sent."""
 
 
 class Rank:

@@ -60,6 +60,14 @@ RELEASE = messages.ReleaseRequest(
 FOUND = messages.LeaseFound(
     incarnation="8f14e45f", clock_s=86400.25, expires_s=86430.5, lease_id=LEASE_ID, seal_index=17, block_ids=None
 )
+DIGESTS = messages.DigestRequest(
+    reader="decode-0/0.0.0#1",
+    target=TARGET,
+    request_id="req",
+    lease_id=LEASE_ID,
+    definition=1,
+    parts=(messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41)),
+)
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     "header": (messages.decode_header, [messages.our_header(b""), messages.our_header(FACTS.fingerprint())]),
     "request": (
@@ -70,6 +78,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             RELEASE,
             msgspec.structs.replace(RELEASE, lease_id=None),
             messages.ClockRequest(reader="decode-0/0.0.0#1", target=TARGET),
+            DIGESTS,
+            msgspec.structs.replace(DIGESTS, parts=()),
         ],
     ),
     "reply": (
@@ -81,6 +91,8 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             msgspec.structs.replace(FOUND, block_ids=(3, 1)),
             messages.Released(incarnation="8f14e45f"),
             messages.ClockShown(incarnation="8f14e45f", clock_s=-1.5),
+            messages.Digests(values=()),
+            messages.Digests(values=(0, (1 << 64) - 1)),
             messages.NoLease(ended=True),
             messages.NoLease(ended=False),
             messages.Refusal(reason="no such rank", version=1),

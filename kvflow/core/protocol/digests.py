@@ -1,0 +1,85 @@
+"""Digests of KV bytes: one number per layer, equal on two engines exactly if, but for chance, the bytes are.
+
+What is digested are *runs*: the bytes of one head of one token in one part (K, V, the latent) of a layer. A run is
+hashed by a multilinear hash, and enters the sum of its layer with a weight for its part, its token of the prompt and
+its head of the model. So a digest does not depend on how a cache is laid out, how large its blocks are, in which blocks
+the prompt lies and how ranks are cut; but right bytes in a wrong place change it.
+
+All arithmetic is modulo 2 ** 64, where int64 of numpy, of torch and of CUDA agree:
+
+    hash(run)  = sum over j of word[j] * W[j]                         words are 8 bytes, little-endian, padded with 0
+    fold(h)    = h xor (h >> 32)
+    digest     = sum over parts p, tokens t, heads h of P[p] * T[t] * H[h] * fold(hash(run))
+
+Weights are odd, so a change of one word of one run always changes the digest; other accidents go unseen with a chance
+of some 2 ** -60. It is a checksum, not a seal against forgery: who wants to can make other bytes with the same digest.
+
+Formats whose bytes mean more than values at strides are digested in the pieces that are moved: heads of a block, or
+whole blocks, with the block's first token as their token.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64Array: TypeAlias = npt.NDArray[np.uint64]
+
+DEFINITION = 1
+"""Which definition of a digest this is; a producer that knows another one refuses the question."""
+
+WORD_BYTES = 8
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORDS, _PARTS, _TOKENS, _HEADS = range(1, 5)  # which weights
+_WEIGHTS_KEPT = 16
+_LEAST = 1 << 10
+
+
+def word_weights(count: int) -> UInt64Array:
+    """Of the first `count` words of a run."""
+    return _weights(_WORDS, _rounded(count))[:count]
+
+
+def of_part(part: int, found: int) -> int:
+    """What K, V, or whichever part of a layer adds to its digest: `found` is the sum over its tokens and heads."""
+    return found * int(_weights(_PARTS, _rounded(part + 1))[part]) & _MASK
+
+
+def token_weights(tokens: npt.NDArray[np.int64]) -> UInt64Array:
+    """Of tokens, by their places in the prompt."""
+    return _scrambled(tokens.astype(np.uint64), _TOKENS)
+
+
+def head_weights(start: int, count: int) -> UInt64Array:
+    """Of the model's heads from `start` on."""
+    return _scrambled(np.arange(start, start + count, dtype=np.uint64), _HEADS)
+
+
+def _rounded(count: int) -> int:
+    """A power of 2, so that there are few tables."""
+    return max(1 << (count - 1).bit_length(), _LEAST)
+
+
+@lru_cache(maxsize=_WEIGHTS_KEPT)
+def _weights(kind: int, count: int) -> UInt64Array:
+    table = _scrambled(np.arange(count, dtype=np.uint64), kind)
+    table.flags.writeable = False
+    return table
+
+
+def _scrambled(numbers: UInt64Array, kind: int) -> UInt64Array:
+    """Odd numbers that look like chance, one for each (the finalizer of splitmix64)."""
+    x = numbers + np.uint64((kind << 56) + 1)
+    x *= np.uint64(_GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) | np.uint64(1)
+
+
+def added(total: int, more: int) -> int:
+    """A sum of digests."""
+    return (total + more) & _MASK

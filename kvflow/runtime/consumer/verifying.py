@@ -1,0 +1,198 @@
+"""Verifying a load: its bytes, by digests, against those that the producer still holds under the lease.
+
+Each rank that is read from is asked for the digests of what we read from it, named by layers and heads of the model
+and tokens of the prompt; it computes while we read. Ours are computed after that, from the blocks that the load was
+asked to fill. So what is compared is what both engines take for the same tokens, whatever the plan of the reads was.
+
+The digests say nothing about freshness: the seals have done so before, and the lease has to be open still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvflow.config import Config
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import BlockIds, Chunks
+from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.digests import DEFINITION
+from kvflow.errors import PeerError, ProtocolError
+from kvflow.runtime.consumer.flight import SourceRead
+from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
+from kvflow.runtime.peers.peer import LocalRank, Reaching
+
+_DRAWN_OF = 1 << 32
+_THREADS = 2  # while a load waits for its digests; the producer computes its with one, while the load is read
+
+
+class LeaseEnded(Exception):
+    """The producer does not hold the blocks any more: nobody can tell what was in them."""
+
+
+class NotCompared(Exception):
+    """There are no digests to compare; `__cause__` is the peer's error, if it is the peer that has none."""
+
+
+class _Compared(NamedTuple):
+    """A part of a question, and what ours is computed from."""
+
+    asked: messages.DigestPart
+    ours: Digesting
+
+
+class Verifier:
+    """Compares loads of one rank."""
+
+    def __init__(
+        self, config: Config, local: LocalRank, reach: Reaching, gear: DigestGear, token_hex: Callable[[int], str]
+    ) -> None:
+        self._share = config.verify_share
+        self._local = local
+        self._reach = reach
+        self._gear = gear
+        self._token_hex = token_hex
+
+    def drawn(self) -> bool:
+        """Whether one more load is of the share that is verified."""
+        return int(self._token_hex(4), 16) < self._share * _DRAWN_OF
+
+    @asynccontextmanager
+    async def asking(
+        self, request_id: str, reads: Sequence[SourceRead], tables: Sequence[BlockIds]
+    ) -> AsyncIterator[Comparison]:
+        """Ask the ranks for their digests while the block reads from them, as far as their blocks are there already.
+
+        `request_id` is the producer's. Questions that are not answered at the end of the block are given up.
+        """
+        async with AsyncExitStack() as stack:
+            theirs = []
+            for read in reads:
+                parts = list(self._parts(read, tables))
+                theirs.append(_Theirs(read, parts, partial(self._ask, request_id, read, parts)))
+                stack.push_async_callback(theirs[-1].give_up)
+            yield Comparison(theirs, self._digests)
+
+    async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
+        try:
+            return await self._gear.own.digests(self._gear.run, asked, threads=_THREADS)
+        except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
+            raise NotCompared(f"no digests of our cache: {error}") from None
+
+    async def _ask(self, request_id: str, read: SourceRead, parts: Sequence[_Compared]) -> Sequence[int]:
+        peer, lease = read.origin.peer, read.origin.lease
+        question = messages.DigestRequest(
+            reader=self._local.reader,
+            target=peer.at.target,
+            request_id=request_id,
+            lease_id=lease.lease_id,
+            definition=DEFINITION,
+            parts=tuple(part.asked for part in parts),
+        )
+        try:
+            reply = await self._reach.ask_digests(peer, question)
+        except PeerError as error:
+            raise NotCompared(str(error)) from error
+        if isinstance(reply, messages.NoLease):
+            raise LeaseEnded
+        count = sum(len(part.asked.layers) for part in parts)
+        if len(reply.values) != count:
+            wrong = peer.at.failure(ProtocolError, f"{len(reply.values)} digests, expected {count}")
+            raise NotCompared(str(wrong)) from wrong
+        return reply.values
+
+    def _parts(self, read: SourceRead, tables: Sequence[BlockIds]) -> Iterator[_Compared]:
+        """What was read from one rank, for each pair of sets of layers."""
+        for block_map in read.origin.connection.block_maps:
+            chunks = [some for its_map, some in read.chunks if its_map is block_map and len(some)]
+            if chunks:
+                yield self._part(read, block_map, chunks, tables)
+
+    def _part(
+        self, read: SourceRead, block_map: BlockMap, chunks: Sequence[Chunks], tables: Sequence[BlockIds]
+    ) -> _Compared:
+        size = block_map.chunk_tokens
+        start = min(some.first * size for some in chunks)
+        stop = max((some.first + len(some) - 1) * size + some.tokens for some in chunks)
+        mine = self._local.cache_shares[block_map.local_set]
+        positions = [ours for ours, _ in block_map.places]
+        layers = tuple(mine.layers[at] for at in positions)
+        model_heads = kv_heads_of_model(mine, _their_share(read, mine, layers))
+        head = heads_held(mine, model_heads).start + block_map.heads.local_start
+        heads = HeadSpan(block_map.heads.local_start, block_map.heads.heads, head)
+        blocks = TokenBlocks(tables[block_map.local_group], block_map.local.block.tokens, start, stop)
+        asked = messages.DigestPart(
+            part=mine.part,
+            layers=layers,
+            head=head,
+            heads=heads.heads,
+            model_heads=model_heads,
+            start=start,
+            stop=stop,
+        )
+        return _Compared(asked, Digesting(block_map.local_set, positions, heads, blocks))
+
+
+class _Theirs:
+    """A rank's digests, asked for."""
+
+    def __init__(
+        self, read: SourceRead, parts: Sequence[_Compared], ask: Callable[[], Coroutine[Any, Any, Sequence[int]]]
+    ) -> None:
+        self.read = read
+        self.parts = parts
+        self._ask = ask
+        self._answer = None if read.freshness.grows else asyncio.ensure_future(ask())
+
+    async def digests(self) -> Sequence[int]:
+        """They, once they are there. Of blocks that were not there before the read they are asked for now."""
+        if self._answer is None:
+            self._answer = asyncio.ensure_future(self._ask())
+        return await self._answer
+
+    async def give_up(self) -> None:
+        if self._answer is not None:
+            self._answer.cancel()
+            await asyncio.gather(self._answer, return_exceptions=True)
+
+
+class Comparison:
+    """What a load has read, and what its producer holds."""
+
+    def __init__(
+        self, theirs: Sequence[_Theirs], compute: Callable[[Sequence[Digesting]], Awaitable[list[int]]]
+    ) -> None:
+        self._theirs = theirs
+        self._compute = compute
+
+    async def difference(self) -> str:
+        """What differs, in words; "" if nothing does. After the read. Raises LeaseEnded or NotCompared."""
+        ours = [await self._compute([part.ours for part in one.parts]) for one in self._theirs]
+        found = [
+            _differences(one.read, one.parts, mine, await one.digests())
+            for one, mine in zip(self._theirs, ours, strict=True)
+        ]
+        return "; ".join(text for text in found if text)
+
+
+def _their_share(read: SourceRead, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
+    """The producer's share that holds these layers."""
+    shares = read.origin.connection.cache_shares
+    return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
+
+
+def _differences(read: SourceRead, parts: Sequence[_Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
+    """Which layers differ, with the first one's digests."""
+    named = [(part.asked, layer) for part in parts for layer in part.asked.layers]
+    wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
+    if not wrong:
+        return ""
+    first = wrong[0]
+    asked, layer = named[first]
+    what = f"layer {layer}{asked.part and ' ' + asked.part}, tokens {asked.start} to {asked.stop}"
+    digests = f"ours {ours[first]:016x}, theirs {theirs[first]:016x}"
+    return f"{read.origin.peer.label}: {len(wrong)} of {len(ours)} layers differ, the first: {what}: {digests}"

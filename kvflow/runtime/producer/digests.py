@@ -1,0 +1,148 @@
+"""Digests of leased blocks, for readers that compare what they have read (`core.protocol.digests`).
+
+A question names a lease by its secret, so whoever asks has its ticket. It is computed on the copy thread, piece by
+piece, and answered when all is there: if the lease is still open then, its blocks were the lease's all the time. How
+many are computed at once is bounded, over all readers and from one; who comes beyond that is refused for now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
+
+from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.plan.topology import CacheShare, heads_held
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.digests import DEFINITION
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import RuntimeClosed
+from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
+from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.producer.blocks import HeldBlocks
+
+logger = logging.getLogger(__name__)
+
+
+class DigestAnswers:
+    """Answers questions for digests of one rank's leased blocks."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        local: LocalRank,
+        held: Callable[[str, str], tuple[Ticket, HeldBlocks] | None],
+        counts: MutableMapping[str, int],
+        gear: DigestGear,
+    ) -> None:
+        """`held` finds an open lease (`Serving.held`), and `counts` are for its statistics."""
+        self._limits = context.config.limits
+        self._spawn = context.spawn
+        self._local = local
+        self._held = held
+        self._counts = counts
+        self._gear = gear
+        self._under_way: Counter[str] = Counter()
+        """How many questions of each reader."""
+
+    def answer(self, question: messages.DigestRequest) -> Answered:
+        """The digests that a reader asks for, promised; or at once why there are none."""
+        reader, limits = question.reader, self._limits
+        found = self._held(question.lease_id, question.request_id)
+        if found is None:
+            return self._refused(messages.NoLease(ended=True))
+        if found[1].missing:
+            return self._refused(_refusal("its blocks are not there yet", transient=True))
+        try:
+            asked = self._understood(question, *found)
+        except messages.WireError as error:
+            return self._refused(_refusal(str(error)))
+        if self._under_way.total() >= limits.digests_max or self._under_way[reader] >= limits.reader_digests_max:
+            return self._refused(_refusal("too many digests are asked for at once", transient=True))
+        reply: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
+        try:
+            task = self._spawn(self._compute(question, asked, reply), name=f"kvflow-digest {question.request_id}")
+        except RuntimeClosed as error:
+            return self._refused(_refusal(str(error), transient=True))
+        self._under_way[reader] += 1
+        task.add_done_callback(partial(self._ended, reader, reply))
+        return reply
+
+    def _refused(self, reply: messages.Reply) -> messages.Reply:
+        self._counts["digests_refused"] += 1
+        return reply
+
+    async def _compute(
+        self, question: messages.DigestRequest, asked: Sequence[Digesting], reply: asyncio.Future[messages.Reply]
+    ) -> None:
+        """The body of a question's task."""
+        try:
+            values = await self._gear.shown.digests(self._gear.run, asked)
+        except Exception as error:  # noqa: BLE001 - of the memory: a reader's question must not end the runtime
+            logger.warning("request %s: no digests of its blocks: %s", question.request_id, error)
+            reply.set_result(self._refused(_refusal(f"no digests: {error}")))
+            return
+        if self._held(question.lease_id, question.request_id) is None:
+            reply.set_result(self._refused(messages.NoLease(ended=True)))
+        else:
+            self._counts["digests"] += 1
+            reply.set_result(messages.Digests(values=tuple(values)))
+
+    def _ended(self, reader: str, reply: asyncio.Future[messages.Reply], _: asyncio.Task[None]) -> None:
+        """A question's task is over, perhaps cancelled before its first step."""
+        self._under_way -= Counter((reader,))
+        if not reply.done():
+            reply.set_result(self._refused(_refusal("the engine closes", transient=True)))
+
+    def _understood(self, question: messages.DigestRequest, ticket: Ticket, held: HeldBlocks) -> list[Digesting]:
+        """What to compute. WireError if that is nothing of this rank, or of the lease."""
+        if question.definition != DEFINITION:
+            raise messages.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
+        count = sum(len(part.layers) for part in question.parts)
+        if not 0 < len(question.parts) <= messages.DIGEST_PARTS_MAX or count > messages.REGIONS_MAX:
+            raise messages.WireError(f"digests: {len(question.parts)} parts of {count} layers")
+        tables = held.tables if held.host_tables is None else held.host_tables
+        return [self._understood_part(part, ticket, tables) for part in question.parts]
+
+    def _understood_part(self, part: messages.DigestPart, ticket: Ticket, tables: Sequence[BlockIds]) -> Digesting:
+        at, share = self._share_of(part)
+        heads = heads_held(share, part.model_heads) if part.model_heads > 0 else range(0)
+        if len(heads) != share.kv_heads or not heads.start <= part.head < part.head + part.heads <= heads.stop:
+            of = f"{part.head}+{part.heads} of the model's {part.model_heads}"
+            raise messages.WireError(f"digests: heads {of}, this rank has {share.kv_heads}")
+        group = self._local.groups[share.group]
+        blocks = offered_blocks(group, tables[share.group], ticket, part)
+        positions = [share.layers.index(layer) for layer in part.layers]
+        return Digesting(at, positions, HeadSpan(part.head - heads.start, part.heads, part.head), blocks)
+
+    def _share_of(self, part: messages.DigestPart) -> tuple[int, CacheShare]:
+        """The set that has all these layers."""
+        layers = set(part.layers)
+        for at, share in enumerate(self._local.cache_shares):
+            if share.part == part.part and layers <= set(share.layers) and len(layers) == len(part.layers) > 0:
+                return at, share
+        raise messages.WireError(f"digests: no layers of this rank look alike that are {sorted(layers)[:6]}")
+
+
+def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messages.DigestPart) -> TokenBlocks:
+    """Where the tokens are among a lease's blocks of a group. WireError if they are not."""
+    size = group.block_size
+    tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
+    last = -(-tokens // size)
+    if group.whole:
+        last, tokens = len(ids), min(tokens, len(ids) * size)
+    first = last - len(ids)
+    if not first * size <= part.start < part.stop <= tokens:
+        had = f"{first * size} to {tokens}"
+        raise messages.WireError(f"digests: tokens {part.start} to {part.stop}, the lease has {had}")
+    count = -(-part.stop // size) - first
+    return TokenBlocks(ids[:count], size, part.start, part.stop)
+
+
+def _refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
+    return messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION, transient=transient)

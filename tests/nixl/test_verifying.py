@@ -1,0 +1,65 @@
+"""Verified loads over real NIXL: a byte of the producer that changes after it was read is found by digests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow.core.protocol import messages
+from kvflow.errors import ChecksumMismatch
+from kvflow.runtime.consumer.load import Verification
+from kvflow.testing import nixl_pair
+
+pytestmark = pytest.mark.nixl
+
+
+class Flipping:
+    """Flips bytes of the producer's block 7 before questions for digests, the first `times` of them."""
+
+    def __init__(self, reach: Any, kv_caches: Mapping[str, torch.Tensor], times: int) -> None:
+        self._ask = reach.ask_digests
+        reach.ask_digests = self._asking
+        self._tensor = next(iter(kv_caches.values()))
+        self._times = times
+
+    async def _asking(self, peer: Any, question: messages.DigestRequest) -> Any:
+        if self._times:
+            self._times -= 1
+            self._tensor[0, 7].view(torch.uint8)[..., -1:] ^= 0x10
+        return await self._ask(peer, question)
+
+
+@pytest.mark.parametrize("times", [0, 1, 2])
+async def test_what_changes_between_read_and_digest_is_found(times: int) -> None:
+    async with nixl_pair() as pair:
+        lease, consumer = pair.offer([3, 7]), pair.consumer.runtime
+        cache: Any = consumer._supervisor.cache
+        _ask_after_the_read(cache.loader)
+        Flipping(cache.reach, pair.producer.kv_caches, times)
+        verified = replace(pair.wanted(lease, [0, 1]), verify=True)
+        if times == 2:
+            with pytest.raises(ChecksumMismatch):
+                await consumer.load_blocks(verified)
+            lease.revoke()
+        else:
+            report = await consumer.load_blocks(verified)
+            assert report.verification is (Verification.REPAIRED if times else Verification.VERIFIED)
+            pair.assert_loaded([0, 1], [3, 7])
+        await lease
+
+
+def _ask_after_the_read(loader: Any) -> None:
+    """As if the blocks had been staged: else the questions come while they are read."""
+    verifier = loader._verifier
+    asking = verifier.asking
+
+    def later(request_id: str, reads: Any, tables: Any) -> Any:
+        for read in reads:
+            read.freshness.staged = True
+        return asking(request_id, reads, tables)
+
+    verifier.asking = later

@@ -1,0 +1,250 @@
+"""Digests of caches against the definition, computed slot by slot in plain integers; and what changes them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.core.cache.groups import groups_of, layer_sets
+from kvflow.core.cache.layout import KVStyle
+from kvflow.core.protocol import digests
+from kvflow.runtime.memory import digests as digesting
+from kvflow.runtime.memory.digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
+from tests.budgets import examples
+from tests.core.caches import Cache, Recipe, recipes
+
+MASK = (1 << 64) - 1
+EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=24)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
+
+many = examples(40, 200)
+
+
+def cache_of(recipe: Recipe, seed: int = 1) -> Cache:
+    cache = Cache(recipe)
+    cache.fill(seed)
+    return cache
+
+
+def digested(cache: Cache) -> DigestedCache:
+    return DigestedCache(layer_sets(groups_of(cache.tensors, cache.infer()), 1))
+
+
+async def at_once(job: Callable[[], None]) -> None:
+    job()
+
+
+def result_of(digesting: Coroutine[Any, Any, list[int]]) -> list[int]:
+    """Of a coroutine that waits for nothing: no loop that could be blocked."""
+    with pytest.raises(StopIteration) as ended:
+        digesting.send(None)
+    found: list[int] = ended.value.value
+    return found
+
+
+def compute(
+    cache: Cache, ids: Sequence[int], start: int, stop: int, heads: tuple[int, int, int], *, threads: int = 1
+) -> list[int]:
+    """The digests of all layers."""
+    blocks = TokenBlocks(np.array(ids, dtype=np.int64), cache.recipe.tokens, start, stop)
+    asked = Digesting(0, range(cache.recipe.layers), HeadSpan(*heads), blocks)
+    return result_of(digested(cache).digests(at_once, [asked], threads=threads))
+
+
+def scrambled(number: int, kind: int) -> int:
+    """splitmix64's finalizer, in Python's integers."""
+    x = (number + (kind << 56) + 1) * 0x9E3779B97F4A7C15 & MASK
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
+    return (x ^ (x >> 31)) | 1
+
+
+def defined(cache: Cache, layer: int, ids: Sequence[int], start: int, stop: int, heads: tuple[int, int, int]) -> int:
+    """The digest of a layer as the definition says it."""
+    recipe, total = cache.recipe, 0
+    first_block = -(-stop // recipe.tokens) - len(ids)
+    first_head, count, of_model = heads
+    for part in range(cache.kv_count):
+        for token in range(start, stop):
+            block, at = divmod(token, recipe.tokens)
+            for head in range(count):
+                slot = cache.slot(layer, part, ids[block - first_block], at, first_head + head)
+                run = slot.contiguous().view(torch.uint8).numpy().tobytes()
+                words = [int.from_bytes(run[begin : begin + 8], "little") for begin in range(0, len(run), 8)]
+                found = sum(word * scrambled(index, 1) for index, word in enumerate(words)) & MASK
+                found ^= found >> 32
+                total += found * scrambled(part, 2) * scrambled(token, 3) * scrambled(of_model + head, 4)
+    return total & MASK
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Cache, list[int], int, int, tuple[int, int, int]]:
+    recipe = draw(recipes(dtypes=DTYPES).filter(lambda one: one.style is not KVStyle.FUSED or one.dim % 2 == 0))
+    cache = cache_of(recipe, draw(st.integers(0, 99)))
+    count = draw(st.integers(1, recipe.blocks))
+    ids = draw(st.permutations(range(recipe.blocks)))[:count]
+    before = draw(st.integers(0, 3)) * recipe.tokens
+    stop = before + count * recipe.tokens - draw(st.integers(0, recipe.tokens - 1))
+    start = draw(st.integers(before, stop - 1))
+    heads = 1 if recipe.style is KVStyle.MLA else recipe.heads
+    first = draw(st.integers(0, heads - 1))
+    span = first, draw(st.integers(1, heads - first)), draw(st.integers(0, 9))
+    return cache, list(ids), start, stop, span
+
+
+@many
+@given(cases())
+def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
+    cache, *where = case
+    expected = [defined(cache, layer, *where) for layer in range(cache.recipe.layers)]
+    assert compute(*case) == expected
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(digesting, "_STEP_BYTES", 1)  # block by block
+        patched.setattr(digesting, "_PIECE_BYTES", 1)
+        patched.setattr(digesting, "_DIRECT_BYTES_MIN", 1)
+        assert compute(*case) == expected
+        patched.undo()
+        patched.setattr(digesting, "_SHARED_BYTES_MIN", 0)
+        assert compute(*case, threads=3) == expected
+        patched.setattr(digesting._Job, "compute", by_torch)
+        assert compute(*case) == expected
+
+
+def by_torch(job: Any) -> int:
+    """As on a device."""
+    return digests.of_part(job.part, digesting._on_device(job.view, job.ids, job.weights))
+
+
+@many
+@given(cases(), st.data())
+def test_one_changed_byte_changes_the_digest_of_its_layer_and_no_other(case: Any, data: st.DataObject) -> None:
+    cache, ids, start, stop, (first, count, _) = case
+    before = compute(*case)
+    layer = data.draw(st.integers(0, cache.recipe.layers - 1))
+    block, at = divmod(data.draw(st.integers(start, stop - 1)), cache.recipe.tokens)
+    block -= -(-stop // cache.recipe.tokens) - len(ids)
+    head = data.draw(st.integers(first, first + count - 1))
+    slot = cache.slot(layer, data.draw(st.integers(0, cache.kv_count - 1)), ids[block], at, head).view(torch.uint8)
+    slot[data.draw(st.integers(0, slot.numel() - 1))] ^= data.draw(st.integers(1, 255))
+    after = compute(*case)
+    assert [at for at in range(len(before)) if before[at] != after[at]] == [layer]
+
+
+@many
+@given(cases(), st.data())
+def test_bytes_outside_do_not_count(case: Any, data: st.DataObject) -> None:
+    cache, ids, start, stop, (first, count, _) = case
+    before, size = compute(*case), cache.recipe.tokens
+    first_block = -(-stop // size) - len(ids)
+    inside = {(ids[token // size - first_block], token % size) for token in range(start, stop)}
+    heads = 1 if cache.recipe.style is KVStyle.MLA else cache.recipe.heads
+    for block in range(cache.recipe.blocks):
+        for token in range(size):
+            for head in range(heads):
+                if (block, token) not in inside or not first <= head < first + count:
+                    cache.slot(0, 0, block, token, head).zero_()
+    assert compute(*case) == before
+
+
+def moved(name: str, cache: Cache) -> None:
+    """Right bytes in a wrong place."""
+    recipe = cache.recipe
+
+    def swap(one: tuple[int, int, int, int, int], other: tuple[int, int, int, int, int]) -> None:
+        mine, theirs = cache.slot(*one), cache.slot(*other)
+        kept = mine.clone()
+        mine.copy_(theirs)
+        theirs.copy_(kept)
+
+    match name:
+        case "blocks":
+            for part, token, head in np.ndindex(2, recipe.tokens, recipe.heads):
+                swap((0, part, 1, token, head), (0, part, 2, token, head))
+        case "K and V":
+            for block, token, head in np.ndindex(recipe.blocks, recipe.tokens, recipe.heads):
+                swap((0, 0, block, token, head), (0, 1, block, token, head))
+        case "heads":
+            for part, block, token in np.ndindex(2, recipe.blocks, recipe.tokens):
+                swap((0, part, block, token, 0), (0, part, block, token, 2))
+        case "layers":
+            for part, block, token, head in np.ndindex(2, recipe.blocks, recipe.tokens, recipe.heads):
+                swap((0, part, block, token, head), (1, part, block, token, head))
+        case "tokens":
+            swap((0, 0, 1, 0, 1), (0, 0, 1, 3, 1))
+
+
+@pytest.mark.parametrize("name", ["blocks", "K and V", "heads", "layers", "tokens"])
+def test_right_bytes_in_a_wrong_place_are_found(name: str) -> None:
+    cache = cache_of(EXAMPLE)
+    where = [1, 2, 4], 0, 12, (0, 3, 0)
+    before = compute(cache, *where)
+    moved(name, cache)
+    after = compute(cache, *where)
+    assert before[0] != after[0]
+    assert (before[1] != after[1]) is (name == "layers")
+
+
+def test_where_bytes_are_in_the_prompt_and_the_model_counts() -> None:
+    cache = cache_of(EXAMPLE)
+    found = [
+        compute(cache, [1, 2], 0, 8, (0, 3, 0)),
+        compute(cache, [1, 2], 4, 12, (0, 3, 0)),
+        compute(cache, [1, 2], 0, 8, (0, 3, 3)),
+        compute(cache, [2, 1], 0, 8, (0, 3, 0)),
+    ]
+    assert len({tuple(one) for one in found}) == len(found)
+
+
+def test_digests_of_heads_and_tokens_add_up() -> None:
+    """So what one rank reads from several is compared with each of them."""
+    cache = cache_of(EXAMPLE)
+    whole = compute(cache, [1, 2], 0, 8, (0, 3, 5))
+    heads = zip(compute(cache, [1, 2], 0, 8, (0, 1, 5)), compute(cache, [1, 2], 0, 8, (1, 2, 6)), strict=True)
+    tokens = zip(compute(cache, [1], 0, 3, (0, 3, 5)), compute(cache, [1, 2], 3, 8, (0, 3, 5)), strict=True)
+    assert [digests.added(*both) for both in heads] == whole
+    assert [digests.added(*both) for both in tokens] == whole
+
+
+def test_what_a_helping_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compute_here_only(job: Any) -> int:
+        if threading.current_thread().name == "kvflow-digest":
+            raise MemoryError("no more")
+        return 0
+
+    cache = cache_of(EXAMPLE)
+    monkeypatch.setattr(digesting, "_SHARED_BYTES_MIN", 0)
+    monkeypatch.setattr(digesting._Job, "compute", compute_here_only)
+    with pytest.raises(MemoryError, match="no more"):
+        compute(cache, [1, 2], 0, 8, (0, 3, 0), threads=2)
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvflow-digest"]
+
+
+def test_memory_that_is_none_of_torch_has_no_digests() -> None:
+    class Strange:
+        """A tensor of another library, as far as kvflow looks at it."""
+
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self._tensor = tensor
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._tensor, name)
+
+    cache = cache_of(EXAMPLE)
+    sets = layer_sets(groups_of(cache.tensors, cache.infer()), 1)
+    strange = {name: Strange(layer) for name, layer in sets[0].caches.items() if isinstance(layer, torch.Tensor)}
+    found = DigestedCache([sets[0]._replace(caches=strange)])
+    assert found.problem == "Strange is no torch tensor"
+    with pytest.raises(Undigestible):
+        result_of(
+            found.digests(
+                at_once, [Digesting(0, [0], HeadSpan(0, 1, 0), TokenBlocks(np.array([0], dtype=np.int64), 4, 0, 4))]
+            )
+        )
+    assert DigestedCache(sets).problem == ""

@@ -1,0 +1,547 @@
+"""Verified loads: bytes compared with the producer's by digests, read once more where they differ.
+
+That digests are equal on both sides in all topologies is in `test_topologies`, what they find in `test_digests`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pairs import EnginePair, cache_of, open_pair
+from scripted import ScriptedSideChannel
+from tests_support import PATIENT, limited, small_cache, until
+
+import kvflow
+from kvflow import Config, LeaseOutcome, blocking
+from kvflow.core.protocol import messages
+from kvflow.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    LeaseExpired,
+    PeerNotReady,
+    PeerRefused,
+    PeerUnreachable,
+    RequestError,
+    RuntimeClosed,
+    TransferFailed,
+)
+from kvflow.runtime.consumer.load import Verification
+from kvflow.runtime.memory.digests import DigestedCache
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.runtime.world import World
+from kvflow.testing import InprocNetwork, InprocTransport
+from tests.fuzz.mutants import mutant
+
+ALWAYS = replace(PATIENT, verify_share=1.0)
+
+
+class Records:
+    """An observer that keeps what it is told of loads."""
+
+    def __init__(self) -> None:
+        self.loads: list[LoadRecord] = []
+
+    def load_ended(self, record: LoadRecord) -> None:
+        self.loads.append(record)
+
+    def lease_ended(self, record: LeaseRecord) -> None: ...
+
+
+class HeldDigests:
+    """The digests of a runtime's cache, held until a test lets them go; before that nothing of them is computed."""
+
+    def __init__(self, runtime: kvflow.Runtime) -> None:
+        self.asked = 0
+        self.gate = asyncio.Event()
+        answers = cache_of(runtime).digests
+        self._run = answers._gear.run
+        answers._gear = answers._gear._replace(run=self._held)
+
+    async def _held(self, job: Callable[[], None]) -> None:
+        self.asked += 1
+        await self.gate.wait()
+        await self._run(job)
+
+
+async def held_load(pair: EnginePair, lease: kvflow.Lease, **options: Any) -> tuple[asyncio.Task[Any], HeldDigests]:
+    """A load that waits for the producer's digests."""
+    held = HeldDigests(pair.writer)
+    task = pair.start(lease, [0, 1], verify=True, **options)
+    await until(lambda: held.asked and pair.transport.statistics.reads and not pair.transport.statistics.open_reads)
+    assert (pair.wanting.in_flight, pair.wanting.quarantined) == (2, 0), "its blocks are claimed until it is over"
+    return task, held
+
+
+# --- equal, and different
+
+
+async def test_a_verified_load_says_so(pair: EnginePair) -> None:
+    lease = pair.offer([3, 7, 9])
+    report = await pair.load(lease, [0, 1, 2], verify=True)
+    pair.assert_loaded([0, 1, 2], [3, 7, 9])
+    assert await lease is LeaseOutcome.READ
+    assert report.verified
+    assert report.verification is Verification.VERIFIED
+    assert report.seconds["verify"] > 0
+    assert report.total_s == pytest.approx(sum(report.seconds.values()))
+    assert (pair.loading.verified, pair.loading.unverified, pair.serving.digests) == (1, 0, 1)
+
+
+async def test_off_asks_for_nothing_and_prepares_nothing(pair: EnginePair) -> None:
+    lease = pair.offer([3])
+    report = await pair.load(lease)
+    assert (report.verification, report.verified) == (Verification.OFF, False)
+    assert "verify" not in report.seconds
+    assert pair.serving.digests == pair.loading.verified == 0
+    for runtime in (pair.reader, pair.writer):
+        gear = cache_of(runtime).digests._gear
+        assert "_views" not in vars(gear.own)
+        assert "_views" not in vars(gear.shown)
+
+
+async def test_without_verifying_a_flipped_byte_is_not_noticed(pair: EnginePair) -> None:
+    """What is bought by it: the transport says that all is well."""
+    pair.transport.faults.flip_next = 1
+    await pair.load(pair.offer([3]), [0], verify=False)
+    with pytest.raises(AssertionError):
+        pair.assert_loaded([0], [3])
+
+
+async def test_a_flipped_byte_is_read_once_more(pair: EnginePair, caplog: pytest.LogCaptureFixture) -> None:
+    records = Records()
+    pair.transport.faults.flip_next = 1
+    lease = pair.offer([3, 7])
+    with pair.reader.observed_by(records), caplog.at_level("WARNING", "kvflow"):
+        report = await pair.load(lease, [0, 1], verify=True)
+    pair.assert_loaded([0, 1], [3, 7])
+    assert await lease is LeaseOutcome.READ
+    assert (report.verification, report.verified) == (Verification.REPAIRED, True)
+    assert report.bytes == 2 * 2 * pair.producer.layout.block_size_bytes, "all of it was read twice"
+    assert (pair.loading.repaired, pair.loading.verified, pair.serving.digests) == (1, 0, 2)
+    assert [record.verification for record in records.loads] == ["repaired"]
+    assert "load req is read once more" in caplog.text
+    assert f"producer (dp 0 pp 0 tp 0) at {pair.writer.address}" in caplog.text
+
+
+async def test_what_differs_twice_is_a_typed_error(pair: EnginePair) -> None:
+    """All blocks are free at once, and the lease stands: nobody has said that it was read."""
+    records = Records()
+    pair.transport.faults.flip_next = 2
+    lease = pair.offer([3, 7])
+    with pair.reader.observed_by(records):
+        error = await pair.fails(ChecksumMismatch, lease, [0, 1], verify=True)
+    assert not error.retryable
+    assert error.quarantine is None
+    assert error.memory_safe
+    assert (error.request_id, error.peer) == ("req", pair.writer.address)
+    assert "request 'req' from 'producer'" in str(error)
+    assert re.search(
+        r"1 of 2 layers differ, the first: layer [01], tokens 0 to 8: ours [0-9a-f]{16}, theirs ", str(error)
+    )
+    assert (pair.loading.mismatch, pair.loading.failed) == (1, 1)
+    (record,) = records.loads
+    assert (record.outcome, record.phase, record.verification) == ("ChecksumMismatch", "verify", "mismatch")
+    assert (pair.wanting.free, pair.wanting.quarantined) == (16, 0)
+    assert not lease.done
+    report = await pair.load(lease, [0, 1], verify=True)
+    assert report.verified
+    assert await lease is LeaseOutcome.READ
+
+
+async def test_blocks_that_land_in_each_others_places_are_found(
+    pair: EnginePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The right bytes in a wrong place, as a bug of the plan would put them."""
+    route = cache_of(pair.reader).route
+    groups = route.groups
+
+    def swapped(sources: Any, *more: Any) -> Any:
+        for source in sources:
+            source.chunks = [(its_map, some.to(some.local_ids[::-1])) for its_map, some in source.chunks]
+        return groups(sources, *more)
+
+    monkeypatch.setattr(route, "groups", swapped)
+    lease = pair.offer([3, 7])
+    report = await pair.load(lease, [0, 1], verify=True)
+    assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
+    monkeypatch.setattr(route, "groups", groups)
+    pair.assert_loaded([0, 1], [3, 7])
+
+
+async def test_every_rank_and_block_is_told_of_only_after_the_digests(pair: EnginePair) -> None:
+    lease = pair.offer([3, 7])
+    task, held = await held_load(pair, lease)
+    assert not lease.done
+    held.gate.set()
+    assert (await task).verified
+    assert await lease is LeaseOutcome.READ
+
+
+# --- which loads
+
+
+@pytest.mark.parametrize(("verify", "verified"), [(None, True), (True, True), (False, False)])
+async def test_a_load_decides_for_itself(verify: bool | None, verified: bool) -> None:
+    async with open_pair(ALWAYS) as pair:
+        assert (await pair.load(pair.offer([3]), verify=verify)).verified is verified
+
+
+async def test_the_share_is_drawn_load_by_load() -> None:
+    drawn = iter(("00000000", "3fffffff", "40000000", "ffffffff"))
+    world = World(token_hex=lambda count: next(drawn) if count == 4 else "0" * 2 * count)
+    async with open_pair(replace(PATIENT, verify_share=0.25), consumer=world) as pair:
+        reports = [await pair.load(pair.offer([3], f"req-{at}"), [at]) for at in range(4)]
+    assert [report.verified for report in reports] == [True, True, False, False]
+
+
+# --- what cannot be verified
+
+
+@pytest.fixture
+async def scripted() -> AsyncIterator[tuple[EnginePair, ScriptedSideChannel]]:
+    """A pair that is connected, whose reader's questions are scripted from now on; it verifies all loads."""
+    channel = ScriptedSideChannel()
+    async with open_pair(ALWAYS, consumer=World(side_channel=channel)) as pair:
+        await pair.load(pair.offer([3], "first"), verify=False)
+        yield pair, channel
+
+
+Answers = messages.Reply | Exception
+
+OLD = messages.Refusal(reason="180 bytes do not decode", version=messages.PROTOCOL_VERSION)
+BUSY = messages.Refusal(reason="too many", version=messages.PROTOCOL_VERSION, transient=True)
+SILENT = PeerUnreachable("no answer", peer="tcp://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (OLD, PeerRefused),
+        (BUSY, PeerNotReady),
+        (SILENT, PeerUnreachable),
+        (messages.Digests(values=()), kvflow.errors.ProtocolError),
+        (messages.Ack(), kvflow.errors.ProtocolError),
+    ],
+)
+async def test_a_producer_that_has_no_digests(
+    scripted: tuple[EnginePair, ScriptedSideChannel], answer: Answers, error: type[Exception]
+) -> None:
+    """A load that is verified by chance goes on unverified, and says so; one that has to be verified fails."""
+    pair, channel = scripted
+    channel.script.append(answer)
+    report = await pair.load(pair.offer([3], "chance"), [1])
+    assert (report.verification, report.verified) == (Verification.UNVERIFIED, False)
+    assert pair.loading.unverified == 1
+    channel.script.append(answer)
+    lease = pair.offer([4], "must")
+    failed = await pair.fails(error, lease, [2], verify=True)
+    assert "must" in str(failed)
+    assert failed.quarantine is None
+    assert pair.loading.unverified == 2
+    assert pair.wanting.free == 16
+    assert (await pair.load(lease, [2], verify=True)).verified, "the peer is as good as before"
+
+
+async def test_what_differs_and_then_cannot_be_compared_is_no_success(
+    scripted: tuple[EnginePair, ScriptedSideChannel],
+) -> None:
+    pair, channel = scripted
+    channel.script += [messages.Digests(values=(1, 2)), BUSY]
+    await pair.fails(ChecksumMismatch, pair.offer([3]), [1], match="and then could not be compared: .*too many")
+
+
+async def test_wrong_digests_of_a_peer_are_compared_anew(scripted: tuple[EnginePair, ScriptedSideChannel]) -> None:
+    pair, channel = scripted
+    channel.script.append(messages.Digests(values=(1, 2)))
+    assert (await pair.load(pair.offer([3]), [1])).verification is Verification.REPAIRED
+
+
+async def test_a_cache_that_nobody_here_can_read_is_not_verified(
+    pair: EnginePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DigestedCache, "problem", "it is no torch tensor")
+    await pair.fails(RequestError, pair.offer([3]), match="request 'req': verify: it is no torch tensor", verify=True)
+
+
+async def test_digests_that_fail_here_leave_the_load_unverified(pair: EnginePair) -> None:
+    loader = cache_of(pair.reader).loader
+
+    async def fails(job: object) -> None:
+        raise RuntimeError("out of memory")
+
+    loader._verifier._gear = loader._verifier._gear._replace(run=fails)
+    lease = pair.offer([3])
+    error = await pair.fails(TransferFailed, lease, verify=True)
+    assert "it cannot be verified: no digests of our cache: out of memory" in str(error)
+
+
+# --- the producer's side
+
+
+async def test_digests_that_fail_there_are_refused_and_the_producer_goes_on(pair: EnginePair) -> None:
+    answers = cache_of(pair.writer).digests
+    gear = answers._gear
+
+    async def fails(job: object) -> None:
+        raise RuntimeError("out of memory")
+
+    answers._gear = gear._replace(run=fails)
+    lease = pair.offer([3])
+    await pair.fails(PeerRefused, lease, match="no digests: out of memory", verify=True)
+    answers._gear = gear
+    assert (await pair.load(lease, verify=True)).verified
+    assert (pair.serving.digests, pair.serving.digests_refused) == (1, 1)
+
+
+async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile() -> None:
+    async with open_pair(limited(PATIENT, digests_max=2)) as pair:
+        held = HeldDigests(pair.writer)
+        leases = [pair.offer([at], f"req-{at}") for at in range(3)]
+        tasks = [pair.start(lease, [at], verify=True) for at, lease in enumerate(leases[:2])]
+        await until(lambda: held.asked == 2)
+        error = await pair.fails(PeerNotReady, leases[2], [2], match="too many digests", verify=True)
+        assert error.retryable
+        assert not (await pair.load(leases[2], [2])).verified, "reads are in nobody's way"
+        held.gate.set()
+        assert all([(await task).verified for task in tasks])
+        assert pair.serving.digests_refused == 1
+
+
+async def test_one_reader_leaves_room_for_others() -> None:
+    async with open_pair(limited(PATIENT, reader_digests_max=1)) as pair:
+        held = HeldDigests(pair.writer)
+        leases = [pair.offer([at], f"req-{at}") for at in range(2)]
+        task = pair.start(leases[0], [0], verify=True)
+        await until(lambda: held.asked == 1)
+        await pair.fails(PeerNotReady, leases[1], [1], match="too many digests", verify=True)
+        held.gate.set()
+        assert (await task).verified
+        assert (await pair.load(leases[1], [1], verify=True)).verified, "its place is free again"
+
+
+def question(pair: EnginePair, lease: kvflow.Lease, **changes: Any) -> messages.DigestRequest:
+    """The right question for all of a lease, with something changed."""
+    part = {"part": "", "layers": (0, 1), "head": 0, "heads": 2, "model_heads": 2, "start": 0, "stop": 4}
+    part |= {name: changes.pop(name) for name in list(changes) if name in part}
+    facts = {
+        "reader": "consumer/0.0.0#1",
+        "target": messages.Target("producer", 0, 0, 0),
+        "request_id": lease.request_id,
+        "lease_id": lease.ticket.first.lease_id,
+        "definition": 1,
+        "parts": (messages.DigestPart(**part),),
+    }
+    return messages.DigestRequest(**facts | changes)
+
+
+WRONG = [
+    {"definition": 2},
+    {"parts": ()},
+    {"parts": (messages.DigestPart("", (0,), 0, 1, 2, 0, 4),) * (messages.DIGEST_PARTS_MAX + 1)},
+    {"part": "conv.x"},
+    {"layers": ()},
+    {"layers": (0, 0)},
+    {"layers": (0, 7)},
+    {"layers": (-1,)},
+    {"head": -1},
+    {"head": 1},
+    {"heads": 0},
+    {"heads": 3},
+    {"model_heads": 0},
+    {"model_heads": -2},
+    {"model_heads": 1 << 62},
+    {"start": -4},
+    {"start": 4},
+    {"stop": 0},
+    {"stop": 5},
+    {"stop": 1 << 62},
+]
+
+
+@pytest.mark.parametrize("changes", WRONG, ids=str)
+async def test_a_question_that_cannot_be_right_is_refused(pair: EnginePair, changes: dict[str, Any]) -> None:
+    lease = pair.offer([3])
+    answers = cache_of(pair.writer).digests
+    assert isinstance(await answers.answer(question(pair, lease)), messages.Digests)
+    reply = answers.answer(question(pair, lease, **changes))
+    assert isinstance(reply, messages.Refusal)
+    assert not reply.transient
+
+
+async def test_only_who_has_the_ticket_gets_digests(pair: EnginePair) -> None:
+    lease = pair.offer([3])
+    answers = cache_of(pair.writer).digests
+    for changes in ({"lease_id": "0" * 32}, {"lease_id": ""}, {"request_id": "another"}):
+        assert answers.answer(question(pair, lease, **changes)) == messages.NoLease(ended=True)
+    lease.revoke()
+    assert answers.answer(question(pair, lease)) == messages.NoLease(ended=True)
+    assert pair.serving.digests_refused == 4
+
+
+async def test_blocks_that_are_not_there_yet_have_no_digests(pair: EnginePair) -> None:
+    class Computing:
+        happened = False
+
+        def query(self) -> bool:
+            return self.happened
+
+        def synchronize(self) -> None: ...
+
+    event = Computing()
+    lease = pair.writer.serve_blocks(kvflow.ServeRequest("req", [3], num_tokens=4, ready=event))
+    answers = cache_of(pair.writer).digests
+    reply = answers.answer(question(pair, lease))
+    assert isinstance(reply, messages.Refusal)
+    assert reply.transient
+    event.happened = True
+    assert (await pair.load(lease, verify=True)).verified
+
+
+# --- the end of a load that is being verified
+
+
+async def test_a_lease_that_ends_under_its_digests(pair: EnginePair) -> None:
+    lease = pair.offer([3, 7])
+    task, held = await held_load(pair, lease)
+    lease.revoke()
+    await lease
+    held.gate.set()
+    with pytest.raises(LeaseExpired):
+        await task
+    assert pair.wanting.free == 16
+
+
+async def test_a_lease_that_ends_before_the_second_read(pair: EnginePair) -> None:
+    lease = pair.offer([3, 7])
+    pair.transport.faults.flip_next = 1
+    task, held = await held_load(pair, lease)
+    pair.transport.faults.hold = True
+    held.gate.set()
+    await until(lambda: pair.transport.held)
+    lease.revoke()
+    pair.release_reads()
+    with pytest.raises(LeaseExpired):
+        await task
+
+
+async def test_the_second_read_is_posted_like_the_first(pair: EnginePair) -> None:
+    """Cancelled in it, the load waits for its bytes, or quarantines its blocks (invariant I1)."""
+    lease = pair.offer([3, 7])
+    pair.transport.faults.flip_next = 1
+    task, held = await held_load(pair, lease)
+    pair.transport.faults.hold = True
+    held.gate.set()
+    await until(lambda: pair.transport.held)
+    task.cancel()
+    await until(lambda: pair.loading.in_flight.reads == 1)
+    assert pair.wanting.in_flight == 2
+    pair.release_reads()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pair.wanting.free == 16
+    assert pair.reader.quarantines == ()
+
+
+async def test_a_cancelled_load_gives_its_blocks_back_at_once(pair: EnginePair) -> None:
+    task, held = await held_load(pair, pair.offer([3, 7]))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pair.wanting.free == 16
+    held.gate.set()
+    await until(lambda: pair.serving.digests == 1)
+    assert pair.loading.cancelled == 1
+
+
+async def test_the_deadline_names_the_phase(pair: EnginePair) -> None:
+    task, held = await held_load(pair, pair.offer([3, 7]), deadline_s=0.2)
+    with pytest.raises(DeadlineExceeded, match="in phase 'verify'") as caught:
+        await task
+    assert caught.value.phase == "verify"
+    assert caught.value.quarantine is None
+    assert pair.wanting.free == 16
+    held.gate.set()
+
+
+async def test_the_reader_closes(pair: EnginePair) -> None:
+    task, held = await held_load(pair, pair.offer([3, 7]))
+    report = await pair.reader.drain(0.01)
+    assert not report.finished
+    with pytest.raises(RuntimeClosed):
+        await task
+    held.gate.set()
+
+
+async def test_the_producer_closes() -> None:
+    """Its lease is over before it is."""
+    async with open_pair(replace(PATIENT, drain_timeout_s=0.01)) as pair:
+        task, _ = await held_load(pair, pair.offer([3, 7]))
+        await pair.writer.aclose()
+        with pytest.raises((PeerNotReady, PeerUnreachable, LeaseExpired)):
+            await task
+        assert pair.wanting.free == 16
+
+
+# --- elsewhere
+
+
+async def test_a_listener_of_before_refuses_the_question(pair: EnginePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A producer that does not know it: what it cannot decode it refuses, and loads go on."""
+    decode = messages.decode_request
+
+    def of_before(frame: bytes) -> messages.Request:
+        found = decode(frame)
+        if isinstance(found, messages.DigestRequest):
+            raise messages.WireError(f"{len(frame)} bytes do not decode: Invalid value 'get_digests' - at `$.type`")
+        return found
+
+    monkeypatch.setattr(messages, "decode_request", of_before)
+    lease = pair.offer([3])
+    await pair.fails(PeerRefused, lease, match="refused: .* bytes do not decode", verify=True)
+    assert (await pair.load(lease, verify=None)).verification is Verification.OFF
+
+
+async def test_bent_questions_are_answered(pair: EnginePair) -> None:
+    """Whatever is bent: an answer, and the producer goes on."""
+    lease, rng = pair.offer([3]), random.Random(1)
+    answers, kinds = cache_of(pair.writer).digests, set()
+    for _ in range(400):
+        try:
+            asked = messages.decode_request(mutant(rng, question(pair, lease)))
+        except messages.WireError:
+            continue
+        reply = answers.answer(asked) if isinstance(asked, messages.DigestRequest) else None
+        kinds.add(type(await reply if isinstance(reply, asyncio.Future) else reply))
+    assert {messages.Digests, messages.NoLease, messages.Refusal} <= kinds
+    assert (await pair.load(lease, verify=True)).verified
+
+
+def test_a_blocking_runtime_passes_it_on() -> None:
+    network = InprocNetwork()
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    with ExitStack() as stack:
+        runtimes = []
+        for engine_id in ("prefill", "decode"):
+            config = replace(PATIENT, engine_id=engine_id, listen="tcp://127.0.0.1:0", transport="inproc")
+            runtime = stack.enter_context(blocking.Runtime(config, world=world))
+            runtime.register_kv_caches(*small_cache(fill=float(len(runtimes))))
+            runtimes.append(runtime)
+        lease = runtimes[0].serve_blocks(kvflow.ServeRequest("req", [3], num_tokens=4))
+        request = kvflow.LoadRequest("req", lease.ticket.to_params(), [0], verify=True)
+        report = runtimes[1].load_blocks(request)
+        assert report.verified
+        assert lease.wait() is LeaseOutcome.READ
+
+
+def test_the_share_is_a_share() -> None:
+    for wrong in (-0.1, 1.1, float("nan"), True, "0.5"):
+        with pytest.raises(kvflow.errors.ConfigError, match="verify_share: expected 0 to 1"):
+            Config(engine_id="e", verify_share=wrong)  # type: ignore[arg-type]
+    assert Config(engine_id="e", verify_share=1).verify_share == 1.0
