@@ -56,7 +56,7 @@ class Model:
 
 PLAIN = Model()
 _MODELS = {
-    2: Model(flips=True),
+    2: Model(flips=True, verifies=True),
     3: Model(windows=True, priorities=True),
     6: Model(windows=True, state=True, priorities=True),
     7: Model(latent=True),
@@ -64,7 +64,7 @@ _MODELS = {
     9: Model(device=True),
     10: Model(sleeps=True),
     11: Model(windows=True, layers=2),
-    12: Model(flips=True, verifies=True),
+    12: Model(flips=True, verifies=True, windows=True),
     13: Model(windows=True, device=True),
     14: Model(state=True, layers=2, priorities=True),
     15: Model(device=True, sleeps=True),
