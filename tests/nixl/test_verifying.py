@@ -59,7 +59,7 @@ def _ask_after_the_read(loader: Any) -> None:
 
     def later(request_id: str, reads: Any, tables: Any) -> Any:
         for read in reads:
-            read.freshness.staged = True
+            read.freshness.grows = True
         return asking(request_id, reads, tables)
 
     verifier.asking = later

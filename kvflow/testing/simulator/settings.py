@@ -81,6 +81,13 @@ _MODELS = {
 }
 """By seed, of each thirty-two; the others serve plain full attention."""
 _SEEDS = 32
+
+
+def model_of(seed: int) -> Model:
+    """What the engines of a seed serve."""
+    return _MODELS.get(seed % _SEEDS, PLAIN)
+
+
 _VERIFY_SHARE = 0.7
 
 
@@ -178,7 +185,7 @@ def draw_settings(seed: int) -> tuple[Settings, random.Random]:
     alike = rng.random() < 0.6  # most clusters are of engines cut alike
     common = _draw_shape(rng, 0, count)
     shapes = tuple(_draw_shape(rng, index, count, common if alike else None) for index in range(count))
-    model = _MODELS.get(seed % _SEEDS, PLAIN)
+    model = model_of(seed)
     if model is not PLAIN:
         shapes = tuple(_suited(rng, shape, model) for shape in shapes)
     base = _draw_base(rng)
