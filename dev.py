@@ -22,6 +22,7 @@ that pip installs takes longer than the demo.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -225,7 +226,8 @@ def pip(python: Path) -> tuple[str | Path, ...]:
     """The environment's own pip, or else this Python's for it."""
     if (python.parent / "pip").exists():
         return (python, "-m", "pip")
-    return (sys.executable, "-m", "pip", "--python", python)
+    own = sys.executable if importlib.util.find_spec("pip") else sys._base_executable  # ours has none in environments
+    return (own, "-m", "pip", "--python", python)
 
 
 def pip_install(python: Path) -> tuple[str | Path, ...]:
