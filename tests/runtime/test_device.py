@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvflow import Config, LoadRequest, ServeRequest
+from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
 from kvflow.device.cache_device import CacheDevice
 from kvflow.device.cuda import Driver
 from kvflow.device.cuda_device import CudaDevice
-from kvflow.errors import ConfigError, TransferFailed
+from kvflow.errors import ConfigError, TransferFailed, UsageError
 from kvflow.runtime.memory.copies import Ids
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.world import World
@@ -193,6 +193,12 @@ async def test_memory_is_registered_for_what_the_role_does() -> None:
     ):
         await handed_over(producer, consumer)
         await handed_over(producer, both)
+        with pytest.raises(UsageError, match="'req': serve_blocks: the role of engine 'c' is 'consumer'"):
+            consumer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4))
+        introduction = consumer.runtime.serve_blocks(ServeRequest("who", {}, num_tokens=0))
+        assert await introduction is LeaseOutcome.READ, "who it is anybody may say"
+        with pytest.raises(UsageError, match="load_blocks: the role of engine 'p' is 'producer'"):
+            await producer.runtime.load_blocks(LoadRequest("req", introduction.ticket, []))
         seals = [served, read]  # a reader's questions are answered, whatever it is
         assert [engine.transport.uses for engine in (producer, consumer, both)] == [
             [served, *seals],

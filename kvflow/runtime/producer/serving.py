@@ -26,6 +26,7 @@ from functools import partial
 
 from kvflow import checks
 from kvflow.core.plan import topology
+from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
 from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
@@ -93,9 +94,10 @@ class Serving:
 
     def serve(self, request: ServeRequest) -> Lease:
         """Open a lease. Raises RequestError or UsageError, and changes nothing then."""
-        if self._config.role == "consumer":
-            raise UsageError(f"serve_blocks: the role of engine {self._config.engine_id!r} is 'consumer'")
         request = checked_serve_request(request, self._config)
+        if self._config.role == "consumer" and count_block_ids(request.block_ids, self._config.limits.block_ids_max):
+            what = f"request {request.request_id!r}: serve_blocks"
+            raise UsageError(f"{what}: the role of engine {self._config.engine_id!r} is 'consumer'")
         if self._book.serving(request.request_id) is not None:
             raise RequestError(f"request {request.request_id!r}: it is being served already")
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
