@@ -58,8 +58,8 @@ NUMBERS: Mapping[str, checks.Check] = {
 def check_bounds(given: object) -> None:
     """That every `_max` of a dataclass is at least 1, or 0 where the device decides."""
     for entry in fields(given):  # type: ignore[arg-type]
-        value = getattr(given, entry.name)
-        if entry.name.endswith("_max") and value < (entry.default != 0):
+        value, least = getattr(given, entry.name), 0 if entry.default == 0 else 1
+        if entry.name.endswith("_max") and value < least:
             raise ConfigError(f"{entry.name}: expected 1 or more, got {value}")
 
 

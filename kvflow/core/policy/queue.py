@@ -66,12 +66,12 @@ class _Room:
     permits: int = 0
     waiting: list[_Place] = field(default_factory=list)
     delivered: int = 0
+    """Of the first thing that is bounded, since the peer has permits."""
 
     def fits(self, amount: Amount) -> bool:
         return not self.permits or all(map(le, map(add, self.used, amount), self.limits))
 
-    def take(self, permit: Permit) -> None:
-        amount, permit.delivered_before = permit.amount, self.delivered
+    def take(self, amount: Amount) -> None:
         self.permits += 1
         self.used = tuple(map(add, self.used, amount))
 
@@ -118,9 +118,9 @@ class FairQueue:
             if peer in self._speeds:
                 room.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
         if not self.waiting and room.fits(amount) and self._room.fits(amount):
-            self._room.take(permit)
-            room.take(permit)
-            permit.state = PermitState.UNDER_WAY
+            self._room.take(amount)
+            room.take(amount)
+            permit.state, permit.delivered_before = PermitState.UNDER_WAY, room.delivered
             return permit
         self._asked += 1
         heapq.heappush(room.waiting, _Place(priority, self._asked, permit))
@@ -166,9 +166,9 @@ class FairQueue:
             room = self._peers[permit.peer]
             heapq.heappop(room.waiting)
             self.waiting -= 1
-            self._room.take(permit)
-            room.take(permit)
-            permit.state = PermitState.UNDER_WAY
+            self._room.take(permit.amount)
+            room.take(permit.amount)
+            permit.state, permit.delivered_before = PermitState.UNDER_WAY, room.delivered
             granted.append(permit)
         for permit in granted:
             if permit.on_grant is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
@@ -130,6 +130,12 @@ class _End:
             self.future.set_result(None)
         else:
             self.future.set_exception(error)
+
+
+def run_all(jobs: Sequence[Callable[[], None]]) -> None:
+    """One job after the other, as one."""
+    for job in jobs:
+        job()
 
 
 def _cuda_device(where: Device) -> CacheDevice:

@@ -27,7 +27,7 @@ from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.runtime.consumer.flight import CopyFailed, CopyGroup, Read, SourceRead
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
 
@@ -186,12 +186,12 @@ class Route:
                     jobs.append(plan.permute)
                     offset += plan.size_bytes
         except BaseException:
-            _run_all(releases)
+            run_all(releases)
             raise
         if host_ids is not None:
             assert staging is not None
             jobs.append(partial(staging.copy, CopyDirection.TO_DEVICE, span.local_ids, host_ids))
-        return CopyGroup(reads, partial(_run_all, jobs) if jobs else None, partial(_run_all, releases))
+        return CopyGroup(reads, partial(run_all, jobs) if jobs else None, partial(run_all, releases))
 
     async def _take_host_blocks(
         self, span: PromptSpan, staging: HostBuffers | None, releases: list[Callable[[], None]]
@@ -318,8 +318,3 @@ def _give_back_after(copying: asyncio.Future[None], give_back: Callable[[], None
         give_back()
 
     copying.add_done_callback(end)
-
-
-def _run_all(jobs: Sequence[Callable[[], None]]) -> None:
-    for job in jobs:
-        job()

@@ -21,7 +21,7 @@ from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.protocol.freshness import SealTable
 from kvflow.errors import RequestError
-from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 
 OnError: TypeAlias = "Callable[[BaseException], None]"
@@ -51,8 +51,6 @@ class HeldBlocks:
     num_tokens: int
     offered_tokens: int
     """How many of them the blocks hold: of all, or of full blocks only."""
-    told: int = 0
-    """How many tokens are computed, or will be when events have happened."""
     advances: deque[_Advance] = field(default_factory=deque)
     """Those that are still to come, in order."""
     computed: int = 0
@@ -69,6 +67,11 @@ class HeldBlocks:
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
         self.on_error(error)
+
+    @property
+    def told(self) -> int:
+        """How many tokens are computed, or will be when events have happened."""
+        return self.advances[-1].tokens if self.advances else self.computed
 
     @property
     def missing(self) -> int:
@@ -94,7 +97,10 @@ class OfferedBlocks:
         self._seals = seals
         self._staging = staging
         self._copy_thread = copy_thread
-        self._copy_bytes_max = copy_bytes_max
+        self._stage_unit = math.lcm(*(group.block_size for group in groups))
+        """Tokens that are whole blocks of every group."""
+        self._stage_step = self._stage_unit * max(copy_bytes_max // max(self._unit_bytes(), 1), 1)
+        """Tokens that are copied at once."""
 
     def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str) -> HeldBlocks:
         """Take what a lease needs. Raises RequestError, and changes nothing then."""
@@ -153,12 +159,10 @@ class OfferedBlocks:
     def open(self, held: HeldBlocks, on_error: OnError) -> None:
         """Set the seal, so that readers find the lease; what is computed by now may be read."""
         held.on_error = on_error
-        self._seal(held)
-        self._stage_next(held)
+        self.grow(held)
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
         """So many tokens are computed once `ready` has happened, or are now."""
-        held.told = tokens
         if ready is None and not held.advances:
             held.computed = tokens
             return
@@ -217,8 +221,10 @@ class OfferedBlocks:
 
     def _stage_next(self, held: HeldBlocks) -> None:
         """Copy the next computed tokens of all groups to the host, unless that is under way."""
+        if held.host_tables is None or held.copying:
+            return
         upto = self._stage_upto(held)
-        if held.host_tables is None or held.copying or held.closed or upto <= held.staged:
+        if upto <= held.staged:
             return
         copies = []
         for group, ids, host_ids, buffers in zip(
@@ -239,19 +245,22 @@ class OfferedBlocks:
                 self._free(held, held.on_free)
 
         held.copying = True
-        self._copy_thread.submit(partial(_run_all, copies), copied)
+        self._copy_thread.submit(partial(run_all, copies), copied)
 
     def _stage_upto(self, held: HeldBlocks) -> int:
         """The tokens that are there after the next copy: whole blocks of all groups, until all are computed."""
-        unit = math.lcm(*(group.block_size for group in self._groups))
-        unit_bytes = 0
-        for group, buffers in zip(self._groups, self._staging, strict=False):
-            if group.kind is not GroupKind.STATE:
-                unit_bytes += buffers.block_size_bytes * (unit // group.block_size)
-        upto = held.staged + max(self._copy_bytes_max // max(unit_bytes, 1), 1) * unit
+        upto = held.staged + self._stage_step
         if upto >= held.num_tokens <= held.computed:
             return held.num_tokens
-        return min(upto, held.computed) // unit * unit
+        return min(upto, held.computed) // self._stage_unit * self._stage_unit
+
+    def _unit_bytes(self) -> int:
+        """Host memory that a unit of staging takes, without state, which comes with the last token."""
+        size_bytes = 0
+        for group, buffers in zip(self._groups, self._staging, strict=False):
+            if group.kind is not GroupKind.STATE:
+                size_bytes += buffers.block_size_bytes * (self._stage_unit // group.block_size)
+        return size_bytes
 
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """The producer may reuse the blocks (invariant I3)."""
@@ -266,8 +275,3 @@ def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) ->
     first = 0 if group.whole else max(-(-num_tokens // group.block_size) - count, 0)
     begin, end = (min(max(-(-edge // group.block_size) - first, 0), count) for edge in (tokens.start, tokens.stop))
     return slice(begin, end)
-
-
-def _run_all(copies: Sequence[Callable[[], None]]) -> None:
-    for copy in copies:
-        copy()
