@@ -12,7 +12,7 @@ from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
-from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, Progress
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
@@ -37,6 +37,7 @@ __all__ = [
     "LoadRequest",
     "PeerAddress",
     "Prewarmed",
+    "Progress",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",

@@ -27,14 +27,23 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import CacheGroup
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
+from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.consumer.load import Load as AsyncLoad
-from kvflow.runtime.consumer.load import LoadReport, LoadRequest, checked_load_request, refused_load, request_name
+from kvflow.runtime.consumer.load import (
+    LoadReport,
+    LoadRequest,
+    Progress,
+    checked_load_request,
+    refused_load,
+    request_name,
+)
 from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease
@@ -148,6 +157,31 @@ class Load(Pending[LoadReport]):
         """Whether it has ended and no byte can land in its blocks any more."""
         return self.done and (self._load is None or self._load.safe)
 
+    def __iter__(self) -> Iterator[Progress]:
+        """Its progress, as of `kvflow.Load`: whenever more tokens have landed, until it has ended.
+
+        Raises what `result` raises. Each step waits for the loop; other threads may wait for the same load.
+        """
+        tokens = -1
+        while (progress := self._step(tokens)) is not None:
+            tokens = progress.tokens
+            yield progress
+        report = self.result()
+        if report.tokens > tokens:
+            yield Progress(report.tokens, report.tokens)
+
+    def _step(self, tokens: int) -> Progress | None:
+        async def progressed(_: asynchronous.Runtime) -> Progress | None:
+            if self._load is None:
+                return None
+            self._load.follow()
+            return await self._load.progressed(tokens)
+
+        try:
+            return self._host.call(progressed, None)
+        except RuntimeClosed:  # the loop has ended: `result` says how the load has
+            return None
+
     def settled(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended and no byte can land in its blocks any more, however it ended.
 
@@ -181,8 +215,7 @@ class Lease:
     """A lease held on the loop: see `kvflow.Lease`."""
 
     def __init__(self, lease: AsyncLease, host: _Host) -> None:
-        self.request_id, self.ticket, self.block_ids = lease.request_id, lease.ticket, lease.block_ids
-        self.block_tables = lease.block_tables
+        self.request_id, self.ticket = lease.request_id, lease.ticket
         self._lease = lease
         self._host = host
         self._loop = host.loop
@@ -191,6 +224,16 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
+
+    @property
+    def block_ids(self) -> tuple[int, ...]:
+        """Its blocks by now; those of the first group, if there are several."""
+        return self._lease.block_ids
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """Its blocks by now, by group."""
+        return self._lease.block_tables
 
     @property
     def state(self) -> LeaseState:
@@ -217,14 +260,32 @@ class Lease:
         Returns when the loop has taken note; raises RuntimeClosed if it has been closed.
         """
 
-        async def advance(_: asynchronous.Runtime) -> None:
-            self._lease.advance(num_tokens, ready)
+        self._do(lambda: self._lease.advance(num_tokens, ready))
 
-        self._host.start(advance).result()
+    def fail(self, reason: str = "") -> Lease:
+        """The prompt will never be computed: see `kvflow.Lease.fail`. Returns, and raises, as `advance` does."""
+        self._do(lambda: self._lease.fail(reason))
+        return self
+
+    def extend(self, block_ids: GivenBlockIds) -> None:
+        """These blocks follow: see `kvflow.Lease.extend`. Returns, and raises, as `advance` does."""
+        self._do(lambda: self._lease.extend(block_ids))
+
+    def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
+        """All tokens are computed: see `kvflow.Lease.complete`. Returns, and raises, as `advance` does."""
+        self._do(lambda: self._lease.complete(payload, ready))
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count its time from now on: see `kvflow.Lease.restart`."""
         _tell(self._loop, self._lease.restart, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
+
+    def _do(self, act: Callable[[], object]) -> None:
+        """Have the loop do something to the lease, and wait for that."""
+
+        async def work(_: asynchronous.Runtime) -> None:
+            act()
+
+        self._host.start(work).result()
 
 
 class Runtime:
@@ -241,10 +302,11 @@ class Runtime:
         *,
         observers: Sequence[Observer] = (),
         world: World | None = None,
+        foreign: Foreign | None = None,
         call_timeout_s: float = 10.0,
     ) -> None:
         self._call_timeout_s = checks.seconds(call_timeout_s, "call_timeout_s", error=ConfigError)
-        self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world))
+        self._host = _Host(asynchronous.Runtime(config, observers=observers, world=world, foreign=foreign))
         self.config = config
         self._drop = weakref.finalize(self, _dropped, self._host)
         self._drop.atexit = False
@@ -302,6 +364,10 @@ class Runtime:
         """Offer blocks to readers: see `kvflow.Runtime.serve_blocks`. The lease is in force when this returns."""
         lease = self._host.call_at_once(lambda runtime: runtime.serve_blocks(request), self._call_timeout_s)
         return Lease(lease, self._host)
+
+    def decline(self, request_id: str, reason: str = "") -> None:
+        """Tell readers that a request will not be served: see `kvflow.Runtime.decline`."""
+        self._host.call_at_once(lambda runtime: runtime.decline(request_id, reason), self._call_timeout_s)
 
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers; returns at once and never raises: `result` does.

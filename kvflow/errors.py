@@ -25,6 +25,7 @@ it has a `quarantine`, the load whose bytes may still land.
     |  `- ProtocolError          peer     do not retry   safe      it answered something that is no kvflow message
     |- LoadError                 nobody   do not retry   ask       one load failed after it was accepted
     |  |- LeaseExpired           nobody   do not retry   ask       the blocks may have been reused: prefill again
+    |  |- PrefillFailed          peer     retry          ask       the producer will never have all of the blocks
     |  |- Overloaded             engine   retry          ask       too many loads wait already
     |  |- TransferFailed         peer     retry          ask       the transport reported a failure
     |  |- ChecksumMismatch       peer     do not retry   ask       what was read twice is not what the producer holds
@@ -269,6 +270,13 @@ class LoadError(KVFlowError):
 
 class LeaseExpired(LoadError):
     """The producer's promise did not provably cover the whole read: it ran out, was withdrawn or was used up."""
+
+
+class PrefillFailed(LoadError):
+    """The producer has not computed the prompt, and will not: it has said so, or it has offered nothing in time."""
+
+    blame = Blame.PEER
+    retryable = True
 
 
 class Overloaded(LoadError):

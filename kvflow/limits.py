@@ -39,6 +39,8 @@ BY_DEVICE: Mapping[str, Mapping[str, int]] = {
 REQUEST_ID_CHARS_MAX = 1024
 SEALS_MAX = 1 << 24
 SEAL_HOLD_S_MAX = 60.0
+WAIT_S_MAX = 3600.0
+PAYLOAD_BYTES_MAX = 1 << 16
 
 # What peers take, and what seals are made for at once.
 _MOST = {
@@ -46,6 +48,8 @@ _MOST = {
     "loads_max": SEALS_MAX,
     "seal_hold_s": SEAL_HOLD_S_MAX,
     "request_id_chars_max": REQUEST_ID_CHARS_MAX,
+    "question_wait_s": WAIT_S_MAX,
+    "payload_bytes_max": PAYLOAD_BYTES_MAX,
 }
 
 # How a limit is checked, by its type: all floats are seconds.
@@ -134,8 +138,23 @@ class Limits:
     """Questions for checksums of leased blocks that are answered at once; one more is refused, to be asked later."""
     reader_digests_max: int = 8
     """Of them, from one reader."""
+    question_wait_s: float = 10.0
+    """How long a reader's question waits at most for something to tell, such as that a lease is complete; then it is
+    answered that there is nothing yet, and the reader asks again."""
+    questions_waiting_max: int = 1 << 14
+    """Such questions that wait at once; those beyond are answered at once, and asked again a little later."""
+    reader_questions_waiting_max: int = 1 << 12
+    """Of them, from one reader."""
+    request_questions_waiting_max: int = 256
+    """Of them, about one request."""
+    payload_bytes_max: int = 4 * _KIB
+    """What may come with a lease's end (`Lease.complete`), as it is given, and as it is taken from a peer."""
     side_channel_connections_max: int = 512
     """When there are more at once, all are dropped."""
+    side_channel_idle_s: float = 5.0
+    """How long a connection to a peer is kept after its last question, for the next one."""
+    side_channel_kept_max: int = 32
+    """Connections that are kept so: the one that was not used for longest goes first. Each has four files."""
     notification_bytes_max: int = 4 * _KIB
     notification_poll_interval_s: float = 0.005
     """How often readers' notifications are looked for; ten times less often when none has come for a while."""

@@ -29,7 +29,7 @@ VARIANTS = (*LOOPS, "shm", "tcp")
 """Of a test that exists once per event loop or per transport, the fast suite runs one, drawn by the test's name. The
 thorough one runs the other transports, too, and the other loop where `LOOPS_MATTER`."""
 
-ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "side_channel")}
+ALL_VARIANTS = {f"runtime/test_{name}.py" for name in ("lifecycle", "side_channel", "connections")}
 """Where the event loops differ: opening and closing, breaking, cancelling, sockets."""
 
 LOOPS_MATTER = {"runtime/test_ownership.py", "runtime/test_safety.py", "runtime/test_fuzz.py"}

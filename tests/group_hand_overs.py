@@ -99,8 +99,11 @@ def ids_of(case: GroupHandOver, side: int) -> list[tuple[int, ...]]:
     return [tuple(start + block for block in table) for start, table in zip(starts, tables, strict=True)]
 
 
-def request_ids(case: GroupHandOver, side: int) -> Any:
+def request_ids(case: GroupHandOver, side: int, parts: Sequence[slice] | None = None) -> Any:
+    """Block ids as a request has them; `parts` says which of each table."""
     tables = [list(table) for table in ids_of(case, side)]
+    if parts is not None:
+        tables = [table[some] for table, some in zip(tables, parts, strict=True)]
     if case.merged[side]:
         return tables[0]
     if case.by_name:
@@ -112,10 +115,13 @@ Compute = Callable[[list["_Rank"], list[Lease]], Awaitable[None]]
 """Computes the prompt in leases that were opened before, whose blocks hold all of it when it returns."""
 
 
-async def run(case: GroupHandOver, world: World | None = None, compute: Compute | None = None) -> None:
+async def run(
+    case: GroupHandOver, world: World | None = None, compute: Compute | None = None, *, extends: bool = False
+) -> None:
     """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be.
 
-    With `compute` the leases are opened and loads begun before anything is computed.
+    With `compute` the leases are opened and loads begun before anything is computed; with `extends` the leases have
+    no blocks before they are given some.
     """
     async with AsyncExitStack() as stack:
         producers = await open_engine(stack, case, 0, world)
@@ -124,7 +130,7 @@ async def run(case: GroupHandOver, world: World | None = None, compute: Compute 
                 cache.pattern.fill(ids)
         before = [cache.snapshot() for rank in producers for cache in rank.caches]
         consumers = await open_engine(stack, case, 1, world)
-        leases = serve(case, producers, None if compute is None else 0)
+        leases = serve(case, producers, None if compute is None else 0, extends=extends)
         ticket = ticket_of(leases)
         request = LoadRequest("request", ticket=ticket, block_ids=request_ids(case, 1), verify=True)
         loads = [rank.runtime.start_load(request) for rank in consumers]
@@ -144,9 +150,15 @@ async def run(case: GroupHandOver, world: World | None = None, compute: Compute 
         _check_report(case, rank, report)
 
 
-def serve(case: GroupHandOver, producers: Iterable[_Rank], computed_tokens: int | None = None) -> list[Lease]:
+def serve(
+    case: GroupHandOver, producers: Iterable[_Rank], computed_tokens: int | None = None, *, extends: bool = False
+) -> list[Lease]:
     request = ServeRequest(
-        "request", block_ids=request_ids(case, 0), num_tokens=case.num_tokens, computed_tokens=computed_tokens
+        "request",
+        block_ids=request_ids(case, 0, [slice(0)] * len(case.parts) if extends else None),
+        num_tokens=case.num_tokens,
+        computed_tokens=computed_tokens,
+        extends=extends,
     )
     return [rank.runtime.serve_blocks(request) for rank in producers]
 

@@ -35,7 +35,9 @@ class ScriptedSideChannel:
     async def listen(self, answer: Answer) -> Listener:
         return await self._real.listen(answer)
 
-    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
+    async def ask(
+        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+    ) -> messages.Reply:
         self.asked.append(request)
         if isinstance(request, self.mute):
             raise PeerUnreachable(f"{address}: scripted", peer=address)
@@ -44,7 +46,7 @@ class ScriptedSideChannel:
             raise outcome
         if outcome is not None and not callable(outcome):
             return outcome
-        reply = await self._real.ask(address, request, fingerprint=fingerprint)
+        reply = await self._real.ask(address, request, fingerprint=fingerprint, timeout_s=timeout_s)
         return reply if outcome is None else outcome(reply)
 
     def close(self) -> None:

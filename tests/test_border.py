@@ -220,6 +220,8 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "prompt": [7, 8, 9, 10],
             "ready": HAPPENED,
             "computed_tokens": 2,
+            "extends": True,
+            "payload": True,
         },
         use_serve_request,
         RequestError,
@@ -234,6 +236,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "prompt": [7, 8, 9, 10],
             "after": HAPPENED,
             "verify": True,
+            "num_tokens": 4,
         },
         use_load_request,
         RequestError,
@@ -360,7 +363,7 @@ def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides
 # --- what is public
 
 
-MADE_BY_KVFLOW = {"DrainReport", "Lease", "Load", "LoadReport", "Prewarmed", "RuntimeStatistics"}
+MADE_BY_KVFLOW = {"DrainReport", "Lease", "Load", "LoadReport", "Prewarmed", "Progress", "RuntimeStatistics"}
 RUN_CALLERS_CODE = {"blocking.Runtime.start": "work"}
 
 
@@ -410,6 +413,7 @@ ENGINE = {"config": Config(engine_id="e", transport="inproc", listen="tcp://127.
 INFER = {"order": "HND", "block_size": 4, "style": None, "layer_indices": None, "kv_format": "plain"}
 BACKEND = {"backend": "FLASH_ATTN", "block_size": 4, "engine_version": "0.11", "num_kv_heads": 2}
 VERBS: dict[str, dict[str, Any]] = {
+    "decline": {"request_id": "declined", "reason": ""},
     "drain": {"deadline_s": 1.0},
     "forget_peer": {"engine_id": "e", "address": None},
     "keep_leases": {"ticket": TICKET},
@@ -425,12 +429,16 @@ VERBS: dict[str, dict[str, Any]] = {
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "CacheLayout.check": (LAYOUT.check, {"kv_caches": CACHES}),
     "CacheLayout.infer": (CacheLayout.infer, {"kv_caches": CACHES, **INFER}),
-    "Runtime": (Runtime, {**ENGINE, "observers": (), "world": None}),
+    "Runtime": (Runtime, {**ENGINE, "observers": (), "world": None, "foreign": None}),
     "StateLayout.check": (STATE_LAYOUT.check, {"caches": STATE}),
     "StateLayout.infer": (StateLayout.infer, {"caches": STATE, "tensors": STATE_TENSORS, "layer_indices": None}),
     "Ticket.address_of": (TICKET.address_of, {"rank": None}),
     "Ticket.find": (TICKET.find, {"rank": None}),
     "Ticket.from_params": (Ticket.from_params, {"params": TICKET.to_params()}),
+    "Ticket.rendezvous": (
+        Ticket.rendezvous,
+        {"introduction": TICKET, "request_id": "other", "ttl_s": 2.0, "traceparent": TRACEPARENT},
+    ),
     "Ticket.without_leases": (TICKET.without_leases, {**OTHER, "prompt_digest": ""}),
     "blocking.Runtime": (blocking.Runtime, {**ENGINE, "observers": (), "call_timeout_s": 1.0}),
     "layout_for_backend": (

@@ -24,7 +24,7 @@ TESTS = {
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
-LEVELS += [["blocking"], ["connector", "observe", "testing"], ["vllm"], ["bench"], ["doctor"], ["cli"]]
+LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["vllm"], ["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
@@ -38,7 +38,8 @@ COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
     "kvflow/runtime/peers/reach.py": "a rank may open its lease a moment after the reader asked for it",
-    "kvflow/runtime/consumer/flight.py": "a staged producer says through its seal, in its memory, how far it is",
+    "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
+    "kvflow/runtime/consumer/news.py": "a rank may have no room for one more question that waits",
 }
 
 # Tests whose subject is time itself, each with the reason.
@@ -46,6 +47,12 @@ SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
     "tests/runtime/test_growing.py": "virtual time: what is tested is what has landed when some has passed",
+    "tests/runtime/test_growing_failed.py": "virtual time: what is tested is what has landed when some has passed",
+    "tests/runtime/test_growing_progress.py": "virtual time: what is tested is what has landed when some has passed",
+    "tests/runtime/test_growing_watch.py": "virtual time: what is tested is what has landed when some has passed",
+    "tests/runtime/test_extending.py": "virtual time: what is tested is what has landed when some has passed",
+    "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
+    "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",
     "tests/runtime/test_keeping.py": "virtual time: what is tested is what is left when much of it has passed",
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
@@ -159,7 +166,8 @@ print(*sorted(name for name in ("torch", "zmq", "nixl", "asyncio", "kvflow.trans
 
 def test_nixl_and_zmq_have_one_home_each() -> None:
     assert importers("nixl") - COMPARED_WITH_KVFLOW == {"kvflow/transport/nixl/agents.py"}
-    assert importers("zmq") == {f"kvflow/runtime/channel/{name}.py" for name in ("asking", "listening", "keyring")}
+    channel = ("asking", "connections", "listening", "keyring")
+    assert importers("zmq") == {f"kvflow/runtime/channel/{name}.py" for name in channel} | {"kvflow/stock/asking.py"}
 
 
 def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -14,12 +15,16 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+
+from kvflow import Ticket
+from kvflow.connector.scheduler import producer_params
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
@@ -205,6 +210,35 @@ def prefill(server: Server, prompt: Sequence[int]) -> dict[str, Any]:
 def hand_over(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> str:
     """A router: forwards what the prefill side has said, without looking at it."""
     return consumer.text(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
+
+
+def introduction_of(server: Server, prompt: Sequence[int]) -> Ticket:
+    """Who the prefill side's ranks are: any ticket of theirs says so, as of an earlier answer."""
+    return Ticket.from_params(prefill(server, prompt[:1]))
+
+
+def rendezvous(introduction: Ticket, ttl_s: float = 30.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of both requests of a new name."""
+    ticket = Ticket.rendezvous(introduction, secrets.token_hex(16), ttl_s=ttl_s)
+    return producer_params(ticket), ticket.to_params()
+
+
+def flow(
+    producer: Server,
+    consumer: Server,
+    introduction: Ticket,
+    prompt: Sequence[int],
+    max_tokens: int = 16,
+    *,
+    prefill_tokens: int = 1,
+) -> str:
+    """A router that asks both sides at once."""
+    to_compute, to_receive = rendezvous(introduction)
+    with ThreadPoolExecutor(1) as other:
+        computing = other.submit(producer.complete, prompt, prefill_tokens, kv_transfer_params=to_compute)
+        text = consumer.text(prompt, max_tokens, kv_transfer_params=to_receive)
+        computing.result()
+        return text
 
 
 def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:

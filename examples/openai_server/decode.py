@@ -14,8 +14,9 @@ from fastapi.responses import StreamingResponse
 from paged_engine import BlockId, Engine, blocks_for
 
 import kvflow
+from kvflow.errors import KVFlowError
 from openai_server.http_server import serve_http
-from openai_server.messages import DecodeRequest, Step
+from openai_server.messages import DecodeRequest, Failure, FirstToken, Step
 from openai_server.metrics import DecodeMetrics
 from openai_server.responses import LiveStream, read_message, unless_gone
 from openai_server.starts import listen_at
@@ -25,6 +26,8 @@ from openai_server.worker import (
     background_tasks,
     open_engine,
     open_runtime,
+    reported,
+    require_length,
     worker_app,
 )
 
@@ -39,20 +42,33 @@ class DecodeWorker:
         self._metrics = metrics
 
     async def decode(self, request: DecodeRequest) -> Generation:
-        """Load the blocks, then let the generation run.
-
-        Raises kvflow's errors if they cannot be loaded. Cancelling it ends the load; its blocks are given back when
-        no byte can land in them any more.
-        """
+        """Reserve blocks, then let the load and the generation run. Cancelling it takes nothing."""
+        require_length(self._engine, request.prompt_count, request.max_tokens)
         async with AsyncExitStack() as blocks:
             room = self._engine.reserve(request.prompt_count + request.max_tokens)
             block_ids = await blocks.enter_async_context(room)
-            report = await self._load(request, block_ids, blocks)
+            lines: asyncio.Queue[Step | Failure] = asyncio.Queue()
+            body = self._answer(request, block_ids, blocks.pop_all(), lines)
+            return Generation(lines, self._start_task(body, f"answer {request.request_id}"))
+
+    async def _answer(
+        self,
+        request: DecodeRequest,
+        block_ids: Sequence[BlockId],
+        blocks: AsyncExitStack,
+        lines: asyncio.Queue[Step | Failure],
+    ) -> None:
+        """A background task: bytes that may land, and a step that runs, are waited for before blocks are given back."""
+        async with blocks:
+            try:
+                report = await self._load(request, block_ids, blocks)
+            except KVFlowError as error:
+                lines.put_nowait(reported(error, self._metrics))
+                return
+            first = FirstToken.model_validate_json(report.payload)
             self._metrics.loaded(report.seconds, report.bytes)
-            self._observe_overhead(request, report)
-            steps: asyncio.Queue[Step] = asyncio.Queue()
-            body = self._generate(request, block_ids, blocks.pop_all(), steps)
-            return Generation(steps, self._start_task(body, f"generate {request.request_id}"))
+            self._observe_overhead(first)
+            await self._generate(request, first.token, block_ids, lines)
 
     async def _load(
         self, request: DecodeRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack
@@ -71,45 +87,49 @@ class DecodeWorker:
                 self._start_task(_freed_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
 
     async def _generate(
-        self, request: DecodeRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack, steps: asyncio.Queue[Step]
+        self,
+        request: DecodeRequest,
+        first: int,
+        block_ids: Sequence[BlockId],
+        lines: asyncio.Queue[Step | Failure],
     ) -> None:
-        """A background task, because a step that runs must be waited for before its blocks are given back."""
-        async with blocks:
-            decoding = self._engine.decode(
-                request.token,
-                position=request.prompt_count,
-                block_ids=block_ids,
-                max_tokens=request.max_tokens,
-                sampling=request.sampling,
-            )
-            async with aclosing(decoding) as tokens:
-                count = 0
-                async for token in tokens:
-                    count += 1
-                    self._metrics.tokens.inc()
-                    last = count == request.max_tokens
-                    steps.put_nowait(Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
+        eos = self._engine.eos_token_id
+        lines.put_nowait(Step.of(first, eos_token_id=eos, last=request.max_tokens == 1))
+        decoding = self._engine.decode(
+            first,
+            position=request.prompt_count,
+            block_ids=block_ids,
+            max_tokens=request.max_tokens - 1,
+            sampling=request.sampling,
+        )
+        async with aclosing(decoding) as tokens:
+            count = 1
+            async for token in tokens:
+                count += 1
+                self._metrics.tokens.inc()
+                lines.put_nowait(Step.of(token, eos_token_id=eos, last=count == request.max_tokens))
 
-    def _observe_overhead(self, request: DecodeRequest, report: kvflow.LoadReport) -> None:
-        """What passed between the prefill worker's reply and now, when the first step is asked for, but the bytes."""
-        elapsed_s = request.prefilled_at.elapsed_s()
+    def _observe_overhead(self, first: FirstToken) -> None:
+        """What passed between the end of the prompt's computation and now, when the first step is asked for."""
+        elapsed_s = first.computed_at.elapsed_s()
         if elapsed_s is not None:
-            self._metrics.overhead.observe(elapsed_s - report.seconds["post"] - report.seconds["wire"])
+            self._metrics.overhead.observe(elapsed_s)
 
 
 class Generation:
-    """The steps of one answer as they come, once; closing it early ends the answer."""
+    """The steps of one answer as they come, once, or why it ends without; closing it early ends the answer."""
 
-    def __init__(self, steps: asyncio.Queue[Step], task: asyncio.Task[None]) -> None:
-        self._steps = steps
+    def __init__(self, lines: asyncio.Queue[Step | Failure], task: asyncio.Task[None]) -> None:
+        self._lines = lines
         self._task = task
 
     async def lines(self) -> AsyncIterator[str]:
-        """A line of JSON for each step."""
-        step = Step(token=0)
-        while step.finish_reason is None:
-            step = await self._steps.get()
-            yield step.model_dump_json() + "\n"
+        """A line of JSON for each step; a failure is the last one."""
+        while True:
+            line = await self._lines.get()
+            yield line.model_dump_json() + "\n"
+            if isinstance(line, Failure) or line.finish_reason is not None:
+                return
 
     async def aclose(self) -> None:
         """Let the task end; it gives the blocks back when its step has ended, and nobody waits for that."""

@@ -120,7 +120,7 @@ async def run_measurement(service_settings: ServiceSettings, requests: int) -> i
         before = await _overheads(service)
         await _ask_all(service, load)
         overheads = await _overheads(service) - before
-    console.print("from the prefill worker's reply to the first decode step, without post and wire:")
+    console.print("from the end of the prompt's computation to the first decode step:")
     p50, p90 = (quantile(overheads, fraction) * 1e3 for fraction in (0.5, 0.9))
     console.print(f"p50 {p50:.2f} ms, p90 {p90:.2f} ms of {overheads.total()} requests")
     return 0

@@ -1,10 +1,11 @@
 """What the router and its workers say to each other, as JSON over HTTP.
 
-    POST   /prefill               PrefillRequest -> PrefillReply, or a Failure
+    POST   /prefill               PrefillRequest -> PrefillReply once the prompt is computed, or a Failure
     DELETE /prefill/<request id>  give up: nobody is going to load these blocks
     POST   /decode                DecodeRequest -> once the blocks are loaded a line of JSON for each Step, or a Failure
 
-Tokens, not text: prompts are tokenized once, and the KV cache goes from worker to worker without the router.
+Both are asked at once, and meet by the request id, which nobody else knows. Tokens, not text: prompts are tokenized
+once, and the KV cache and the first token go from worker to worker without the router.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Step(Message):
 
 
 class PrefillRequest(Message):
-    """Compute the prompt."""
+    """Compute the prompt, and have it loaded meanwhile by whoever knows the request id; not if one token is all."""
 
     request_id: str
     prompt: list[int] = Field(min_length=1)
@@ -68,25 +69,29 @@ class PrefillRequest(Message):
 
 
 class PrefillReply(Message):
-    """The first token, and the ticket for the prompt's blocks unless there is nothing left to do."""
+    """The prompt is computed, and this is the first token."""
 
     step: Step
-    ticket: dict[str, Any] | None
-    replied_at: Instant
+
+
+class FirstToken(Message):
+    """What the prefill worker tells the decode worker when the prompt is computed: it travels with the blocks."""
+
+    token: int
+    computed_at: Instant
 
 
 class DecodeRequest(Message):
-    """Load the blocks that the ticket offers, and continue after `token` with at most `max_tokens` tokens."""
+    """Load the blocks that the ticket's producer offers, or will; answer from the first token on."""
 
     request_id: str
     ticket: dict[str, Any]
     prompt_count: int = Field(ge=1)
-    token: int
     max_tokens: int = Field(ge=1)
+    """The first one included."""
     deadline_s: Seconds = Field(gt=0)
-    prefilled_at: Instant
     sampling: Sampling = GREEDY
-    """The same as the first token was chosen with."""
+    """The same as the first token is chosen with."""
 
 
 class FailureKind(StrEnum):
@@ -118,3 +123,5 @@ class WorkerHealth(Message):
     """kvflow's state; "open" is the healthy one."""
     blocks_used: int
     blocks_free: int
+    introduction: dict[str, Any] | None = None
+    """Of a prefill worker: a ticket that says where its blocks are to be had, for the router to make others of it."""

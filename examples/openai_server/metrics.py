@@ -98,7 +98,7 @@ class DecodeMetrics(WorkerMetrics):
         self._bytes = Counter("openai_server_loaded_bytes_total", "Bytes of KV cache loaded", registry=self.registry)
         self.overhead = Histogram(
             "openai_server_hand_over_overhead_seconds",
-            "From the prefill worker's reply to the first decode step, without the raw transfer (post and wire)",
+            "From the end of the prompt's computation to the first decode step",
             buckets=OVERHEAD_BUCKETS_S,
             registry=self.registry,
         )

@@ -5,15 +5,15 @@ This is one of the two modules to read if you want to use kvflow in a server of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from fastapi import FastAPI, Request, Response
-from paged_engine import Engine
+from paged_engine import BlockId, Engine
 
 import kvflow
-from openai_server.failures import RequestTooLongError
 from openai_server.http_server import serve_http
-from openai_server.messages import Instant, PrefillReply, PrefillRequest, Step
+from openai_server.messages import FirstToken, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import PrefillMetrics
 from openai_server.responses import read_message, unless_gone
 from openai_server.starts import listen_at
@@ -21,8 +21,10 @@ from openai_server.worker import (
     StartTask,
     WorkerSettings,
     background_tasks,
+    introduction_of,
     open_engine,
     open_runtime,
+    require_length,
     worker_app,
 )
 
@@ -38,34 +40,46 @@ class PrefillWorker:
         self._leases: dict[str, kvflow.Lease] = {}
 
     async def prefill(self, request: PrefillRequest) -> PrefillReply:
-        """Compute the prompt and offer its blocks, for as long as the request may take.
+        """Compute the prompt, and offer its blocks as they are filled, for as long as the request may take.
 
-        Cancelling it gives the blocks back once the running step has ended.
+        Cancelling it withdraws the offer and gives the blocks back, once the running step has ended.
         """
-        token_count = len(request.prompt) + request.max_tokens
-        if token_count > self._engine.token_count_max:
-            raise RequestTooLongError(
-                f"{len(request.prompt)} tokens of prompt and max_tokens {request.max_tokens} are {token_count}, "
-                f"at most {self._engine.token_count_max} are possible"
-            )
+        require_length(self._engine, len(request.prompt), request.max_tokens)
         async with AsyncExitStack() as blocks:
             block_ids = await blocks.enter_async_context(self._engine.reserve(len(request.prompt)))
-            token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
+            if request.max_tokens == 1:
+                token = await self._engine.prefill(request.prompt, block_ids, sampling=request.sampling)
+            else:
+                token = await self._offered(request, block_ids, blocks)
             self._metrics.tokens.inc(len(request.prompt))
-            step = Step.of(token, eos_token_id=self._engine.eos_token_id, last=request.max_tokens == 1)
-            if step.finish_reason is not None:
-                return PrefillReply(step=step, ticket=None, replied_at=Instant.now())
-            lease = self._runtime.serve_blocks(
-                kvflow.ServeRequest(
-                    request.request_id,
-                    block_ids=block_ids,
-                    num_tokens=len(request.prompt),
-                    ttl_s=request.deadline_s,
-                )
+        last = request.max_tokens == 1
+        return PrefillReply(step=Step.of(token, eos_token_id=self._engine.eos_token_id, last=last))
+
+    async def _offered(self, request: PrefillRequest, block_ids: Sequence[BlockId], blocks: AsyncExitStack) -> int:
+        """Compute a prompt under a lease that grows with it; the first token, which its reader gets with the blocks."""
+        lease = self._runtime.serve_blocks(
+            kvflow.ServeRequest(
+                request.request_id,
+                block_ids=block_ids,
+                num_tokens=len(request.prompt),
+                ttl_s=request.deadline_s,
+                computed_tokens=0,
+                payload=True,
             )
-            self._leases[request.request_id] = lease
+        )
+        self._leases[request.request_id] = lease
+        try:
+            token = await self._engine.prefill(
+                request.prompt, block_ids, sampling=request.sampling, computed=lease.advance
+            )
+            lease.complete(FirstToken(token=token, computed_at=Instant.now()).model_dump_json().encode())
+        except BaseException as error:
+            lease.fail(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            # However it ended no step uses the blocks any more, and a reader may until the lease has ended.
             self._start_task(self._hold(lease, blocks.pop_all()), f"lease {request.request_id}")
-        return PrefillReply(step=step, ticket=lease.ticket.to_params(), replied_at=Instant.now())
+        return token
 
     def release(self, request_id: str) -> None:
         """Nobody is going to load these blocks. No effect if the lease has ended, or never was."""
@@ -112,5 +126,6 @@ async def run_prefill(settings: WorkerSettings) -> None:
         )
         async with open_runtime(settings, engine, metrics.kvflow) as runtime, background_tasks() as start_task:
             worker = PrefillWorker(engine, runtime, start_task, metrics)
-            app = prefill_app(worker_app(settings, engine, runtime, metrics), worker)
+            app = worker_app(settings, engine, runtime, metrics, introduction_of(runtime))
+            app = prefill_app(app, worker)
             await serve_http(app, listening)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import kvflow
+
 
 @dataclass(slots=True, eq=False)
 class Worker:
@@ -19,6 +21,8 @@ class Worker:
     up: bool = False
     probe_at_s: float = 0.0
     failed_probes: int = 0
+    introduction: kvflow.Ticket | None = None
+    """Of a prefill worker, as of its last probe: where its blocks are to be had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,10 @@ class Rotation:
             worker.up, worker.failed_probes = False, 0
             worker.probe_at_s = now_s + self.pauses.after(0)
 
-    def probed(self, worker: Worker, now_s: float, *, healthy: bool) -> None:
+    def probed(self, worker: Worker, now_s: float, *, healthy: bool, introduction: kvflow.Ticket | None = None) -> None:
         """A probe of the worker has ended."""
         worker.up = healthy
+        worker.introduction = introduction or worker.introduction
         worker.failed_probes = 0 if healthy else worker.failed_probes + 1
         pause_s = self.pauses.steady_s if healthy else self.pauses.after(worker.failed_probes)
         worker.probe_at_s = now_s + pause_s

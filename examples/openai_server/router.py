@@ -1,25 +1,32 @@
 """One request from prompt to last token: prefill here, decode there, elsewhere if that fails, under one deadline.
 
-Theory: an attempt is one prefill and one decode. Whatever goes wrong before the client has seen a token, the next
-attempt starts over with a fresh prefill, avoiding the worker that failed; the request's deadline and `attempts_max`
-bound it. Once tokens have been streamed a failure is the client's to handle. A worker is lost when a connection to it
-fails; the watch brings it back when it answers again. Blocks that were prefilled and will not be loaded are released.
+Theory: an attempt is one prefill and one decode, side by side: the decode worker loads the prompt's blocks while they
+are computed, and the first token comes to it with the last of them. They meet by the attempt's id, which nobody else
+knows. The decode worker is asked first, and the prefill worker once that has room for the answer: so whoever holds
+blocks of a prefill worker never waits for room anywhere, and requests cannot wait for each other in a circle. Whatever
+goes wrong before the client has seen a token, the next attempt starts over with a fresh prefill, avoiding the worker
+that failed; the request's deadline and `attempts_max` bound it. Once tokens have been streamed a failure is the
+client's to handle. A worker is lost when a connection to it fails; the watch brings it back when it answers again.
+Blocks that were prefilled and will not be loaded are released.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 from paged_engine import GREEDY, Sampling
 from pydantic import ValidationError
 
+import kvflow
 from openai_server.failures import STATUS
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
 from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
@@ -115,7 +122,8 @@ class Router:
         while True:
             try:
                 # Each attempt has its own id: an earlier one's blocks may still be on offer.
-                return await attempt(self._attempt(f"{prompt.id}-{number}", prompt, avoid))
+                attempt_id = f"{prompt.id}-{number}-{secrets.token_hex(16)}"
+                return await attempt(self._attempt(attempt_id, prompt, avoid))
             except AttemptError as error:
                 if number == self.attempts_max or not STATUS[error.failure.kind].retry:
                     raise
@@ -126,32 +134,29 @@ class Router:
                 number += 1
 
     async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Worker]) -> AsyncGenerator[Step, None]:
-        prefill, decode = self._pick(self.prefill, avoid), self._pick(self.decode, avoid)
-        loaded = False
+        prefill = self._pick(self.prefill, avoid)
+        if prompt.max_tokens == 1:
+            yield (await self._ask_prefill(prefill, request_id, prompt)).step
+            return
+        async with self._decoding(prefill, request_id, prompt, avoid) as steps:
+            yield await self._first_step(prefill, request_id, prompt, steps)
+            async for step in steps:
+                yield step
+
+    async def _first_step(
+        self, prefill: Worker, request_id: str, prompt: Prompt, steps: AsyncGenerator[Step, None]
+    ) -> Step:
+        """Have the prompt computed while it is loaded. The first failure of either ends it."""
         try:
-            reply = await self._ask_prefill(prefill, request_id, prompt)
-            if reply.ticket is None:
-                loaded = True
-                yield reply.step
-                return
-            request = DecodeRequest(
-                request_id=request_id,
-                ticket=reply.ticket,
-                prompt_count=len(prompt.token_ids),
-                token=reply.step.token,
-                max_tokens=prompt.max_tokens - 1,
-                deadline_s=prompt.remaining_s,
-                prefilled_at=reply.replied_at,
-                sampling=prompt.sampling,
-            )
-            async with self._decoding(prefill, decode, request) as steps:
-                loaded = True
-                yield reply.step
-                async for step in steps:
-                    yield step
-        finally:
-            if not loaded:
-                self._release(prefill, request_id)
+            async with asyncio.TaskGroup() as both:
+                both.create_task(self._ask_prefill(prefill, request_id, prompt), name=f"prefill {request_id}")
+                first = both.create_task(_first_of(steps), name=f"decode {request_id}")
+        except BaseException as error:
+            self._release(prefill, request_id)
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from error
+            raise
+        return first.result()
 
     def _pick(self, rotation: Rotation, avoid: set[Worker]) -> Worker:
         worker = rotation.pick(avoid)
@@ -177,16 +182,25 @@ class Router:
 
     @asynccontextmanager
     async def _decoding(
-        self, prefill: Worker, decode: Worker, request: DecodeRequest
-    ) -> AsyncIterator[AsyncIterator[Step]]:
-        """The steps after the first one; entering it waits until the blocks have been loaded."""
+        self, prefill: Worker, request_id: str, prompt: Prompt, avoid: set[Worker]
+    ) -> AsyncIterator[AsyncGenerator[Step, None]]:
+        """The steps of an answer; entering it waits until a decode worker has room for them."""
+        decode = self._pick(self.decode, avoid)
+        assert prefill.introduction is not None, "it is up, so it has been probed"
+        ticket = kvflow.Ticket.rendezvous(prefill.introduction, request_id, ttl_s=prompt.remaining_s)
+        request = DecodeRequest(
+            request_id=request_id,
+            ticket=ticket.to_params(),
+            prompt_count=len(prompt.token_ids),
+            max_tokens=prompt.max_tokens,
+            deadline_s=prompt.remaining_s,
+            sampling=prompt.sampling,
+        )
         with self._losses(self.decode, decode):
             async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
                 if response.status != HTTPStatus.OK:
-                    failure = _failure_in(response, await response.read(), decode)
-                    again = failure.kind is FailureKind.PREFILL_AGAIN
-                    raise AttemptError(failure, prefill if again else decode)
-                yield _steps_in(response, decode)
+                    raise _failed(_failure_in(response, await response.read(), decode), prefill, decode)
+                yield _steps_in(response, prefill, decode)
 
     @contextmanager
     def _losses(self, rotation: Rotation, worker: Worker) -> Iterator[None]:
@@ -222,18 +236,21 @@ class Router:
         loop = asyncio.get_running_loop()
         while True:
             if worker.probe_at_s <= loop.time():
-                was_up, healthy = worker.up, await self._probe(worker)
-                rotation.probed(worker, loop.time(), healthy=healthy)
+                was_up, health = worker.up, await self._probe(worker)
+                healthy = health is not None
+                rotation.probed(worker, loop.time(), healthy=healthy, introduction=_introduction_in(health or {}))
                 if healthy is not was_up:
                     logger.info("%s is %s", worker.name, "up" if healthy else "down: it does not answer")
             await asyncio.sleep(PROBE_TICK_S)
 
-    async def _probe(self, worker: Worker) -> bool:
+    async def _probe(self, worker: Worker) -> dict[str, Any] | None:
+        """What it says of itself; None if it is not to be used."""
         try:
             async with self.client.get(f"{worker.url}/health", timeout=PROBE_TIMEOUT) as response:
-                return response.status == HTTPStatus.OK
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+                said = json.loads(await response.read())
+                return said if response.status == HTTPStatus.OK and isinstance(said, dict) else None
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -266,14 +283,33 @@ async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:
         raise AttemptError(failure) from None
 
 
-async def _steps_in(response: aiohttp.ClientResponse, worker: Worker) -> AsyncIterator[Step]:
+async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: Worker) -> AsyncGenerator[Step, None]:
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
-        step = Step.model_validate_json(line)
+        try:
+            step = Step.model_validate_json(line)
+        except ValidationError:
+            raise _failed(_failure_in(response, line, decode), prefill, decode) from None
         yield step
         if step.finish_reason is not None:
             return
-    raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=f"{worker.name} ended its answer early"), worker)
+    message = f"{decode.name} ended its answer early"
+    raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
+
+
+async def _first_of(steps: AsyncGenerator[Step, None]) -> Step:
+    return await anext(steps)
+
+
+def _failed(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:
+    """What a decode worker says: it may be the prefill worker that the next attempt should avoid."""
+    return AttemptError(failure, prefill if failure.kind is FailureKind.PREFILL_AGAIN else decode)
+
+
+def _introduction_in(health: dict[str, Any]) -> kvflow.Ticket | None:
+    """Where the blocks of a worker are to be had, if it is one that prefills."""
+    said = health.get("introduction")
+    return None if said is None else kvflow.Ticket.from_params(said)
 
 
 def _failure_in(response: aiohttp.ClientResponse, body: bytes, worker: Worker) -> Failure:

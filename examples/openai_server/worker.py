@@ -24,9 +24,9 @@ from paged_engine.weights import MODEL_NAME, load_model
 
 import kvflow
 from kvflow.observe.prometheus import PrometheusMetrics
-from openai_server.failures import EXPECTED_ERRORS, STATUS, failure_of
+from openai_server.failures import EXPECTED_ERRORS, STATUS, RequestTooLongError, failure_of
 from openai_server.http_server import SHUTDOWN_TIMEOUT_S
-from openai_server.messages import FailureKind, WorkerHealth
+from openai_server.messages import Failure, FailureKind, WorkerHealth
 from openai_server.metrics import WorkerMetrics, add_metrics
 from openai_server.responses import ClientGoneError
 
@@ -102,10 +102,41 @@ async def background_tasks() -> AsyncIterator[StartTask]:
             task.cancel()
 
 
-def worker_app(settings: WorkerSettings, engine: Engine, runtime: kvflow.Runtime, metrics: WorkerMetrics) -> FastAPI:
-    """The application that both kinds of workers start from."""
+def require_length(engine: Engine, prompt_count: int, max_tokens: int) -> None:
+    """RequestTooLongError for what no worker can hold: all engines have the same room."""
+    token_count = prompt_count + max_tokens
+    if token_count > engine.token_count_max:
+        raise RequestTooLongError(
+            f"{prompt_count} tokens of prompt and max_tokens {max_tokens} are {token_count}, "
+            f"at most {engine.token_count_max} are possible"
+        )
+
+
+def reported(error: Exception, metrics: WorkerMetrics) -> Failure:
+    """What the router is told of an error, once it has been counted; logged if it is one that should not be."""
+    failure = failure_of(error)
+    metrics.failed(failure.kind)
+    if failure.kind is FailureKind.WORKER_FAILED:
+        logger.error("a request has failed, and should not have: %s", failure.message, exc_info=error)
+    return failure
+
+
+def introduction_of(runtime: kvflow.Runtime) -> kvflow.Ticket:
+    """A ticket of nothing: where this worker's blocks are to be had."""
+    return runtime.serve_blocks(kvflow.ServeRequest("introduction", block_ids=[], num_tokens=0)).ticket
+
+
+def worker_app(
+    settings: WorkerSettings,
+    engine: Engine,
+    runtime: kvflow.Runtime,
+    metrics: WorkerMetrics,
+    introduction: kvflow.Ticket | None = None,
+) -> FastAPI:
+    """The application that both kinds of workers start from; the `introduction` is for /health to tell."""
     app = FastAPI(title=f"{settings.role} worker {settings.name}")
     add_metrics(app, metrics.registry)
+    told = None if introduction is None else introduction.to_params()
 
     @app.get("/health")
     async def health(response: Response) -> WorkerHealth:
@@ -120,13 +151,11 @@ def worker_app(settings: WorkerSettings, engine: Engine, runtime: kvflow.Runtime
             runtime=runtime.state,
             blocks_used=statistics.blocks_used,
             blocks_free=statistics.blocks_free,
+            introduction=told,
         )
 
     async def expected(_: Request, error: Exception) -> JSONResponse:
-        failure = failure_of(error)
-        metrics.failed(failure.kind)
-        if failure.kind is FailureKind.WORKER_FAILED:
-            logger.error("a request has failed, and should not have: %s", failure.message, exc_info=error)
+        failure = reported(error, metrics)
         return JSONResponse(failure.model_dump(), status_code=STATUS[failure.kind].http)
 
     async def client_gone(_: Request, __: Exception) -> Response:

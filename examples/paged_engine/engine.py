@@ -14,7 +14,7 @@ its step to end and only then gives its blocks back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -60,9 +60,11 @@ class Engine:
         block_count: int,
         block_size: int,
         batch_size: int = 1,
+        prefill_tokens: int = 512,
         shuffle_seed: int | str | None = None,
         reserve_timeout_s: float = 120.0,
     ) -> None:
+        """`prefill_tokens`: of a prompt, how many are computed in one step; decode steps take turns with these."""
         config = model.config
         shape = CacheShape(
             block_count=block_count,
@@ -80,6 +82,7 @@ class Engine:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="paged-engine")
         self._decoding = StepBatcher(self._compute, self._executor, batch_size=batch_size)
         self._batch_size = batch_size
+        self._prefill_tokens = prefill_tokens
         self._prefills = 0
 
     def __repr__(self) -> str:
@@ -144,20 +147,37 @@ class Engine:
             self._pool.free(block_ids)
             self._room.set()
 
-    async def prefill(self, prompt: Sequence[int], block_ids: Sequence[BlockId], *, sampling: Sampling = GREEDY) -> int:
+    async def prefill(
+        self,
+        prompt: Sequence[int],
+        block_ids: Sequence[BlockId],
+        *,
+        sampling: Sampling = GREEDY,
+        computed: Callable[[int], None] | None = None,
+    ) -> int:
         """Fill the blocks with the keys and values of the whole prompt; return the first new token.
 
+        `computed` is called on the loop after each step but the last, with how many tokens are in the blocks by then.
         When it is cancelled, it raises once the running step has left the blocks alone.
         """
         if not prompt:
             raise ValueError("prompt: needs at least one token")
+        pages, loop = self._cache.pages(block_ids), asyncio.get_running_loop()
 
-        def step() -> int:
-            logits = self._model.forward(prompt, 0, self._cache.pages(block_ids))
-            return sampling.choose(logits, len(prompt))
+        def step(start: int) -> torch.Tensor:
+            return self._model.forward(prompt[start : start + self._prefill_tokens], start, pages)
 
+        def last_step(start: int) -> int:
+            return sampling.choose(step(start), len(prompt))
+
+        *starts, last = range(0, len(prompt), self._prefill_tokens)
+        for start in starts:
+            self._prefills += 1
+            await held_back(loop.run_in_executor(self._executor, step, start))
+            if computed is not None:
+                computed(start + self._prefill_tokens)
         self._prefills += 1
-        return await held_back(asyncio.get_running_loop().run_in_executor(self._executor, step))
+        return await held_back(loop.run_in_executor(self._executor, last_step, last))
 
     async def decode(
         self,

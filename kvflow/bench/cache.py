@@ -140,6 +140,12 @@ class PatternCache:
         for index, layer in enumerate(self.layers):
             layer[:] = self._expected(index, tokens)
 
+    def write(self, block_ids: Sequence[int]) -> None:
+        """Write what a producer holds in these blocks."""
+        tokens = self._pool(self.shape.block_size)[list(block_ids)]
+        for index, layer in enumerate(self.layers):
+            layer[:, list(block_ids)] = self._expected(index, tokens)
+
     def poison(self, block_ids: Sequence[int], layers: Iterable[int] | None = None) -> None:
         """Overwrite blocks with what no producer holds, in all layers or in some."""
         for index in self._chosen(layers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from kvflow.doctor.findings import Finding, Status, is_broken
 from kvflow.doctor.run import examine
 from kvflow.doctor.version import version_lines
 from kvflow.errors import ConfigError
-from kvflow.observe.timeline import BadRecords, read_records, timeline
+from kvflow.observe.timeline import BadRecords, overlap, read_records, timeline
 from kvflow.runtime.channel.keyring import make_key_files
 
 app = typer.Typer(name="kvflow", no_args_is_help=True)
@@ -87,6 +88,9 @@ def trace(
         lines = [line for file in files for line in read_records(file)]
     out.write_text(json.dumps(timeline(lines)))
     notes.print(f"{len(lines)} records in {out}; open it at ui.perfetto.dev", markup=False)
+    if shares := list(overlap(lines).values()):
+        share = f"{statistics.median(shares):.0%} of the tokens (median) had landed when the last one was computed"
+        notes.print(f"{len(shares)} loads of leases that grew: {share}")
 
 
 @app.command()
@@ -113,6 +117,9 @@ def simulate(
 def doctor(
     peer: Annotated[str | None, typer.Option(help="A peer's side channel to try, tcp://host:port.")] = None,
     peer_engine: Annotated[str, typer.Option(help="The engine id that is expected there.")] = "",
+    stock: Annotated[
+        str | None, typer.Option(help="The side channel of a vLLM with its own NixlConnector, tcp://host:port.")
+    ] = None,
     engine_id: Annotated[str, typer.Option(help="Our engine id, whose CURVE keys are used.")] = "doctor",
     curve_secret_key_file: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
     curve_peers_dir: Annotated[Path | None, typer.Option(help="As in Config.")] = None,
@@ -125,7 +132,8 @@ def doctor(
         config = Config(
             engine_id=engine_id, curve_secret_key_file=curve_secret_key_file, curve_peers_dir=curve_peers_dir
         )
-    findings = list(examine(config, peer=peer, peer_engine=peer_engine, transfer=transfer, note=notes.print))
+    found = examine(config, peer=peer, peer_engine=peer_engine, stock=stock, transfer=transfer, note=notes.print)
+    findings = list(found)
     if json_output:
         print(json.dumps(findings_as_json(findings), indent=2))
     else:

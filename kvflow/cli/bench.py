@@ -18,6 +18,7 @@ from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
+from kvflow.bench.flow.scenario import Flow
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.planning import Planning
 from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
@@ -32,6 +33,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "fairness": Fairness,
     "planning": Planning,
     "verifying": Verifying,
+    "flow": Flow,
 }
 _LEAST = {int: 1, float: 0.1}
 _SECONDS = re.compile("(?<!_per)_s$")

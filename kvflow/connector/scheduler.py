@@ -18,6 +18,10 @@ recomputed is the engine's policy.
 What makes a hand-over safe: a prompt's lease is opened in the step that completes the prompt, under a name that is a
 secret until `request_finished` gives it to the router. From then on the blocks are held until the workers report that
 the lease has ended; before, a preemption or an abort may take them at once, since nobody can have asked for them.
+
+Or a prompt *flows*: its router has named it beforehand (`rendezvous`) and has sent both requests at once. Then its
+lease is opened with its first step, grows with every one, and may be read all the time. What is aborted stays until
+its lease has ended; a preemption recalls it, for which the workers' step waits a moment (`Step.recall`).
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import msgspec
 
 from kvflow import checks
-from kvflow.connector.step import Keep, Receive, Release, Save, Send, Step
+from kvflow.connector.step import BlockTables, Decline, Grow, Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import (
@@ -50,6 +54,7 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.spare import with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -68,8 +73,28 @@ _PLAIN: Mapping[str, checks.Check] = {
 }
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
+_RENDEZVOUS = "rendezvous"
 _USED_MAX = 1 << 14  # tickets that are remembered
 _SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
+
+
+def producer_params(rendezvous: Ticket) -> dict[str, Any]:
+    """The parameters of the request that is to be computed for a rendezvous; its reader's are `rendezvous.to_params()`.
+
+    Raises RequestError if the ticket is of another kind.
+    """
+    ticket = checks.instance(rendezvous, Ticket, "producer_params")
+    if not ticket.awaited:
+        raise RequestError("producer_params: expected a ticket by Ticket.rendezvous, got one of blocks that are there")
+    name = {_RENDEZVOUS: ticket.request_id}
+    return {"do_remote_decode": True, "do_remote_prefill": False, "kvflow": name}
+
+
+def _rendezvous_in(params: Mapping[str, Any]) -> str | None:
+    """The name under which a prompt is to be offered, if it is to flow. RequestError if it cannot be one."""
+    extra = params.get("kvflow")
+    given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
+    return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
 class EngineRequest(Protocol):
@@ -163,6 +188,27 @@ class SchedulingConfig:
         """Tokens that fill whole blocks of every group that holds the beginning of a prompt."""
         return math.lcm(*(group.block_size for group in self.all_groups if group.whole), 1)
 
+    def offered_of(self, num_prompt_tokens: int) -> int:
+        """How many tokens of a prompt are offered."""
+        return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)
+
+
+def _own_params(ticket: Ticket) -> dict[str, Any]:
+    return with_spare(ticket.to_params())
+
+
+class Dialect(NamedTuple):
+    """How tickets are written in the parameters that routers carry; by default as engines of our own make do."""
+
+    read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
+    """RequestError for what is none."""
+    params_of: Callable[[Ticket], dict[str, Any]] = _own_params
+    shown_id: Callable[[str], str] = str
+    """What of a request's id may stand in the name that its lease is found by."""
+
+
+OWN_DIALECT = Dialect()
+
 
 @dataclass(slots=True, kw_only=True)
 class _Consumer:
@@ -170,6 +216,8 @@ class _Consumer:
     ticket: Ticket
     offered_tokens: int
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
+    prompt: Sequence[int] | None = None
+    """Of a rendezvous, whose ticket does not tell which prompt it is of."""
     state: ConsumerState = ConsumerState.EXPECTED
 
 
@@ -178,6 +226,8 @@ class _Producer:
     request_id: str
     num_prompt_tokens: int
     prompt: Sequence[int] | None
+    serve_id: str | None = None
+    """The name that its readers know already; None once it is of no use, or if there is none."""
     saved: Save | None = None
     """The prompt's lease."""
     num_computed_tokens: int = 0
@@ -221,8 +271,11 @@ class ConnectorScheduler:
     `new_secret` makes a text that nobody can guess. Nothing is offered before `introduce`.
     """
 
-    def __init__(self, config: SchedulingConfig, *, new_secret: Callable[[], str]) -> None:
+    def __init__(
+        self, config: SchedulingConfig, *, new_secret: Callable[[], str], dialect: Dialect = OWN_DIALECT
+    ) -> None:
         self._config = config
+        self._dialect = dialect
         self._new_secret = new_secret
         self._introduction: Ticket | None = None
         self._groups = tuple(_Group(facts) for facts in config.all_groups)
@@ -276,20 +329,26 @@ class ConnectorScheduler:
         checks.text(request.request_id, "request_id")
         request_id, num_prompt_tokens = request.request_id, request.num_prompt_tokens
         if self._config.takes(params):
-            ticket = Ticket.from_params(params)
-            if request.prompt_token_ids is not None and ticket.num_tokens <= num_prompt_tokens:
-                check_prompt(ticket, request.prompt_token_ids, f"request {request_id!r}")
+            ticket = self._dialect.read_ticket(params)
+            known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
+            if known is not None:
+                check_prompt(ticket, known, f"request {request_id!r}")
             if not self._first_use(ticket):
                 raise RequestError(f"request {request_id!r}: another request has used its ticket")
             most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
-            offered = ticket.offered_tokens if ticket.num_tokens <= most else 0
-            consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=offered)
+            consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=0)
             self._consumers[request_id] = consumer
-            if consumer.offered_tokens:
+            if ticket.awaited:  # what is the same on both sides is taken to be; the load finds out
+                consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
+            elif ticket.num_tokens <= most and ticket.offered_tokens:
+                consumer.offered_tokens = ticket.offered_tokens
                 self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
         elif self._config.offers(params):
             self._producers[request_id] = _Producer(
-                request_id=request_id, num_prompt_tokens=num_prompt_tokens, prompt=request.prompt_token_ids
+                request_id=request_id,
+                num_prompt_tokens=num_prompt_tokens,
+                prompt=request.prompt_token_ids,
+                serve_id=_rendezvous_in(params),
             )
 
     def _first_use(self, ticket: Ticket) -> bool:
@@ -335,7 +394,11 @@ class ConnectorScheduler:
                     f"of {size} tokens, of which it has {len(ids)}"
                 )
         self._consumer_fires(request, ConsumerEvent.RECEIVE)
-        self._next.receive.append(Receive(request_id=request_id, ticket=request.ticket, block_tables=missing))
+        receive = Receive(request_id=request_id, ticket=request.ticket, block_tables=missing)
+        if request.ticket.awaited:
+            known = None if request.prompt is None else tuple(request.prompt[:offered])
+            receive = msgspec.structs.replace(receive, num_tokens=offered, prompt=known)
+        self._next.receive.append(receive)
 
     def build_step(
         self,
@@ -346,7 +409,7 @@ class ConnectorScheduler:
     ) -> Step:
         """What the workers do in this step; afterwards nothing of it is left here.
 
-        `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a scheduled request, as
+        `preempted` have lost their blocks before this step; `block_ids` tells all blocks of a request that has some, as
         `update_after_alloc` takes them.
         """
         for request_id in preempted:
@@ -355,8 +418,8 @@ class ConnectorScheduler:
             request = self._producers.get(entry.request_id)
             if request is not None:
                 request.num_computed_tokens = entry.num_computed_tokens
-                if request.state is ProducerState.COMPUTING:
-                    self._save_if_complete(request, block_ids)
+                self._scheduled(request, block_ids)
+        self._recall_what_has_moved_on(block_ids)
         step, self._next = self._next, Step(introduce=self._next.introduce and self._introduction is None)
         step.keep = [keep for keep in step.keep if self._waits(keep)]
         step.abandon = [request_id for request_id in step.abandon if request_id in self._consumers]
@@ -396,7 +459,10 @@ class ConnectorScheduler:
         self._next.introduce = True
 
     def withdraw_all(self) -> None:
-        """End every lease whose ticket is out: what the blocks hold is not to be read any more."""
+        """End every lease that somebody may read: what the blocks hold is not to be read any more."""
+        for request in self._producers.values():
+            if request.state is ProducerState.FLOWING:
+                self._recall(request)
         self._next.withdraw += (
             request.request_id for request in self._producers.values() if request.state is ProducerState.SENDING
         )
@@ -417,9 +483,15 @@ class ConnectorScheduler:
 
     def _producer_finished(self, request: _Producer, completed: bool) -> Finished:
         save, ttl_s = request.saved, self._config.lease_ttl_s
+        flows = request.state is ProducerState.FLOWING
+        if flows and request.num_computed_tokens < request.num_prompt_tokens:
+            completed = False
         if save is None or self._introduction is None or not completed:
+            if flows:
+                return self._broken_off(request)
             self._producer_fires(request, ProducerEvent.END)
             self._withdraw(request)
+            self._decline(request, "the request has ended before its prompt was computed")
             return Finished(False, None)
         ticket = self._introduction.without_leases(
             request_id=save.serve_id,
@@ -435,7 +507,20 @@ class ConnectorScheduler:
             self._next.send.append(Send(request_id=request.request_id))
         else:
             self._producer_fires(request, ProducerEvent.END)  # nothing to read, so nothing to wait for
-        return Finished(request_blocks_held(request.state), with_spare(ticket.to_params()))
+        return Finished(request_blocks_held(request.state), self._dialect.params_of(ticket))
+
+    def _broken_off(self, request: _Producer) -> Finished:
+        """What flows has ended early: its readers are told, and its blocks stay until they cannot succeed any more."""
+        self._producer_fires(request, ProducerEvent.SEND)
+        self._next.send.append(Send(request_id=request.request_id))
+        self._next.withdraw.append(request.request_id)
+        return Finished(request_blocks_held(request.state), None)
+
+    def _decline(self, request: _Producer, reason: str) -> None:
+        """Nobody need wait for this prompt, if anybody does."""
+        serve_id, request.serve_id = request.serve_id, None
+        if serve_id is not None:
+            self._next.decline.append(Decline(serve_id=serve_id, reason=reason))
 
     def _has_prompt(self, request: _Producer, block_ids: GivenTables | None) -> bool:
         """Whether a saved prompt's blocks are where they were, as far as is known, and its state is that of its end."""
@@ -462,17 +547,46 @@ class ConnectorScheduler:
         if request is not None and request.state is ProducerState.SAVED:
             self._producer_fires(request, ProducerEvent.PREEMPT)
             self._withdraw(request)
+        elif request is not None and request.state is ProducerState.FLOWING:
+            self._recall(request)
+        elif request is not None and request_id in self._next.withdraw:
+            self._next.recall.append(request_id)  # it was preempted first, and has ended since
 
-    def _save_if_complete(self, request: _Producer, block_ids: Callable[[str], GivenTables]) -> None:
-        if request.num_computed_tokens < request.num_prompt_tokens or self._introduction is None:
+    def _recall_what_has_moved_on(self, block_ids: Callable[[str], GivenTables]) -> None:
+        """A prompt that flows and goes on with its answer may lose blocks of windows, also in a step without it."""
+        if all(group.facts.whole for group in self._groups):
             return
-        tokens, tables = request.num_prompt_tokens, self._tables(block_ids(request.request_id))
-        if self._config.full_blocks_only:
-            tokens -= tokens % self._config.full_block_tokens
+        for request in self._producers.values():
+            complete = request.num_computed_tokens >= request.num_prompt_tokens
+            flows = request.state is ProducerState.FLOWING
+            if flows and complete and not self._has_prompt(request, block_ids(request.request_id)):
+                self._recall(request)
+
+    def _recall(self, request: _Producer) -> None:
+        """What flows has lost blocks, which readers may be at. It is computed once more, for nobody who waits now."""
+        self._producer_fires(request, ProducerEvent.PREEMPT)
+        self._next.recall.append(request.request_id)
+        request.saved = request.serve_id = None
+
+    def _scheduled(self, request: _Producer, block_ids: Callable[[str], GivenTables]) -> None:
+        """A step computes more of a request."""
+        computing = request.state is ProducerState.COMPUTING
+        if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
+            return
+        complete = request.num_computed_tokens >= request.num_prompt_tokens
+        if request.serve_id is not None and computing:
+            self._flow(request, block_ids(request.request_id), request.serve_id)
+        elif request.saved is not None:
+            self._grow(request, request.saved, block_ids(request.request_id))
+        elif complete:
+            self._save(request, block_ids(request.request_id))
+
+    def _save(self, request: _Producer, block_ids: GivenTables) -> None:
+        tokens = self._config.offered_of(request.num_prompt_tokens)
         save = Save(
             request_id=request.request_id,
-            serve_id=f"{request.request_id[:_SHOWN_ID_CHARS]}#{self._new_secret()}",
-            block_tables=self._prompt_blocks(tables, tokens),
+            serve_id=f"{self._dialect.shown_id(request.request_id[:_SHOWN_ID_CHARS])}#{self._new_secret()}",
+            block_tables=self._prompt_blocks(self._tables(block_ids), tokens),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
         )
@@ -480,6 +594,42 @@ class ConnectorScheduler:
         self._producer_fires(request, ProducerEvent.SAVE)
         if any(save.block_tables):
             self._next.save.append(save)
+
+    def _flow(self, request: _Producer, block_ids: GivenTables, serve_id: str) -> None:
+        """Open the lease of a prompt that is read while it is computed."""
+        tokens = self._config.offered_of(request.num_prompt_tokens)
+        if tokens == 0:
+            self._decline(request, f"of {request.num_prompt_tokens} tokens nothing is offered: full blocks only")
+            return
+        known = None if request.prompt is None else tuple(request.prompt[:tokens])
+        request.saved = Save(
+            request_id=request.request_id,
+            serve_id=serve_id,
+            block_tables=self._blocks_so_far(request, block_ids, tokens),
+            num_tokens=tokens,
+            ttl_s=self._config.lease_ttl_s,
+            computed_tokens=min(request.num_computed_tokens, tokens),
+            prompt=known,
+        )
+        self._producer_fires(request, ProducerEvent.FLOW)
+        self._next.save.append(request.saved)
+
+    def _grow(self, request: _Producer, save: Save, block_ids: GivenTables) -> None:
+        """More of a prompt that flows is there after this step."""
+        tables = self._blocks_so_far(request, block_ids, save.num_tokens)
+        computed = min(request.num_computed_tokens, save.num_tokens)
+        if computed == save.computed_tokens:
+            return
+        more = tuple(now[len(before) :] for before, now in zip(save.block_tables, tables, strict=True))
+        request.saved = msgspec.structs.replace(save, block_tables=tables, computed_tokens=computed)
+        self._next.grow.append(Grow(request_id=request.request_id, block_tables=more, num_tokens=computed))
+
+    def _blocks_so_far(self, request: _Producer, block_ids: GivenTables, tokens: int) -> BlockTables:
+        """Of a prompt's blocks those that it has by now. The slot of a state is the last token's."""
+        complete = request.num_computed_tokens >= tokens
+        tables = self._prompt_blocks(self._tables(block_ids), tokens)
+        groups = zip(self._groups, tables, strict=True)
+        return tuple(ids if complete or group.facts.kind is not GroupKind.STATE else () for group, ids in groups)
 
     def _release(self, request: _Consumer) -> None:
         if any(request.ticket.block_tables):

@@ -29,6 +29,10 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     ticket: Ticket
     block_tables: BlockTables
+    num_tokens: int | None = None
+    """How many tokens the offer has to be of, where the ticket does not say: a rendezvous."""
+    prompt: tuple[int, ...] | None = None
+    """Their ids, if the engine knows them; with `num_tokens` only."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +47,26 @@ class Save(msgspec.Struct, frozen=True, kw_only=True):
     block_tables: BlockTables
     num_tokens: int
     ttl_s: float
+    computed_tokens: int | None = None
+    """Of a prompt that is read while it is computed: how many tokens are there after this step. Its `serve_id` is known
+    already, and `block_tables` are those that it has by now."""
+    prompt: tuple[int, ...] | None = None
+    """The ids of the `num_tokens` tokens, if the engine knows them; with `computed_tokens` only."""
+
+
+class Grow(msgspec.Struct, frozen=True, kw_only=True):
+    """After this step more of a prompt is there, in the blocks that it has and in these, which follow them."""
+
+    request_id: str
+    block_tables: BlockTables
+    num_tokens: int
+
+
+class Decline(msgspec.Struct, frozen=True, kw_only=True):
+    """Nothing will be offered under this name: tell those who wait for it."""
+
+    serve_id: str
+    reason: str
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,10 +89,14 @@ class Step(msgspec.Struct, kw_only=True):
     keep: list[Keep] = []
     withdraw: list[str] = []
     """Requests whose leases end now: their blocks may be used for something else."""
+    recall: list[str] = []
+    """The same where readers may be at it: the step's own work begins when no read can succeed any more."""
+    decline: list[Decline] = []
     receive: list[Receive] = []
     abandon: list[str] = []
     """Requests whose loads nobody wants any more. They are reported as received once no byte can land."""
     save: list[Save] = []
+    grow: list[Grow] = []
     release: list[Release] = []
     introduce: bool = False
     """Whether each worker has to say anew who it is (`ConnectorWorker.introduction`): its cache may be another one."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
-from kvflow.connector.step import BlockTables, Keep, Receive, Save, Step
+from kvflow.connector.step import BlockTables, Grow, Keep, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
@@ -85,8 +85,11 @@ class ConnectorWorker:
         """Start a step's work; returns at once. Raises RuntimeBroken if the loop has died, RuntimeClosed if closed.
 
         Where a device computes after it was told to: what is saved is there once `ready` has happened, and what is
-        received may be written once `after` has, which is recorded before the step's own work.
+        received may be written once `after` has, which is recorded before the step's own work. A step that recalls
+        what flows (`Step.recall`) waits here until no read of it can succeed any more, some Limits.seal_hold_s.
         """
+        if step.recall:
+            self._runtime.start(lambda _: self._courier.recall(step)).result(_RECALL_S)
         if step != _NOTHING:
             self._runtime.start(lambda runtime: self._courier.carry_out(runtime, step, _Events(ready, after)))
 
@@ -104,6 +107,9 @@ class ConnectorWorker:
 
 
 _NOTHING = Step()
+_RECALLED = "its prompt was preempted"
+_BROKEN_OFF = "its request has ended"
+_RECALL_S = 60.0  # it takes as long as the hold, and a copy that has begun
 
 
 class _Events(NamedTuple):
@@ -120,6 +126,8 @@ class _Offer:
     request_id: str
     lease: Lease | None
     ttl_s: float
+    flows: bool
+    """Whether it is read while its prompt is computed."""
     restart: asyncio.TimerHandle | None = None
     """When its time is begun anew, as long as its ticket is not out."""
     outcome: LeaseOutcome | None = None
@@ -162,6 +170,8 @@ class _Courier:
             self._keep(runtime, keep)
         for request_id in step.withdraw:
             self._withdraw(request_id)
+        for decline in step.decline:
+            _decline(runtime, decline.serve_id, decline.reason)
         for receive in step.receive:
             self._receive(runtime, receive, events.after)
         for request_id in step.abandon:
@@ -169,6 +179,19 @@ class _Courier:
                 self.loads[request_id].cancel()
         for save in step.save:
             self._save(runtime, save, events.ready)
+        for grow in step.grow:
+            self._grow(grow, events.ready)
+
+    async def recall(self, step: Step) -> None:
+        """End leases that grow, and return when no read of them can succeed any more."""
+        ended, sent = [], {send.request_id for send in step.send}
+        for request_id in step.recall:
+            offer = self.offers.get(request_id) if request_id in sent else self.offers.pop(request_id, None)
+            if offer is not None and offer.lease is not None and offer.outcome is None:
+                offer.let_run()
+                offer.lease.fail(_RECALLED)
+                ended.append(offer.lease.wait())
+        await asyncio.gather(*ended)
 
     def _keep(self, runtime: Runtime, keep: Keep) -> None:
         kept = ExitStack()
@@ -196,7 +219,13 @@ class _Courier:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
         request = LoadRequest(
-            receive.request_id, ticket=receive.ticket, block_ids=given_block_ids(receive.block_tables), after=after
+            receive.request_id,
+            ticket=receive.ticket,
+            block_ids=given_block_ids(receive.block_tables),
+            after=after,
+            deadline_s=_deadline_s(runtime, receive),
+            prompt=receive.prompt,
+            num_tokens=receive.num_tokens,
         )
         started.append(runtime.start_load(request))
         return await started[0]
@@ -229,16 +258,36 @@ class _Courier:
             num_tokens=save.num_tokens,
             ttl_s=save.ttl_s,
             ready=ready,
+            computed_tokens=save.computed_tokens,
+            prompt=save.prompt,
+            extends=save.computed_tokens is not None,
         )
+        flows = save.computed_tokens is not None
         try:
             lease = runtime.serve_blocks(request)
         except KVFlowError as error:
             logger.warning("request %s: its prompt is not offered: %s", save.request_id, error)
-            self.offers[save.request_id] = _Offer(save.request_id, None, save.ttl_s, outcome=LeaseOutcome.REVOKED)
+            self.offers[save.request_id] = _Offer(
+                save.request_id, None, save.ttl_s, flows=flows, outcome=LeaseOutcome.REVOKED
+            )
+            if flows:
+                _decline(runtime, save.serve_id, f"{type(error).__name__}: {error}")
             return
-        offer = self.offers[save.request_id] = _Offer(save.request_id, lease, save.ttl_s)
+        offer = self.offers[save.request_id] = _Offer(save.request_id, lease, save.ttl_s, flows=flows)
         self._keep_offer(offer, lease)
         self._spawn(self._watch(offer, lease))
+
+    def _grow(self, grow: Grow, ready: DeviceEvent | None) -> None:
+        offer = self.offers[grow.request_id]
+        if offer.lease is None or offer.outcome is not None:
+            return
+        try:
+            if any(grow.block_tables):
+                offer.lease.extend(given_block_ids(grow.block_tables))
+            offer.lease.advance(grow.num_tokens, ready)
+        except KVFlowError as error:  # such as host buffers that are full
+            logger.warning("request %s: its prompt is not offered any more: %s", grow.request_id, error)
+            offer.lease.fail(f"{type(error).__name__}: {error}")
 
     def _keep_offer(self, offer: _Offer, lease: Lease) -> None:
         """Begin its time anew until its ticket is out: nobody can read it before."""
@@ -269,7 +318,10 @@ class _Courier:
             del self.offers[request_id]
         offer.let_run()
         if offer.lease is not None and offer.outcome is None:
-            offer.lease.revoke()
+            if offer.flows:
+                offer.lease.fail(_BROKEN_OFF)
+            else:
+                offer.lease.revoke()
             self.withdrawn.add(offer.lease)
         self._report_if_over(offer)
 
@@ -290,6 +342,22 @@ class _Courier:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             self.problem = task.exception()
+
+
+def _deadline_s(runtime: Runtime, receive: Receive) -> float | None:
+    """A prompt that is received while it is computed takes as long as that, if it is begun within its ticket's ttl_s;
+    whatever goes wrong is told, so a producer's lease bounds it.
+    """
+    config = runtime.config
+    return max(config.load_deadline_s, config.lease_lifetime_s) if receive.num_tokens is not None else None
+
+
+def _decline(runtime: Runtime, serve_id: str, reason: str) -> None:
+    """Tell those who wait for a prompt that it is not to be had."""
+    try:
+        runtime.decline(serve_id, reason)
+    except KVFlowError as error:  # such as one of the same name that is
+        logger.warning("request %s: %s", serve_id, error)
 
 
 async def _release(runtime: Runtime, ticket: Ticket) -> None:

@@ -1,21 +1,31 @@
-"""CUDA as threads need it: which device is current, and the few calls of the driver that torch does not offer.
+"""CUDA as threads need it: which device is current, and the few calls of the driver (libcuda) that torch lacks.
 
-Nothing here is loaded in a process that does not use CUDA: torch has been initialized for it before.
+A runtime loads the driver only in a process that uses CUDA: torch has been initialized for it before.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from kvflow.errors import ConfigError
 
-# cuda.h
+# Numbers of attributes are from cuda.h, where they never change.
+DEVICE_ATTRIBUTES: Mapping[str, int] = {
+    "compute mode": 20,
+    "GPUDirect RDMA supported": 116,
+    "GPUDirect RDMA writes ordering": 118,
+    "DMA-BUF supported": 124,
+}
+"""Those of a device that concern RDMA and peers."""
+WRITES_ORDERING_OWNER = 100
+"""From here on a NIC's writes are seen by the device that owns the memory once the host has seen their completion."""
 _LEGACY_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _FLUSH_OPTIONS, _WRITES_ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
-_FLUSH_BY_HOST, _ORDERED_FOR_OWNER = 1, 100
+_FLUSH_BY_HOST = 1
 _CURRENT_CONTEXT, _TO_OWNER = 0, 100
 _CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -37,14 +47,40 @@ def make_current(number: int) -> None:
     driver().leave_captures_alone()
 
 
+class DriverError(RuntimeError):
+    """The driver is not there, does not start, or refuses a call."""
+
+
 class Driver:
-    """Calls of the CUDA driver. The calling thread has to have a context."""
+    """Calls of the CUDA driver, which raise DriverError. Where it says no other, the thread has to have a context."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
+    def start(self) -> None:
+        """Before anything is asked in a process that has not used CUDA. Needs no context."""
+        self._call("cuInit", ctypes.c_uint(0))
+
+    def version(self) -> tuple[int, int]:
+        """The CUDA version that it supports, such as (13, 0). Needs no context."""
+        version = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(version))
+        return version.value // 1000, version.value % 1000 // 10
+
+    def attributes(self, number: int = 0) -> dict[str, int | None]:
+        """`DEVICE_ATTRIBUTES` of a device; None where it does not know one. Needs no context."""
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(number))
+        found: dict[str, int | None] = {}
+        for name, attribute in DEVICE_ATTRIBUTES.items():
+            try:
+                found[name] = self._attribute(attribute, device.value)
+            except DriverError:
+                found[name] = None
+        return found
+
     def allocate(self, size_bytes: int) -> int:
-        """The address of memory from the driver itself. RuntimeError if there is not so much."""
+        """The address of memory from the driver itself. DriverError if there is not so much."""
         address = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size_bytes))
         return address.value
@@ -53,7 +89,9 @@ class Driver:
         self._call("cuMemFree_v2", ctypes.c_uint64(address))
 
     def is_shareable(self, address: int) -> bool:
-        """Whether other processes can open the memory: not if its pages were mapped one by one (VMM)."""
+        """Whether other processes can open the memory, as cuda_ipc does: not if its pages were mapped one by one (VMM),
+        as torch's expandable segments are. Needs no context.
+        """
         capable = ctypes.c_int()
         self._call(
             "cuPointerGetAttribute", ctypes.byref(capable), ctypes.c_int(_LEGACY_IPC_CAPABLE), ctypes.c_uint64(address)
@@ -63,7 +101,7 @@ class Driver:
     def needs_flush(self, number: int) -> bool:
         """Whether the device may see what a network card wrote to its memory only after `flush`."""
         ordering, options = self._attribute(_WRITES_ORDERING, number), self._attribute(_FLUSH_OPTIONS, number)
-        return ordering < _ORDERED_FOR_OWNER and bool(options & _FLUSH_BY_HOST)
+        return ordering < WRITES_ORDERING_OWNER and bool(options & _FLUSH_BY_HOST)
 
     def leave_captures_alone(self) -> None:
         """Let this thread ask events and allocate while another one captures a graph: it has nothing to do with that.
@@ -84,13 +122,23 @@ class Driver:
     def _call(self, function: str, *arguments: Any) -> None:
         result = getattr(self._library, function)(*arguments)
         if result:
-            raise RuntimeError(f"CUDA driver: {function} failed with error {result}")
+            raise DriverError(f"CUDA driver: {function} failed with error {result}")
+
+
+def load_driver() -> Driver:
+    """The driver of this machine, started, so that what needs no context can be asked. Raises DriverError."""
+    try:
+        loaded = Driver(ctypes.CDLL("libcuda.so.1"))
+    except OSError as error:
+        raise DriverError(f"libcuda.so.1 does not load: {error}") from error
+    loaded.start()
+    return loaded
 
 
 @cache
 def driver() -> Driver:
-    """The driver of this machine. ConfigError if it does not load."""
+    """The driver of this machine. ConfigError if it does not load or start."""
     try:
-        return Driver(ctypes.CDLL("libcuda.so.1"))
-    except OSError as error:
+        return load_driver()
+    except DriverError as error:
         raise ConfigError(f"a cache on a CUDA device needs the CUDA driver: {error}") from error

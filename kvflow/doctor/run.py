@@ -14,9 +14,15 @@ from kvflow.doctor.version import versions
 
 
 def examine(
-    config: Config, *, peer: str | None, peer_engine: str, transfer: bool, note: Callable[[str], None]
+    config: Config,
+    *,
+    peer: str | None,
+    peer_engine: str,
+    transfer: bool,
+    note: Callable[[str], None],
+    stock: str | None = None,
 ) -> Iterator[Finding]:
-    """Everything; `config` is how we talk to the peer."""
+    """Everything; `config` is how we talk to the peer. `stock` is where an engine with vLLM's own connector listens."""
     host = read_host()
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))
     yield from check_host(host, config)
@@ -34,6 +40,16 @@ def examine(
     if peer is not None:
         note(f"asking {peer}")
         yield from asyncio.run(examine_peer(config, peer, peer_engine))
+    if stock is not None:
+        note(f"asking {stock}")
+        yield from _examine_stock(config, stock)
+
+
+def _examine_stock(config: Config, address: str) -> Iterator[Finding]:
+    """What nobody loads who has no such engine."""
+    from kvflow.doctor.stock import examine_stock
+
+    yield from asyncio.run(examine_stock(address, config.handshake_timeout_s))
 
 
 def _examine_gpus(host: Host, transfer: bool, note: Callable[[str], None]) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from kvflow.core.policy.history import Moment
 from kvflow.runtime.records import CANCELLED, LeaseRecord, LoadRecord
 
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -55,10 +56,11 @@ class OpenTelemetrySpans:
         attributes = _attributes(record, "peer", "bytes", "descriptors", "verification")
         attributes["kvflow.peer_engine"] = record.peer_engine_id
         failed = record.error or (record.outcome if record.outcome == CANCELLED else "")
-        self._tell(record, attributes, SpanKind.CLIENT, [Link(here)] if here.is_valid else [], failed)
+        span_links = [Link(here)] if here.is_valid else []
+        self._tell(record, attributes, SpanKind.CLIENT, span_links, failed, landed=record.landed)
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        self._tell(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER)
+        self._tell(record, _attributes(record, "tokens", "readers"), SpanKind.SERVER, computed=record.computed)
 
     def _tell(
         self,
@@ -67,13 +69,17 @@ class OpenTelemetrySpans:
         kind: SpanKind,
         links: Sequence[Link] = (),
         failed: str = "",
+        **growth: Sequence[Moment],
     ) -> None:
-        """A span that ends now, and one inside it for each phase that took any time."""
+        """A span that ends now, one inside it for each phase that took any time, and events of how it grew."""
         name = "kvflow.load" if isinstance(record, LoadRecord) else "kvflow.lease"
         end_ns = time.time_ns()
         start_ns = end_ns - int(sum(record.seconds.values()) * _NS)
         parent = _PROPAGATOR.extract({"traceparent": record.traceparent} if record.traceparent else {}, Context())
         span = self._tracer.start_span(name, parent, kind, attributes, links, start_ns)
+        for what, moments in growth.items():
+            for seconds, tokens in moments:
+                span.add_event(f"kvflow.{what}", {"kvflow.tokens": tokens}, start_ns + int(seconds * _NS))
         inside = trace.set_span_in_context(span, Context())
         for phase, taken in record.seconds.items():
             if taken > 0:

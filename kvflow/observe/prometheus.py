@@ -92,6 +92,10 @@ class PrometheusMetrics(Collector):
         )
         self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
         self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
+        self._lease_grow_seconds = histogram("kvflow_lease_grow_seconds", "How long leases grew, until the last token.")
+        self._load_grow_seconds = histogram(
+            "kvflow_load_grow_seconds", "Time in successful loads of growing leases from the first tokens to the last."
+        )
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
@@ -110,6 +114,8 @@ class PrometheusMetrics(Collector):
         self._descriptors.labels(*where).inc(record.descriptors)
         for group, count in record.blocks_by_group.items():
             self._blocks.labels(*where, group).inc(count)
+        if record.landed:
+            self._load_grow_seconds.labels(*where).observe(record.landed[-1].seconds - record.landed[0].seconds)
         for phase, seconds in record.seconds.items():
             self._phase_seconds.labels(*where, phase).observe(seconds)
 
@@ -117,6 +123,8 @@ class PrometheusMetrics(Collector):
         where = (record.engine_id, *record.rank, record.outcome)
         self._leases.labels(*where).inc()
         self._lease_seconds.labels(*where).observe(sum(record.seconds.values()))
+        if record.computed and record.computed[-1].tokens == record.tokens:
+            self._lease_grow_seconds.labels(record.engine_id, *record.rank).observe(record.computed[-1].seconds)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: the gauges are not known before a runtime is watched."""

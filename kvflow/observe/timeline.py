@@ -7,7 +7,9 @@ Each engine writes a file of its own, one JSON object a line; `kvflow trace *.js
 of them. Times are the machine's wall clock, so files of several machines are as well aligned as their clocks are.
 
 The timeline is in the Trace Event Format: an engine's rank is a process, loads and leases are asynchronous slices with
-one slice inside for each phase, and an arrow leads from a lease to each load of the same ticket.
+one slice inside for each phase, and an arrow leads from a lease to each load of the same ticket. A lease that grew and
+its loads have a row of slices more: tokens as they were computed, and as they landed. Where blocks flow while their
+prompt is computed, the one lies under the other.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Self, TypeAlias
 import msgspec
 
 from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.history import Moment
 from kvflow.errors import InvalidInput
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 
@@ -39,7 +42,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     outcome: str
     seconds: dict[str, float]
-    details: dict[str, str | int | dict[str, int]]
+    details: dict[str, str | int | dict[str, int] | list[Moment]]
 
 
 class BadRecords(InvalidInput):
@@ -90,6 +93,8 @@ def read_records(path: Path) -> Iterator[Line]:
 
 
 TraceEvent: TypeAlias = dict[str, Any]
+_GROWTH = {"lease": "computed", "load": "landed"}
+"""Which detail has the moments at which tokens were there."""
 _Offer: TypeAlias = tuple[str, str]  # engine and its name for the request
 _Moment: TypeAlias = tuple[int, float]  # process of the timeline, Unix time
 
@@ -104,6 +109,7 @@ def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
         process = processes.setdefault((line.engine_id, line.rank), len(processes) + 1)
         begin_s = line.ended_s - sum(line.seconds.values())
         events += _slices(line, process, number, begin_s)
+        events += _growth(line, process, number, begin_s)
         if line.kind == "lease":
             leases.setdefault((line.engine_id, line.request_id), []).append((process, begin_s))
         else:
@@ -120,8 +126,9 @@ def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
 def _slices(line: Line, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
     """A slice for the record and, inside, one for each phase."""
     common: TraceEvent = {"cat": line.kind, "id": number, "pid": process, "tid": process}
-    name = f"{line.kind} {line.request_id}"
-    yield {**common, "ph": "b", "name": name, "ts": begin_s * _US, "args": {"outcome": line.outcome, **line.details}}
+    name, details = f"{line.kind} {line.request_id}", dict(line.details)
+    details.pop(_GROWTH.get(line.kind, ""), None)  # it has slices of its own
+    yield {**common, "ph": "b", "name": name, "ts": begin_s * _US, "args": {"outcome": line.outcome, **details}}
     at_s = begin_s
     for phase, seconds in line.seconds.items():
         if seconds > 0:
@@ -129,6 +136,44 @@ def _slices(line: Line, process: int, number: int, begin_s: float) -> Iterator[T
             at_s += seconds
             yield {**common, "ph": "e", "name": phase, "ts": at_s * _US}
     yield {**common, "ph": "e", "name": name, "ts": line.ended_s * _US}
+
+
+def _growth(line: Line, process: int, number: int, begin_s: float) -> Iterator[TraceEvent]:
+    """A row with a slice for each moment of a lease that grew, or of a load of one: the tokens that came until then."""
+    what, before_s, before = _GROWTH.get(line.kind, ""), 0.0, 0
+    common: TraceEvent = {"cat": what, "id": number, "pid": process, "tid": process}
+    for seconds, tokens in _moments(line):
+        name = f"{what} {before}..{tokens} of {line.request_id}"
+        yield {**common, "ph": "b", "name": name, "ts": (begin_s + before_s) * _US, "args": {"tokens": tokens - before}}
+        yield {**common, "ph": "e", "name": name, "ts": (begin_s + seconds) * _US}
+        before_s, before = seconds, tokens
+
+
+def _moments(line: Line) -> list[Moment]:
+    found = line.details.get(_GROWTH.get(line.kind, ""))
+    return found if isinstance(found, list) else []
+
+
+def overlap(lines: Iterable[Line]) -> dict[str, float]:
+    """Of each load of a lease that grew, by its request: the share of its tokens that had landed when the last of them
+    was computed. By the wall clocks of both machines; without loads whose lease is in no file.
+    """
+    computed: dict[_Offer, float] = {}
+    loads: list[tuple[_Offer, Line]] = []
+    for line in lines:
+        if line.kind == "load" and _moments(line):
+            loads.append(((str(line.details["peer_engine_id"]), str(line.details["remote_request_id"])), line))
+        elif line.kind == "lease" and (moments := _moments(line)):
+            end_s = line.ended_s - sum(line.seconds.values()) + moments[-1].seconds
+            offer = (line.engine_id, line.request_id)
+            computed[offer] = max(end_s, computed.get(offer, end_s))  # of several ranks the last
+    found = {}
+    for offer, line in loads:
+        if offer in computed:
+            moments, begin_s = _moments(line), line.ended_s - sum(line.seconds.values())
+            early = [tokens for seconds, tokens in moments if begin_s + seconds <= computed[offer]]
+            found[line.request_id] = max(early, default=0) / moments[-1].tokens
+    return found
 
 
 def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment]]) -> Iterator[TraceEvent]:

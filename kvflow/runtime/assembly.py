@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +28,9 @@ from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.consumer.seal_watch import SealWatches
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.foreign import Foreign, Ways
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
@@ -54,6 +57,14 @@ _USES = {
 """What the cache's memory is for, by Config.role."""
 
 
+class Equipment(NamedTuple):
+    """What loads and leases of one registration work with."""
+
+    gear: Gear
+    route: Route
+    offered: OfferedBlocks
+
+
 class RegisteredCache:
     """Everything that exists once a cache is registered."""
 
@@ -62,20 +73,25 @@ class RegisteredCache:
         context: RankContext,
         local: LocalRank,
         metadata: messages.Metadata,
-        gear: Gear,
-        route: Route,
-        offered: OfferedBlocks,
+        equipment: Equipment,
+        foreign: Foreign | None,
     ) -> None:
         """`metadata`: what readers are told of this rank, but for what its clock shows then."""
+        gear, route, offered = equipment
         self.local = local
         self.metadata = metadata
         self.ledger = gear.ledger
         self.route = route
-        self.peers = Peers(context, Handshakes(context, local))
-        self.reach = Reach(context, local, self.peers)
-        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach)
+        handshakes = Handshakes(context, local)
+        self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
+        self.own_reach = Reach(context, local, self.peers)
+        """To engines of our own make; `reach` may know others."""
+        own = Ways(self.own_reach, RemoteLeases(context, local, self.peers, self.own_reach))
+        self.reach, self.remote_leases = foreign.ways(context, local, self.peers, own) if foreign else own
         self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
         self.serving = Serving(context, local, offered)
+        self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
+        """Who answers readers of another make."""
         self.digests = DigestAnswers(context, local, self.serving.held, self.serving.digests, gear.digests)
         self.readers = Farewells(context, local)
         self._rank = context.identity.rank
@@ -102,6 +118,11 @@ class RegisteredCache:
                     return refusal(str(error))
             case messages.DigestRequest():
                 return self.digests.answer(request)
+            case messages.OfferRequest() | messages.NewsRequest():
+                try:
+                    return self.serving.news.answer(request)
+                except messages.WireError as error:
+                    return refusal(str(error))
             case messages.ClockRequest():
                 return messages.ClockShown(incarnation=self.metadata.incarnation, clock_s=self._clock.now_s())
             case messages.Goodbye():
@@ -150,6 +171,7 @@ async def register(
     copy_thread: CopyThread,
     groups: Sequence[CacheGroup],
     copy_blocks: BlockCopier | None,
+    foreign: Foreign | None,
 ) -> RegisteredCache:
     """See `Runtime.register_kv_caches`."""
     config = context.config
@@ -162,7 +184,7 @@ async def register(
         context = replace(context, config=config_on(config, memory.filled.where.kind))
         scratch = await _scratch(context, copy_thread, memory.filled)
         gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, memory, scratch)
+        registered = await _register(context, gear, memory, scratch, foreign)
     except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
@@ -207,7 +229,9 @@ async def _prepared(
     return _Memory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
-async def _register(context: RankContext, gear: Gear, memory: _Memory, scratch: Scratch) -> RegisteredCache:
+async def _register(
+    context: RankContext, gear: Gear, memory: _Memory, scratch: Scratch, foreign: Foreign | None
+) -> RegisteredCache:
     config, limits, transport, seals = context.config, context.config.limits, context.transport, context.seals
     groups, sets = memory.groups, memory.shown
     regions = tuple(one.regions for one in sets)
@@ -227,7 +251,7 @@ async def _register(context: RankContext, gear: Gear, memory: _Memory, scratch: 
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
     route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    return RegisteredCache(context, local, metadata, gear, route, offered)
+    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered), foreign)
 
 
 def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _Memory, *, grows: bool) -> Gear:
@@ -235,13 +259,16 @@ def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory:
         return copy_thread.run(partial(_copying, memory.device, job))
 
     own = DigestedCache(memory.own)
+    queue = reads_in_flight(context.config, grows=grows)
+    seals = SealTable(2 * context.config.limits.loads_max)  # for each read, and for each look at a lease that grows
     return Gear(
         ledger=BlockLedger(
             [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in memory.groups]
         ),
-        seals=SealTable(context.config.limits.loads_max),
-        queue=reads_in_flight(context.config, grows=grows),
+        seals=seals,
+        queue=queue,
         poller=poller,
+        watches=SealWatches(poller, queue, seals, context.clock),
         copy_thread=copy_thread,
         clock=context.clock,
         reads_max=context.config.limits.slices_in_flight_max,

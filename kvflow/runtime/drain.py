@@ -40,6 +40,7 @@ async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: fl
 
     The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
     """
+    serving.news.turn_away(f"engine {config.engine_id!r} is draining")
     leases, loads = serving.statistics, loader.statistics
     finished = await _all_within([serving.drained(), loader.drained()], deadline_s)
     if not finished:

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 
 from kvflow import checks
 from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.history import Moment
 from kvflow.errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class LoadRecord:
     verification: str = "off"
     """What came of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
     or "unverified"."""
+    landed: Sequence[Moment] = ()
+    """Of a load of a lease that grows: when how many tokens of the prompt had landed, seconds from its beginning on."""
     traceparent: str = ""
     """Trace context that the ticket carried (W3C), or ""."""
 
@@ -62,13 +65,15 @@ class LoadRecord:
 class LeaseRecord:
     """One lease that has ended and given its blocks back.
 
-    `seconds`: "offered" until it was read, expired or revoked, then "held" until its blocks were free.
+    `seconds`: "offered" until it was read, expired, revoked or failed, then "held" until its blocks were free.
     """
 
     engine_id: str
     rank: Rank
     request_id: str
     outcome: str
+    reason: str = ""
+    """Why its prompt could not be computed, if its producer has said so."""
     blocks: int
     blocks_by_group: Mapping[str, int]
     """The same, by the names of the cache's groups of layers."""
@@ -77,6 +82,8 @@ class LeaseRecord:
     """Ranks of consumers that said they have read."""
     seconds: Mapping[str, float]
     traceparent: str
+    computed: Sequence[Moment] = ()
+    """Of a lease that grows: when how many tokens were computed, seconds from the offer on."""
 
 
 class Observer(Protocol):

@@ -26,6 +26,7 @@ from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
+from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
@@ -39,8 +40,9 @@ from kvflow.runtime.world import World
 class Runtime:
     """Moves KV blocks for one rank of an engine. Use it as `async with Runtime(config) as rt`.
 
-    `observers` are told how every load and lease has ended. Tests give it another `world`. A runtime that is dropped
-    without being closed is closed in the background, with a ResourceWarning.
+    `observers` are told how every load and lease has ended. Tests give it another `world`. With
+    `foreign`, such as `kvflow.stock.StockPeers`, it reads from engines of another make, and is read by them. A runtime
+    that is dropped without being closed is closed in the background, with a ResourceWarning.
     """
 
     def __init__(
@@ -49,11 +51,14 @@ class Runtime:
         *,
         observers: Sequence[Observer] = (),
         world: World | None = None,
+        foreign: Foreign | None = None,
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
         self._observers = Observers(observers)
-        self._supervisor = Supervisor(config, self._observers, world)
+        if foreign is not None and not checks.answer(lambda: isinstance(foreign, Foreign)):
+            raise ConfigError(f"foreign: expected such as StockPeers, got {checks.shown(foreign)}")
+        self._supervisor = Supervisor(config, self._observers, world, foreign)
         self._drop = weakref.finalize(self, _dropped, self._supervisor)
         self._drop.atexit = False
         if not world.real:
@@ -170,6 +175,20 @@ class Runtime:
         """
         return self._require_cache("serve_blocks").serving.serve(request)
 
+    def decline(self, request_id: str, reason: str = "") -> None:
+        """Say that a request will not be served, such as one that was rejected or has failed before it was served.
+
+        Readers that wait for its offer with a rendezvous (`Ticket.rendezvous`) get PrefillFailed with the reason at
+        once, and so do those who come later, for a while. A later `serve_blocks` of the same id takes it back. Legal
+        while the runtime drains. An engine of several ranks declines on each.
+
+        Raises:
+            RequestError: it is being served, or what was given is no request id or no text.
+        """
+        cache = self._require_cache("decline", new_work=False)
+        wanted = checks.request_id(request_id, self.config.limits.request_id_chars_max)
+        cache.serving.decline(wanted, checks.text(reason, f"request {wanted!r}: decline: reason"))
+
     async def load_blocks(self, request: LoadRequest) -> LoadReport:
         """Read the blocks that a ticket offers into local blocks; the same as `await start_load(request)`.
 
@@ -220,7 +239,7 @@ class Runtime:
         Config.handshake_timeout_s for each rank. Cancelling stops the waiting; handshakes under way go on.
         """
         cache = self._require_cache("prewarm")
-        return await prewarm(cache.reach, cache.peers, engines)
+        return await prewarm(cache.own_reach, cache.peers, engines)
 
     async def forget_peer(self, engine_id: str, address: str | None = None) -> bool:
         """Forget all ranks of an engine, or the one at an address: connections, failures, waits.

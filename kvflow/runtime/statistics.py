@@ -16,7 +16,7 @@ from kvflow.transport.base import TransportStatistics
 
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
 
-_SERVED = ("read", "expired", "revoked", "renewals")
+_SERVED = ("read", "expired", "revoked", "failed", "renewals")
 _NOTIFIED = ("late_notifications", "duplicate_notifications", "malformed_notifications")
 _LOADED = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals")
 _MOVED = ("reads", "reads_failed", "bytes_read")

@@ -39,6 +39,7 @@ from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.context import Identity, RankContext
 from kvflow.runtime.drain import DrainReport, busy, drain, end
 from kvflow.runtime.errand import Errand, carry_out
+from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.records import Observers
@@ -53,7 +54,7 @@ logger = logging.getLogger(__name__)
 class Supervisor:
     """Everything of one runtime but its handle."""
 
-    def __init__(self, config: Config, observers: Observers, world: World) -> None:
+    def __init__(self, config: Config, observers: Observers, world: World, foreign: Foreign | None = None) -> None:
         self.config = config
         self.rank = Rank.of(config)
         self.state = RuntimeState.NEW
@@ -63,6 +64,7 @@ class Supervisor:
         """The same, also while it is being unregistered: its books are open still."""
         self._observers = observers
         self._world = world
+        self._foreign = foreign
         self._host = config.advertise_host or config.listen_host
         self._incarnation: Incarnation | None = self._new_incarnation()
         self._side_channel = world.side_channel(config)
@@ -97,6 +99,8 @@ class Supervisor:
         await first.open()
         try:
             self._listener = await self._side_channel.listen(self._answer)
+            if self._foreign is not None:
+                self._listener.strangers = self._answer_stranger
         except BaseException:
             await first.transport.aclose(self.config.limits.transport_close_timeout_s)
             raise
@@ -225,7 +229,8 @@ class Supervisor:
                 incarnation = self._incarnation = self._new_incarnation()
                 await incarnation.open()
                 incarnation.run(services)
-            cache = await register(self._context(incarnation), incarnation.poller, self._copier, groups, copy_blocks)
+            context, foreign = self._context(incarnation), self._foreign
+            cache = await register(context, incarnation.poller, self._copier, groups, copy_blocks, foreign)
             self.require_running(new_work=True)
         except BaseException:
             await self._unregistering.done()
@@ -372,10 +377,17 @@ class Supervisor:
             return refusal(f"engine {engine_id!r} is {self.state}")
         return cache.answer(header, request, draining=self.state is not RuntimeState.OPEN)
 
+    def _answer_stranger(self, question: bytes) -> list[bytes] | None:
+        """Answer a reader of another make; None if it gets no answer."""
+        cache = self.cache
+        if cache is None or cache.strangers is None or self.state is not RuntimeState.OPEN:
+            return None
+        return cache.strangers.answer(question)
+
     def _on_notification(self, payload: bytes) -> None:
         if self.held is None:
             self._early_notifications += 1
-        else:
+        elif self.held.strangers is None or not self.held.strangers.hears(payload):
             self.held.serving.on_notification(payload)
 
     def _describe(self) -> str:

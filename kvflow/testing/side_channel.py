@@ -12,7 +12,7 @@ from kvflow.config import Config
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerUnreachable, ProtocolError
-from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
+from kvflow.runtime.channel.protocol import Answer, AnswerStranger, ListenerStatistics
 
 Frames = list[bytes]
 Reply = Callable[[Frames], None]
@@ -43,6 +43,7 @@ class InprocListener:
 
     def __init__(self, exchange: Exchange, address: str, port: int, answer: Answer) -> None:
         self.port = port
+        self.strangers: AnswerStranger | None = None
         self.context = copy_context()
         """Whose listener it is, for those who bring it something."""
         self._exchange = exchange
@@ -107,8 +108,11 @@ class InprocSideChannel:
     def abandon(self) -> None:
         pass
 
-    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
-        timeout_s = self._config.handshake_timeout_s
+    async def ask(
+        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+    ) -> messages.Reply:
+        if timeout_s is None:
+            timeout_s = self._config.handshake_timeout_s
         answered: asyncio.Future[Frames] = asyncio.get_running_loop().create_future()
         self._send(address, messages.encode_frames(messages.our_header(fingerprint), request), answered)
         try:

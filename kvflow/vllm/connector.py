@@ -36,7 +36,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
 from kvflow.blocking import Runtime
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
+from kvflow.connector.scheduler import OWN_DIALECT, ConnectorScheduler, Scheduled
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
@@ -98,13 +98,28 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         _log_as_vllm()
         self._groups = groups_of(kv_cache_config)
         self._stats = KVFlowStats()
+        extra = extra_of(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = scheduling_of(vllm_config, self._groups)
-            self._scheduler = ConnectorScheduler(self._scheduling, new_secret=lambda: secrets.token_hex(16))
+            dialect = OWN_DIALECT
+            if extra.stock_peers:
+                from kvflow.vllm import stock
+
+                config = config_of(vllm_config, tp_rank=0, pp_rank=0)
+                dialect = stock.dialect_of(extra, config, groups=len(self._groups))
+            self._scheduler = ConnectorScheduler(
+                self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
+            )
             return
-        self._kv_format = extra_of(vllm_config).kv_format
+        self._kv_format = extra.kv_format
+        self._whole_blocks_only = extra.stock_peers
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
-        self._runtime = Runtime(config)
+        foreign = None
+        if extra.stock_peers:
+            from kvflow.vllm import stock
+
+            foreign = stock.peers_of(vllm_config, extra)
+        self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime)
         self._failed_blocks: set[int] = set()
         self._split = 1
@@ -213,6 +228,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
+        if self._whole_blocks_only and self._split > 1:
+            what = f"{self._split} blocks of its kernels are one of vLLM's"
+            raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
         self._records = device == "cuda"
         self._registered = groups
         self._runtime.open()
@@ -242,7 +260,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""
-        self._worker.begin(msgspec.structs.replace(self._step, save=[]), after=self._before_step)
+        self._worker.begin(msgspec.structs.replace(self._step, save=[], grow=[]), after=self._before_step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: a request is scheduled after its load."""
@@ -254,7 +272,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Once the step's forward passes have been submitted; tickets leave when their results are there."""
-        self._worker.begin(Step(save=self._step.save), ready=self._event())
+        self._worker.begin(Step(save=self._step.save, grow=self._step.grow), ready=self._event())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()

@@ -34,6 +34,7 @@ _HISTOGRAMS = {
 _COUNTERS = {
     "load_failures": ("load_failures", "Loads that failed or were abandoned.", "reason"),
     "tickets_refused": ("tickets_refused", "Parameters that were of no use: the prompt was computed.", "reason"),
+    "loads": ("loads", "Loads that succeeded, by what vouches for their bytes.", "freshness"),
     "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
 }
 
@@ -58,6 +59,7 @@ class KVFlowStats(KVConnectorStats):
                     stats.data["load_seconds"].append(report.total_s)
                     stats.data["load_wire_seconds"].append(report.seconds["post"] + report.seconds["wire"])
                     stats.data["load_bytes"].append(report.bytes)
+                    stats.data["loads"].append(report.freshness)
                 case LoadFailed(error=error):
                     stats.data["load_failures"].append(type(error).__name__ if error else _ABANDONED)
                 case LeaseEnded(outcome=outcome):

@@ -7,7 +7,7 @@ and those of `Extra`. Nothing is guessed: an unknown key or a value of the wrong
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms import current_platform
@@ -25,6 +25,24 @@ _FROM_VLLM = ("engine_id", "tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size"
 # load may take: its failure would be a request's.
 _DEFAULTS = {"listen": "tcp://127.0.0.1:0", "drain_timeout_s": 1.0, "handshake_timeout_s": 30.0}
 
+# A stock reader looks at nothing: what it reads late is wrong, so it is kept long, and freed when it has been read.
+_STOCK_DEFAULTS = {"lease_ttl_s": 120.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockExtra:
+    """What `stock_peers` goes by: see docs/stock.md. Times are seconds."""
+
+    hashes: tuple[str, ...] = ()
+    """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
+    serve_hash: str = ""
+    """The one that readers are shown; this engine's own if it is not said."""
+    serve_version: str = ""
+    """The vLLM of those readers; the installed one if it is not said."""
+    tp_sizes: tuple[int, ...] = ()
+    lease_s: float = 30.0
+    router_s: float = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extra:
@@ -34,6 +52,9 @@ class Extra:
     full_blocks_only: bool = False
     kv_format: str | None = None
     """What the cache's bytes mean, for attention backends with several formats (see `layout_for_backend`)."""
+    stock_peers: bool = False
+    """Whether engines with vLLM's own NixlConnector are read from, and served."""
+    stock: StockExtra = field(default_factory=StockExtra)
 
 
 _WHERE = "kv_connector_extra_config"
@@ -53,9 +74,11 @@ def config_of(vllm_config: VllmConfig, *, tp_rank: int, pp_rank: int) -> Config:
     """One rank's Config. Raises ConfigError."""
     parallel, model, transfer = vllm_config.parallel_config, vllm_config.model_config, vllm_config.kv_transfer_config
     given = {key: value for key, value in transfer.kv_connector_extra_config.items() if key in _CONFIG_KEYS}
+    stock = _STOCK_DEFAULTS if extra_of(vllm_config).stock_peers else {}
     values: dict[str, Any] = {
         "model": str(model.model),
         **_DEFAULTS,
+        **stock,
         **_staging(transfer.kv_buffer_device),
         **checked_fields(given, Config, where=_WHERE),
         "engine_id": transfer.engine_id,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvflow.bench.flow.results import Way
 from kvflow.bench.topology import CASES
 from kvflow.cli.bench import SCENARIOS
 
@@ -22,6 +23,7 @@ SMALLEST = {
     "fairness": "--size 256 --rounds 1",
     "planning": "--repeats 3",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
+    "flow": "--link shm --prompts 256,512 --chunk 128 --rounds 1 --layers 2 --many 4 --many-s 0.2",
 }
 Report = dict[str, Any]
 
@@ -95,12 +97,31 @@ def check_verifying(report: Report) -> None:
     assert [row["at"] if "at" in row else row["where"] for row in report["targets"]] == ["16 MB"]
 
 
+def check_flow(report: Report) -> None:
+    keys = [(row["tokens"], row["way"]) for row in report["hand-overs"]]
+    assert keys == list(product((256, 512), Way))
+    for row in report["hand-overs"]:
+        assert row["total_s"]["samples"] == row["after_s"]["samples"] == row["load_s"]["samples"] == 4
+        assert 0 < row["after_s"]["p50"] <= row["total_s"]["p50"]
+    for row in report["compared"]:
+        assert row["prefill_s"] > 0
+        assert row["saved"] < 1
+        assert row["saved_of_possible"] == pytest.approx(row["saved"] / row["possible"])
+    many = {row["growth"]: row for row in report["many"]}
+    assert {growth: row["loads"] for growth, row in many.items()} == {"none": 0, "one by one": 4, "in one step": 4}
+    assert many["none"]["behind_s"] is None
+    assert many["one by one"]["behind_s"]["samples"] == many["in one step"]["behind_s"]["samples"] == 4
+    measured = [row["target"].split(":")[0] for row in report["targets"] if row["measured"] is not None]
+    assert measured == ["shm", "many", "many", "many"]
+
+
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "transfer": (check_transfer, ("raw_example", "bare_hop", "idle CPU")),
     "topology": (check_topology, ("staged", "Ratios are of speed")),
     "fairness": (check_fairness, ("one block, behind", "delay")),
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
+    "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
 }
 
 

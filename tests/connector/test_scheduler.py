@@ -14,8 +14,16 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvflow.connector.scheduler import ConnectorScheduler, Finished, Matched, Scheduled, SchedulingConfig
-from kvflow.connector.step import Step
+from kvflow.connector.scheduler import (
+    ConnectorScheduler,
+    Dialect,
+    Finished,
+    Matched,
+    Scheduled,
+    SchedulingConfig,
+    producer_params,
+)
+from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.ticket import Ticket
@@ -51,6 +59,12 @@ PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 
 def producer(num_prompt_tokens: int, request_id: str = "r") -> Request:
     return Request(request_id, num_prompt_tokens, PREFILL, range(num_prompt_tokens))
+
+
+def flowing(num_prompt_tokens: int, request_id: str = "r", name: str = "name") -> Request:
+    """A producer whose router has named it beforehand."""
+    params = producer_params(Ticket.rendezvous(INTRODUCTION, name))
+    return Request(request_id, num_prompt_tokens, params, range(num_prompt_tokens))
 
 
 def scheduler(*, introduce: bool = True, **changes: Any) -> ConnectorScheduler:
@@ -231,7 +245,7 @@ def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended(told_bef
 def test_a_ticket_that_cannot_be_right_is_refused_and_forgotten() -> None:
     connector = scheduler()
     with pytest.raises(RequestError, match="remote_block_ids"):
-        connector.add(Request("r", 10, {**ticket_of(10).to_params(), "remote_block_ids": [[1, 2, 3]]}))
+        connector.add(Request("r", 10, {**ticket_of(10).to_params(), "remote_block_ids": [["1", 2, 3]]}))
     assert connector.num_new_matched_tokens("r", 0) == Matched(0, False)
     assert connector.request_finished("r", completed=True) == Finished(False, None)
 
@@ -443,12 +457,15 @@ class Engine(RuleBasedStateMachine):
         self.preempted: list[str] = []
         # The workers.
         self.loads: dict[str, set[int]] = {}
-        self.leases: dict[str, dict[int, object]] = {}  # each block, and what it has to hold
+        self.leases: dict[str, dict[int, tuple[Request, int, int]]] = {}  # each block, and what it has to hold
         self.out: set[str] = set()  # leases whose ticket the router has
         self.awaited: set[str] = set()  # requests that the workers know to be sent
         self.told: dict[str, int] = {}  # how often each producer was told that its blocks are free
         self.offered: set[str] = set()
         self.kept: set[str] = set()  # requests whose tickets' leases the workers keep
+        self.flowing: set[str] = set()  # leases that grow, or have grown
+        self.recalled: set[str] = set()  # those of them whose blocks the engine has taken: the next step says so
+        self.names: set[str] = set()  # that readers wait for
 
     @initialize(num_blocks=st.integers(4, 20), groups=st.sampled_from(MODELS))
     def start(self, num_blocks: int, groups: tuple[GroupFacts, ...]) -> None:
@@ -463,6 +480,12 @@ class Engine(RuleBasedStateMachine):
     @rule(tokens=st.integers(1, 14))
     def a_prompt_to_produce(self, tokens: int) -> None:
         self.come(producer(tokens, f"p{next(self.ids)}"), None)
+
+    @rule(tokens=st.integers(1, 14))
+    def a_prompt_that_is_read_meanwhile(self, tokens: int) -> None:
+        name = f"f{next(self.ids)}"
+        self.names.add(name)
+        self.come(flowing(tokens, name, name), None)
 
     @rule(tokens=st.integers(1, 14), offered=st.integers(0, 16))
     def a_prompt_to_receive(self, tokens: int, offered: int) -> None:
@@ -501,6 +524,7 @@ class Engine(RuleBasedStateMachine):
             assert completed
             assert finished.hold_blocks
             self.out.add(request_id)
+        assert finished.hold_blocks >= (request_id in self.out & self.leases.keys()), "it can be read"
         if not finished.hold_blocks:
             self.take_back(job)
 
@@ -515,7 +539,12 @@ class Engine(RuleBasedStateMachine):
         for request_id, written in self.loads.items():
             assert not blocks & written, f"{request_id} is still being loaded"
         for request_id in self.out & self.leases.keys():
-            assert not blocks & self.leases[request_id].keys(), f"{request_id} can still be read"
+            if not blocks & self.leases[request_id].keys():
+                continue
+            assert request_id in self.flowing, f"{request_id} can still be read"
+            assert not self.alive[request_id].finished
+            self.recalled.add(request_id)
+            self.out.remove(request_id)
         self.free |= blocks
 
     def tables_of(self, request_id: str) -> list[list[int]] | list[int]:
@@ -609,6 +638,13 @@ class Engine(RuleBasedStateMachine):
     # The workers.
 
     def work(self, step: Step) -> None:
+        assert set(step.recall) >= self.recalled, "before anything is done with its blocks"
+        self.recalled.clear()
+        for request_id in step.recall:
+            self.leases.pop(request_id, None)
+            self.flowing.discard(request_id)
+            self.out.discard(request_id)
+        self.names -= {decline.serve_id for decline in step.decline}
         self.kept -= {release.request_id for release in step.release}
         for keep in step.keep:
             assert keep.request_id not in self.kept | self.loads.keys()
@@ -630,14 +666,40 @@ class Engine(RuleBasedStateMachine):
             assert save.request_id not in self.leases
             request = self.alive[save.request_id].request
             assert save.num_tokens == request.num_prompt_tokens
+            flows = save.computed_tokens is not None
             self.leases[save.request_id] = {
                 block: (request, at, save.num_tokens if group.kind is GroupKind.STATE else index)
                 for at, (group, table) in enumerate(zip(self.groups, save.block_tables, strict=True))
-                for index, block in zip(span_of(group, save.num_tokens), table, strict=True)
+                for index, block in zip(span_of(group, save.num_tokens), table, strict=not flows)
             }
+            if flows:
+                self.names.remove(save.serve_id)
+                self.flowing.add(save.request_id)
+                self.out.add(save.request_id)
+        for grow in step.grow:
+            self.grow(grow)
         for send in step.send:
-            assert send.request_id in self.out
+            assert send.request_id in self.out | {*step.recall, *step.withdraw}
             self.awaited.add(send.request_id)
+
+    def grow(self, grow: Grow) -> None:
+        lease, request = self.leases.get(grow.request_id), self.alive[grow.request_id].request
+        if lease is None:
+            return  # it has ended before its prompt was complete
+        for at, (group, more) in enumerate(zip(self.groups, grow.block_tables, strict=True)):
+            known = [block for block, (_, its_group, _) in lease.items() if its_group == at]
+            span = span_of(group, request.num_prompt_tokens)[len(known) :]
+            for index, block in zip(span, more, strict=False):
+                lease[block] = (request, at, request.num_prompt_tokens if group.kind is GroupKind.STATE else index)
+        # What a token that is there needs is there too.
+        counts = [len([block for block, (_, its, _) in lease.items() if its == at]) for at in range(len(self.groups))]
+        complete = grow.num_tokens == request.num_prompt_tokens
+        for group, count in zip(self.groups, counts, strict=True):
+            span = span_of(group, request.num_prompt_tokens)
+            if complete:
+                assert count == len(span)
+            elif group.kind is not GroupKind.STATE:
+                assert count >= -(-grow.num_tokens // group.block_size) - span.start
 
     def tell(self, request_id: str) -> None:
         self.told[request_id] = self.told.get(request_id, 0) + 1
@@ -678,6 +740,9 @@ class Engine(RuleBasedStateMachine):
 
     @rule()
     def withdraw_all(self) -> None:
+        growing = {name for name in self.flowing & self.out & self.leases.keys() if not self.alive[name].finished}
+        self.recalled |= growing  # the next step waits for their ends before it does anything
+        self.out -= growing
         self.connector.withdraw_all()
 
     # What always holds.
@@ -722,6 +787,7 @@ class Engine(RuleBasedStateMachine):
         assert self.free == set(range(1, 1 + self.num_blocks))
         assert self.connector.open_requests == 0
         assert self.leases == {}
+        assert self.names == set()
         assert self.kept == set()
         assert set(self.told) == self.offered
 
@@ -938,3 +1004,31 @@ def test_full_blocks_are_full_in_every_group_that_begins_the_prompt() -> None:
     facts = (FULL, GroupFacts(name="other", block_size=6), LOCAL)
     config = SchedulingConfig(block_size=4, lease_ttl_s=1.0, groups=facts, full_blocks_only=True)
     assert (config.full_block_tokens, SchedulingConfig(block_size=4, lease_ttl_s=1.0).full_block_tokens) == (12, 4)
+
+
+# --- dialects
+
+
+def test_parameters_are_read_and_written_as_the_dialect_has_them() -> None:
+    """Such as one that also speaks with engines of another make."""
+    config = SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=10.0)
+    theirs = ticket_of(10, request_id="theirs")
+
+    def read_ticket(params: Mapping[str, Any]) -> Ticket:
+        if "odd" in params:
+            raise RequestError("odd parameters")
+        return theirs
+
+    dialect = Dialect(read_ticket, lambda ticket: {"told": ticket.request_id}, lambda name: name.replace(",", "_"))
+    connector = ConnectorScheduler(config, new_secret=lambda: "secret", dialect=dialect)
+    connector.introduce(grouped_ticket((), 0, "introduction"))
+    connector.add(Request("r", 10, {"do_remote_prefill": True}))
+    (keep,) = step_of(connector).keep
+    assert keep.ticket is theirs
+    assert connector.num_new_matched_tokens("r", 0) == Matched(10, True)
+    with pytest.raises(RequestError, match="odd"):
+        connector.add(Request("odd", 10, {"do_remote_prefill": True, "odd": 1}))
+    connector.add(Request("a,b", 8, PREFILL))
+    (save,) = step_of(connector, ("a,b", 8)).save
+    assert save.serve_id == "a_b#secret"
+    assert connector.request_finished("a,b", completed=True) == Finished(True, {"told": "a_b#secret"})

@@ -16,12 +16,12 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, producer_params
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import LeaseExpired, RuntimeClosed
+from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RuntimeClosed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.world import World
@@ -438,3 +438,132 @@ async def reads_are_open(runtime: asynchronous.Runtime) -> None:
 
 async def blocks_are_quarantined(runtime: asynchronous.Runtime) -> None:
     await until(lambda: runtime.quarantines)
+
+
+# --- prompts that are read while they are computed
+
+
+def begin_flow(pair: Pair, *, tokens: int = 7, expected: int = 7, name: str = "name") -> None:
+    """Both engines get their requests at once, and the reader's load begins."""
+    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), name)
+    pair.prefill.scheduler.add(Request("r", tokens, producer_params(rendezvous)))
+    pair.decode.receive(rendezvous.to_params(), [5, 6], tokens=expected)
+    pair.decode.step()
+
+
+def failed(engine: Engine) -> LoadFailed:
+    ended = engine.until(load_ended)
+    assert isinstance(ended, LoadFailed)
+    engine.scheduler.request_finished(ended.request_id, completed=False)
+    return ended
+
+
+@pytest.mark.parametrize("staging", ["never", "always"])
+def test_a_prompt_is_read_while_it_is_computed(staging: str) -> None:
+    config, network = replace(CONFIG, staging=staging), InprocNetwork()
+    engines = Pair(make("prefill", network, 1.0, config), make("decode", network, -1.0))
+    with settled_afterwards(engines) as pair:
+        begin_flow(pair)
+        pair.prefill.step(("r", 3), blocks=[1])
+        pair.prefill.step(("r", 5), blocks=[1, 2])
+        assert not any(map(load_ended, pair.decode.happened))
+        for layer in pair.prefill.kv_caches.values():
+            layer[:, 2, :, 1:] = 2.0
+        pair.prefill.step(("r", 7), blocks=[1, 2])
+        loaded = pair.decode.until(load_ended)
+        assert isinstance(loaded, Loaded)
+        assert loaded.report.tokens == 7
+        for layer in pair.decode.kv_caches.values():
+            assert (layer[:, 5] == 1.0).all()
+            assert (layer[:, 6, :, 0] == 1.0).all()
+            assert (layer[:, 6, :, 1:3] == 2.0).all()
+        assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
+        assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+        pair.decode.scheduler.request_finished("d", completed=True)
+
+
+def test_the_answer_of_a_prompt_that_flowed_has_a_ticket_for_other_readers(pair: Pair) -> None:
+    """Its first reader may never come."""
+    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
+    pair.prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+    pair.prefill.step(("r", 3), blocks=[1])
+    pair.prefill.step(("r", 7), blocks=[1, 2])
+    params = pair.prefill.scheduler.request_finished("r", completed=True).params
+    assert params is not None
+    pair.decode.receive(params, [5, 6])
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished("d", completed=True)
+
+
+def test_a_preempted_prompt_is_recalled_before_its_blocks_are_written(pair: Pair) -> None:
+    """The step that takes them waits until no read of them can succeed; the prompt is then offered as usual."""
+    begin_flow(pair)
+    pair.prefill.step(("r", 5), blocks=[1, 2])
+    pair.prefill.step(preempted=["r"])
+    assert pair.prefill.runtime.statistics().serving.open_leases == 0
+    ended = failed(pair.decode)
+    assert isinstance(ended.error, PrefillFailed)
+    assert "preempted" in str(ended.error)
+    pair.prefill.step(("r", 7), blocks=[3, 4])
+    params = pair.prefill.scheduler.request_finished("r", completed=True).params
+    assert params is not None
+    pair.decode.receive(params, [5, 6], request_id="again")
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    pair.decode.scheduler.request_finished("again", completed=True)
+
+
+@pytest.mark.parametrize("computed", [0, 5])
+def test_an_aborted_prompt_fails_its_reader_at_once(pair: Pair, computed: int) -> None:
+    begin_flow(pair)
+    if computed:
+        pair.prefill.step(("r", computed), blocks=[1, 2])
+    finished = pair.prefill.scheduler.request_finished("r", completed=False)
+    assert finished.hold_blocks is (computed > 0)
+    pair.prefill.step()
+    assert isinstance(failed(pair.decode).error, PrefillFailed)
+
+
+@pytest.mark.parametrize("tokens", [3, 6, 8])
+def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> None:
+    """The reader has made room for its own; engines that do not agree on a prompt are found out before a byte lands."""
+    begin_flow(pair, tokens=tokens)
+    pair.prefill.step(("r", tokens), blocks=[1, 2])
+    error = failed(pair.decode).error
+    assert isinstance(error, PromptMismatch)
+    assert "7 tokens are expected" in str(error)
+    assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
+    pair.prefill.scheduler.request_finished("r", completed=False)
+    pair.prefill.step()
+
+
+def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:
+    """Its blocks are written by a load, which is the engine's mistake; its reader does not wait for it."""
+    params = pair.decode.prefill("other")
+    begin_flow(pair)
+    faults = pair.prefill.transport.faults
+    faults.hold = True
+    pair.prefill.receive(params, [1, 2], request_id="busy")
+    pair.prefill.step()
+    until_blocking(lambda: pair.prefill.transport.held)
+    pair.prefill.step(("r", 5), blocks=[1, 2])
+    assert isinstance(failed(pair.decode).error, PrefillFailed)
+    faults.hold = False
+    pair.prefill.until(load_ended, meanwhile=pair.prefill.transport.perform)
+    for request_id in ("busy", "r"):
+        pair.prefill.scheduler.request_finished(request_id, completed=False)
+    pair.decode.until(lease_ended)
+
+
+def test_a_name_is_used_once_at_a_time(pair: Pair) -> None:
+    """The second prompt of that name is not offered, which does not disturb the first one's reader."""
+    begin_flow(pair)
+    pair.prefill.step(("r", 5), blocks=[1, 2])
+    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
+    pair.prefill.scheduler.add(Request("twin", 7, producer_params(rendezvous)))
+    pair.prefill.step(("twin", 7), blocks=[3, 4])
+    pair.prefill.step(("r", 7), blocks=[1, 2])
+    assert isinstance(pair.decode.until(load_ended), Loaded)
+    for request_id in ("twin", "r"):
+        pair.prefill.scheduler.request_finished(request_id, completed=True)
+    pair.decode.scheduler.request_finished("d", completed=True)

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from tests_support import each
 
-from kvflow.bench.gpu.driver import NoDriver, device_attributes
 from kvflow.bench.gpu.pool import PoolShape
 from kvflow.bench.ucx import ReadPath
+from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.cuda.checks import check_cuda, judge_path, left_out, reasons
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda, Probe, kernel_version, probe
 from kvflow.doctor.cuda.nvidia import Driver, Gpu, read_devices, read_nearness, read_nvlinks
@@ -291,8 +291,8 @@ def test_a_slow_way_between_gpus_comes_with_its_reasons() -> None:
 
 def test_a_machine_without_cuda_is_asked_in_a_child_and_says_so() -> None:
     try:
-        device_attributes()
-    except NoDriver as error:
+        load_driver().attributes()
+    except DriverError as error:
         reason = str(error)
     else:
         pytest.skip("this machine has a CUDA driver, so there is something to see")

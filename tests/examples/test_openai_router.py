@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,14 +16,14 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from openai_server.failures import STATUS, RequestTooLongError, failure_of
-from openai_server.messages import DecodeRequest, Failure, FailureKind, Instant, PrefillReply, PrefillRequest, Step
+from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Pauses, Rotation, Worker
 from openai_server.router import AttemptError, Prompt, Router, open_client
 from paged_engine import OutOfBlocksError
-from tests_support import until
+from tests_support import any_ticket, until
 
-from kvflow import errors
+from kvflow import Ticket, errors
 
 ANSWER = [11, 12, 13]
 
@@ -125,6 +126,11 @@ class Scripted:
     decoded: list[DecodeRequest] = field(default_factory=list)
     released: list[str] = field(default_factory=list)
 
+    @property
+    def attempts(self) -> list[str]:
+        """The attempts whose blocks were released, without what makes their ids secrets."""
+        return [request_id.rpartition("-")[0] for request_id in self.released]
+
     def app(self) -> web.Application:
         app = web.Application()
         app.router.add_post("/prefill", self._prefill)
@@ -138,27 +144,43 @@ class Scripted:
         self.prefilled.append(body.request_id)
         if self.script:
             return await self.script.pop(0)(request)
-        last = body.max_tokens == 1
-        reply = PrefillReply(
-            step=Step.of(ANSWER[0], eos_token_id=2, last=last),
-            ticket=None if last else {"from": self.name},
-            replied_at=Instant.now(),
-        )
+        reply = PrefillReply(step=Step.of(ANSWER[0], eos_token_id=2, last=body.max_tokens == 1))
         return web.Response(text=reply.model_dump_json(), content_type="application/json")
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         self.decoded.append(DecodeRequest.model_validate_json(await request.read()))
         if self.script:
             return await self.script.pop(0)(request)
-        steps = [Step(token=token) for token in ANSWER[1:-1]] + [Step(token=ANSWER[-1], finish_reason="length")]
-        return web.Response(text="".join(step.model_dump_json() + "\n" for step in steps))
+        response = await room(request)
+        for step in [*map(step_of, ANSWER[:-1]), Step(token=ANSWER[-1], finish_reason="length")]:
+            await write(response, step)
+        return response
 
     async def _release(self, request: web.Request) -> web.StreamResponse:
         self.released.append(request.match_info["request_id"])
         return web.Response(status=204)
 
     async def _health(self, _: web.Request) -> web.StreamResponse:
-        return web.Response(text="{}")
+        return web.Response(text=json.dumps({"introduction": introduction_of(self.name).to_params()}))
+
+
+def introduction_of(name: str) -> Ticket:
+    return any_ticket(name)
+
+
+def step_of(token: int) -> Step:
+    return Step(token=token)
+
+
+async def room(request: web.Request) -> web.StreamResponse:
+    """A decode worker has room: the router may have the prompt computed."""
+    response = web.StreamResponse()
+    await response.prepare(request)
+    return response
+
+
+async def write(response: web.StreamResponse, line: Step | Failure) -> None:
+    await response.write((line.model_dump_json() + "\n").encode())
 
 
 def failing(kind: FailureKind) -> Script:
@@ -169,10 +191,18 @@ def failing(kind: FailureKind) -> Script:
     return fail
 
 
+def failing_later(kind: FailureKind) -> Script:
+    async def fail(request: web.Request) -> web.StreamResponse:
+        response = await room(request)
+        await write(response, Failure(kind=kind, message="scripted"))
+        return response
+
+    return fail
+
+
 async def dies_after_one_step(request: web.Request) -> web.StreamResponse:
-    response = web.StreamResponse()
-    await response.prepare(request)
-    await response.write((Step(token=ANSWER[1]).model_dump_json() + "\n").encode())
+    response = await room(request)
+    await write(response, step_of(ANSWER[0]))
     assert request.transport is not None
     request.transport.abort()
     return response
@@ -212,7 +242,8 @@ async def scene() -> AsyncIterator[Scene]:
 
         async def up(worker: Scripted) -> Worker:
             server = await stack.enter_async_context(TestServer(worker.app()))
-            return Worker(name=worker.name, url=f"http://127.0.0.1:{server.port}", up=True)
+            url, introduction = f"http://127.0.0.1:{server.port}", introduction_of(worker.name)
+            return Worker(name=worker.name, url=url, up=True, introduction=introduction)
 
         of_prefill = Rotation("prefill", [await up(worker) for worker in prefill])
         of_decode = Rotation("decode", [await up(worker) for worker in decode])
@@ -234,10 +265,48 @@ class TestRouter:
         async with scene() as s:
             assert await tokens_of(s, deadline_s=1000.0) == ANSWER
             (request,) = s.decoded
-            assert (request.ticket, request.token) == ({"from": "prefill-0"}, ANSWER[0])
-            assert (request.prompt_count, request.max_tokens) == (3, 2)
+            ticket = Ticket.from_params(request.ticket)
+            assert (ticket.engine_id, ticket.request_id) == ("prefill-0", s.prefill[0].prefilled[0])
+            assert (request.prompt_count, request.max_tokens) == (3, 3)
             assert 900 < request.deadline_s <= 1000
         assert s.prefill[0].released == []
+
+    async def test_nothing_is_computed_before_there_is_room_for_the_answer(self) -> None:
+        async with scene() as s:
+            asked, roomy = asyncio.Event(), asyncio.Event()
+
+            async def waits(request: web.Request) -> web.StreamResponse:
+                asked.set()
+                await roomy.wait()
+                assert s.prefill[0].prefilled == []
+                response = await room(request)
+                await until(lambda: s.prefill[0].prefilled)  # and then before any step is there
+                await write(response, Step(token=ANSWER[0], finish_reason="stop"))
+                return response
+
+            s.decode[0].script = [waits]
+            request = asyncio.create_task(tokens_of(s), name="request")
+            await asked.wait()
+            roomy.set()
+            assert await request == ANSWER[:1]
+
+    async def test_a_prefill_that_fails_ends_the_decode_workers_wait(self) -> None:
+        async with scene() as s:
+            left = asyncio.Event()
+
+            async def waits(request: web.Request) -> web.StreamResponse:
+                await room(request)
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    left.set()
+                raise AssertionError("nobody sets it")
+
+            s.prefill[0].script = [failing(FailureKind.INVALID)]
+            s.decode[0].script = [waits]
+            with pytest.raises(AttemptError, match="prefill-0: scripted"):
+                await tokens_of(s)
+            await left.wait()
 
     async def test_one_token_needs_no_decode_worker(self) -> None:
         async with scene() as s:
@@ -256,11 +325,12 @@ class TestRouter:
     @pytest.mark.parametrize(
         ("role", "script", "tickets", "released", "down"),
         [
-            ("decode", failing(FailureKind.PREFILL_AGAIN), ["prefill-0", "prefill-1"], ["r-1"], []),
+            ("decode", failing(FailureKind.BUSY), ["prefill-0", "prefill-1"], [], []),
+            ("decode", failing_later(FailureKind.PREFILL_AGAIN), ["prefill-0", "prefill-1"], ["r-1"], []),
             ("decode", dies_after_one_step, ["prefill-0", "prefill-1"], [], ["decode-0"]),
-            ("prefill", crashes, ["prefill-1"], ["r-1"], []),
+            ("prefill", crashes, ["prefill-0", "prefill-1"], ["r-1"], []),
         ],
-        ids=["cannot be loaded", "dies in the middle", "says nothing"],
+        ids=["has no room", "cannot be loaded", "dies in the middle", "says nothing"],
     )
     async def test_what_fails_before_the_client_has_seen_anything_is_done_anew_elsewhere(
         self, role: str, script: Script, tickets: list[str], released: list[str], down: list[str]
@@ -269,10 +339,10 @@ class TestRouter:
             first = s.decode[0] if role == "decode" else s.prefill[0]
             first.script = [script]
             assert await tokens_of(s) == ANSWER
-            assert [request.ticket["from"] for request in s.decoded] == tickets
+            assert sorted(request.ticket["remote_engine_id"] for request in s.decoded) == tickets
             workers = [*s.router.prefill.workers, *s.router.decode.workers]
             assert [worker.name for worker in workers if not worker.up] == down
-        assert (s.prefill[0].released, s.prefill[1].released) == (released, [])
+        assert (s.prefill[0].attempts, s.prefill[1].released) == (released, [])
 
     async def test_a_decode_worker_that_is_busy_is_avoided_even_if_it_is_its_turn_again(self) -> None:
         async with scene() as s:
@@ -288,11 +358,11 @@ class TestRouter:
     async def test_gives_up_after_three_attempts_with_the_last_reason(self) -> None:
         async with scene() as s:
             for worker in s.decode:
-                worker.script = [failing(FailureKind.PREFILL_AGAIN)] * 5
+                worker.script = [failing_later(FailureKind.PREFILL_AGAIN)] * 5
             with pytest.raises(AttemptError, match="decode-0: scripted") as caught:
                 await tokens_of(s)
             assert caught.value.failure.kind is FailureKind.PREFILL_AGAIN
-        assert sorted([*s.prefill[0].released, *s.prefill[1].released]) == ["r-1", "r-2", "r-3"]
+        assert sorted([*s.prefill[0].attempts, *s.prefill[1].attempts]) == ["r-1", "r-2", "r-3"]
 
     async def test_a_request_that_can_never_be_answered_is_not_tried_again(self) -> None:
         async with scene() as s:
@@ -318,7 +388,7 @@ class TestRouter:
                 async for step in stream.steps():
                     seen.append(step.token)
             assert caught.value.failure.kind is FailureKind.WORKER_LOST
-            assert seen == ANSWER[:2]
+            assert seen == ANSWER[:1]
             assert len(s.decoded) == 1
 
     async def test_a_stream_that_has_not_begun_is(self) -> None:
@@ -335,7 +405,7 @@ class TestRouter:
             with pytest.raises(AttemptError, match="deadline has passed") as caught:
                 await tokens_of(s, deadline_s=0.3)
             assert caught.value.failure.kind is FailureKind.DEADLINE
-        assert s.prefill[0].released == ["r-1"]
+        assert s.prefill[0].attempts == ([] if silent == "decode" else ["r-1"]), "without room nothing is computed"
         assert s.prefill[1].prefilled == []
 
     async def test_a_client_that_leaves_releases_the_blocks(self) -> None:
@@ -343,6 +413,8 @@ class TestRouter:
             asked = asyncio.Event()
 
             async def wait(request: web.Request) -> web.StreamResponse:
+                await room(request)
+                await until(lambda: s.prefill[0].prefilled)
                 asked.set()
                 return await falls_silent(request)
 
@@ -352,7 +424,7 @@ class TestRouter:
             request.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await request
-        assert s.prefill[0].released == ["r-1"]
+        assert s.prefill[0].attempts == ["r-1"]
 
     async def test_a_worker_that_answers_again_is_taken_back(self) -> None:
         async with scene() as s:

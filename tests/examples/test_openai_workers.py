@@ -14,7 +14,7 @@ from openai_server.failures import RequestTooLongError
 from openai_server.messages import DecodeRequest, Failure, FailureKind, Instant, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
 from openai_server.prefill import PrefillWorker, prefill_app
-from openai_server.worker import WorkerSettings, background_tasks, worker_app
+from openai_server.worker import WorkerSettings, background_tasks, introduction_of, worker_app
 from paged_engine import GREEDY, Engine, Sampling
 from paged_engine.weights import load_model
 from tests_support import until
@@ -45,11 +45,28 @@ class Workers:
 
     async def answer(self, request_id: str = "r", sampling: Sampling = GREEDY) -> list[int]:
         """The tokens of a whole answer."""
+        generation = await self.decode.decode(self.decode_request(request_id, sampling=sampling))
         reply = await self.prefilled(request_id, sampling=sampling)
-        generation = await self.decode.decode(decode_request(reply, request_id, sampling=sampling))
-        steps = [reply.step, *[Step(**json.loads(line)) async for line in generation.lines()]]
+        steps = [Step(**json.loads(line)) async for line in generation.lines()]
+        assert steps[0] == reply.step
         assert [step.finish_reason for step in steps] == [None] * 5 + ["length"]
         return [step.token for step in steps]
+
+    async def failure(self, request: DecodeRequest) -> FailureKind:
+        """Why there is no answer."""
+        (line,) = [line async for line in (await self.decode.decode(request)).lines()]
+        return Failure.model_validate_json(line).kind
+
+    def decode_request(self, request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> DecodeRequest:
+        ticket = kvflow.Ticket.rendezvous(introduction_of(self.prefill_runtime), request_id)
+        return DecodeRequest(
+            request_id=request_id,
+            ticket=ticket.to_params(),
+            prompt_count=len(PROMPT),
+            max_tokens=max_tokens,
+            deadline_s=30,
+            sampling=sampling,
+        )
 
     async def idle(self) -> None:
         """Wait until all blocks of both engines are free."""
@@ -59,22 +76,6 @@ class Workers:
 
 def request_of(request_id: str = "r", max_tokens: int = 6, sampling: Sampling = GREEDY) -> PrefillRequest:
     return PrefillRequest(request_id=request_id, prompt=PROMPT, max_tokens=max_tokens, deadline_s=30, sampling=sampling)
-
-
-def decode_request(
-    reply: PrefillReply, request_id: str = "r", max_tokens: int = 5, sampling: Sampling = GREEDY
-) -> DecodeRequest:
-    assert reply.ticket is not None
-    return DecodeRequest(
-        request_id=request_id,
-        ticket=reply.ticket,
-        prompt_count=len(PROMPT),
-        token=reply.step.token,
-        max_tokens=max_tokens,
-        deadline_s=30,
-        prefilled_at=reply.replied_at,
-        sampling=sampling,
-    )
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ async def test_the_decode_worker_goes_on_where_the_prefill_worker_stopped(worker
     assert sample(prefill, "openai_server_leases_total", outcome="read") == 1
     assert sample(decode, "openai_server_load_seconds_count", phase="wire") == 1
     assert sample(decode, "openai_server_hand_over_overhead_seconds_count") == 1
-    assert sample(prefill, "kvflow_leases_total", outcome="read") == 1
+    assert sample(prefill, "kvflow_leases_total", outcome="read") == 2  # and the introduction, a lease of nothing
     assert sample(prefill, "kvflow_open_leases") == 0
     assert sample(decode, "kvflow_loads_total", outcome="loaded") == 1
     assert sample(decode, "kvflow_blocks", use="free") == 16
@@ -153,13 +154,14 @@ def test_messages_carry_how_to_choose() -> None:
 
 async def test_one_token_is_answered_without_a_lease(workers: Workers, tiny: Model) -> None:
     reply = await workers.prefilled(max_tokens=1)
-    assert (reply.ticket, reply.step) == (None, Step(token=tiny.greedy(PROMPT, 1)[0], finish_reason="length"))
+    assert reply.step == Step(token=tiny.greedy(PROMPT, 1)[0], finish_reason="length")
     assert workers.prefill_engine.statistics().blocks_used == 0
 
 
 async def test_a_prompt_that_can_never_fit_is_refused(workers: Workers) -> None:
-    with pytest.raises(RequestTooLongError, match="10 tokens of prompt and max_tokens 55 are 65, at most 64"):
-        await workers.prefilled(max_tokens=55)
+    for asked in (workers.prefilled(max_tokens=55), workers.decode.decode(workers.decode_request(max_tokens=55))):
+        with pytest.raises(RequestTooLongError, match="10 tokens of prompt and max_tokens 55 are 65, at most 64"):
+            await asked
 
 
 # --- what the router is answered
@@ -213,29 +215,27 @@ async def test_a_worker_on_its_way_out_is_busy_and_leaves_none(
 
 
 async def test_offered_blocks_stay_reserved_until_they_are_released(workers: Workers) -> None:
-    reply = await workers.prefilled()
+    await workers.prefilled()
     assert workers.prefill_engine.statistics().blocks_used == 3
     assert sample(workers.prefill_metrics, "kvflow_open_leases") == 1
     for request_id in ("r", "r", "never heard of"):
         workers.prefill.release(request_id)
     # The hold: a reader that has just looked at the seal may still be reading.
     assert workers.prefill_engine.statistics().blocks_used == 3
-    with pytest.raises(kvflow.errors.LeaseExpired):
-        await workers.decode.decode(decode_request(reply))
+    assert await workers.failure(workers.decode_request()) is FailureKind.PREFILL_AGAIN
     assert workers.decode_engine.statistics().blocks_used == 0
     await workers.idle()
     assert sample(workers.prefill_metrics, "openai_server_leases_total", outcome="revoked") == 1
 
 
-async def test_a_cancelled_load_keeps_its_blocks_until_no_byte_can_land(workers: Workers) -> None:
-    reply = await workers.prefilled()
+async def test_an_answer_that_is_given_up_keeps_its_blocks_until_no_byte_can_land(workers: Workers) -> None:
+    await workers.prefilled()
     transport = workers.cluster.transport("decode-0")
     transport.faults.hold = True
-    loading = asyncio.create_task(workers.decode.decode(decode_request(reply)), name="load")
+    generation = await workers.decode.decode(workers.decode_request())
     await until(lambda: transport.held)
-    loading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await loading
+    await generation.aclose()
+    await until(lambda: workers.decode_runtime.quarantines)
     (quarantine,) = workers.decode_runtime.quarantines
     assert workers.decode_engine.statistics().blocks_used == 4
     transport.faults.hold = False
@@ -247,21 +247,24 @@ async def test_a_cancelled_load_keeps_its_blocks_until_no_byte_can_land(workers:
 
 
 async def test_an_answer_that_nobody_wants_any_more_gives_its_blocks_back(workers: Workers, tiny: Model) -> None:
-    reply = await workers.prefilled(max_tokens=50)
-    generation = await workers.decode.decode(decode_request(reply, max_tokens=49))
+    await workers.prefilled(max_tokens=50)
+    generation = await workers.decode.decode(workers.decode_request(max_tokens=50))
     await anext(generation.lines())
     await generation.aclose()
     await workers.idle()
     assert await workers.answer("s") == tiny.greedy(PROMPT, 6)  # and the engine goes on with others
 
 
-async def test_a_cancelled_prefill_gives_its_blocks_back(workers: Workers) -> None:
+async def test_a_cancelled_prefill_fails_its_reader_and_gives_its_blocks_back(workers: Workers) -> None:
+    generation = await workers.decode.decode(workers.decode_request())
     prefilling = asyncio.create_task(workers.prefilled(), name="prefill")
     await until(lambda: workers.prefill_engine.statistics().blocks_used)
     prefilling.cancel()
     with pytest.raises(asyncio.CancelledError):
         await prefilling
-    assert workers.prefill_engine.statistics().blocks_used == 0
+    (line,) = [line async for line in generation.lines()]
+    assert Failure.model_validate_json(line).kind is FailureKind.PREFILL_AGAIN
+    await workers.idle()
 
 
 def test_clocks_of_two_machines_are_not_compared() -> None:

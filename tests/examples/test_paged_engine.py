@@ -157,13 +157,21 @@ def model(tiny: Model) -> WatchedModel:
     return WatchedModel(*read_checkpoint(tiny.checkpoint))
 
 
-def engine_of(model: LlamaModel, *, block_count: int = 32, shuffle_seed: int | None = 1, batch_size: int = 1) -> Engine:
+def engine_of(
+    model: LlamaModel,
+    *,
+    block_count: int = 32,
+    shuffle_seed: int | None = 1,
+    batch_size: int = 1,
+    prefill_tokens: int = 512,
+) -> Engine:
     """An engine whose unwritten cache is poison: reading a slot before it was written gives nonsense."""
     engine = Engine(
         model,
         block_count=block_count,
         block_size=4,
         batch_size=batch_size,
+        prefill_tokens=prefill_tokens,
         shuffle_seed=shuffle_seed,
         reserve_timeout_s=WAIT_S,
     )
@@ -186,6 +194,17 @@ class TestEngine:
             async with engine_of(model, shuffle_seed=shuffle_seed) as engine:
                 assert await answer_of(engine, PROMPT[:length], 20) == tiny.greedy(PROMPT[:length], 20)
                 assert engine.statistics().blocks_used == 0
+
+    @pytest.mark.parametrize("prefill_tokens", [1, 3, 4, 9, 10, 11])
+    async def test_a_prompt_is_computed_in_steps(self, tiny: Model, model: WatchedModel, prefill_tokens: int) -> None:
+        async with (
+            engine_of(model, prefill_tokens=prefill_tokens) as engine,
+            engine.reserve(len(PROMPT)) as block_ids,
+        ):
+            told: list[int] = []
+            assert [await engine.prefill(PROMPT, block_ids, computed=told.append)] == tiny.greedy(PROMPT, 1)
+            assert told == list(range(prefill_tokens, len(PROMPT), prefill_tokens))
+            assert engine.statistics().steps == len(told) + 1
 
     async def test_windows_are_those_of_transformers(self, tiny: Model, tiny_windowed: Model) -> None:
         async with Engine(load_model(tiny_windowed.checkpoint), block_count=16, block_size=4) as engine:

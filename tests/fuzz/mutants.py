@@ -111,6 +111,10 @@ def requests(rng: Random, cache_shares: tuple[CacheShare, ...]) -> list[messages
             definition=1,
             parts=(messages.DigestPart("", (0, 1), 0, 2, 2, 0, 4),),
         ),
+        messages.OfferRequest(reader=READER, target=TARGET, request_id=rng.choice(("honest", "x")), wait_s=0.5),
+        messages.NewsRequest(
+            reader=READER, target=TARGET, request_id="honest", lease_id="0" * 32, known=(0,), wait_s=rng.random()
+        ),
         messages.Goodbye(target=TARGET, sender=messages.Target("reader", 0, 0, 0), incarnation="0"),
     ]
 

@@ -136,6 +136,7 @@ class Engine:
         self._device.wait()
         self._leases: dict[str, kvflow.Lease] = {}
         self._loads: dict[str, asyncio.Task[kvflow.LoadReport]] = {}
+        self._followed: dict[str, kvflow.Load] = {}
         self._stalling: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -217,6 +218,31 @@ class Engine:
 
     async def do_count_wrong(self, block_ids: list[int]) -> int:
         return count_wrong(self._caches, block_ids, self._setup.first_head, self._setup.order)
+
+    async def do_offer_growing(self, request_id: str, block_ids: list[int]) -> dict[str, Any]:
+        """Offer blocks of which nothing is computed."""
+        tokens = len(block_ids) * self._setup.block_size
+        request = kvflow.ServeRequest(request_id, block_ids, tokens, computed_tokens=0)
+        self._leases[request_id] = self._runtime.serve_blocks(request)
+        return self._leases[request_id].ticket.to_params()
+
+    async def do_advance(self, request_id: str, blocks: int) -> None:
+        self._leases[request_id].advance(blocks * self._setup.block_size)
+
+    async def do_fail(self, request_id: str) -> None:
+        self._leases[request_id].fail("told to")
+
+    async def do_load_growing(self, request_id: str, ticket: dict[str, Any], block_ids: list[int]) -> dict[str, int]:
+        """A load whose progress `until_landed` can wait for."""
+        load = self._followed[request_id] = self._runtime.start_load(kvflow.LoadRequest(request_id, ticket, block_ids))
+        report = await load
+        return {"bytes": report.bytes, "descriptors": report.descriptors}
+
+    async def do_until_landed(self, request_id: str, blocks: int) -> None:
+        """Wait until so many blocks have landed, or the load has ended."""
+        async for progress in self._followed[request_id]:
+            if progress.tokens >= blocks * self._setup.block_size:
+                return
 
     async def do_revoke(self, request_id: str) -> None:
         self._leases[request_id].revoke()

@@ -6,9 +6,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
+from tests_support import in_virtual_time
 
 from kvflow.observe.opentelemetry import OpenTelemetrySpans, current_traceparent
-from tests.observe.observed import TRACEPARENT, observed
+from tests.observe.observed import TRACEPARENT, grown, observed
 
 
 def provider() -> tuple[TracerProvider, InMemorySpanExporter]:
@@ -48,6 +49,22 @@ async def test_a_failed_load_is_an_error() -> None:
     assert failed.name == "kvflow.load"
     assert "the offer is over" in (failed.status.description or "")
     assert failed.parent is None
+
+
+@in_virtual_time
+async def test_what_flows_has_an_event_for_each_moment() -> None:
+    traces, exporter = provider()
+    await grown([OpenTelemetrySpans(traces.get_tracer("test"))])
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    counts = {}
+    for name, what in (("lease", "computed"), ("load", "landed")):
+        span = spans[f"kvflow.{name}"]
+        counts[what] = [(event.attributes or {})["kvflow.tokens"] for event in span.events]
+        assert {event.name for event in span.events} == {f"kvflow.{what}"}
+        times = [span.start_time, *(event.timestamp for event in span.events), span.end_time]
+        assert times == sorted(times)
+    assert counts["computed"] == [4, 8, 14, 15]
+    assert counts["landed"][-1] == 15
 
 
 def test_the_current_span_is_what_a_ticket_should_carry() -> None:

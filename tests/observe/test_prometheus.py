@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from tests_support import in_virtual_time
 
 from kvflow.core.plan.topology import Rank
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LeaseRecord
-from tests.observe.observed import observed
+from tests.observe.observed import grown, observed
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +67,16 @@ async def test_what_has_happened_is_counted_and_what_is_open_is_shown(scraped: S
         ("kvflow_notifications_ignored_total", "producer", "late"): 0,
     }
     assert {name: seen[name] for name in expected} == expected
+
+
+@in_virtual_time
+async def test_how_long_leases_and_their_loads_grew_is_shown() -> None:
+    scraped = Scraped()
+    await grown([scraped.metrics])
+    seen = scraped.samples()
+    assert seen["kvflow_lease_grow_seconds_sum", "producer"] == pytest.approx(4.0, abs=0.05)
+    assert 0 <= seen["kvflow_load_grow_seconds_sum", "consumer"] <= 3.05
+    assert seen["kvflow_load_grow_seconds_count", "consumer"] == 1
 
 
 def test_a_rank_is_three_numbers_that_can_be_summed_over(scraped: Scraped) -> None:

@@ -6,14 +6,14 @@ import asyncio
 import logging
 
 import pytest
-from tests_support import until
+from tests_support import each, in_virtual_time, until
 
 from kvflow import LoadRequest, ServeRequest
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import RequestError, RuntimeDraining
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import inproc_pair
-from tests.observe.observed import TRACEPARENT, observed
+from tests.observe.observed import TRACEPARENT, grown, observed
 
 
 class Notebook:
@@ -111,6 +111,29 @@ async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCapture
     assert len(notebook.loads) == len(notebook.leases) == 2
     failed = [record.getMessage().removeprefix("an observer failed on ").split("(")[0] for record in caplog.records]
     assert sorted(failed) == ["LeaseRecord", "LeaseRecord", "LoadRecord", "LoadRecord"]
+
+
+@each("staging", ["never", "always"])
+@in_virtual_time
+async def test_what_flows_says_when_it_was_computed_and_when_it_landed(staging: str) -> None:
+    notebook = Notebook()
+    await grown([notebook], staging=staging)
+    (lease,), (load,) = notebook.leases, notebook.loads
+    assert [tokens for _, tokens in lease.computed] == [4, 8, 14, 15]
+    assert [seconds for seconds, _ in lease.computed] == pytest.approx([0.0, 2.0, 3.0, 4.0], abs=0.05)
+    assert load.landed[-1].tokens == 15
+    assert load.landed[-1].seconds == pytest.approx(3.0, abs=0.05)
+    for seconds, tokens in load.landed:  # it began a second after the lease; how much is worth a read is its own matter
+        assert tokens <= max(count for told_s, count in lease.computed if told_s <= seconds + 1.0 + 1e-9)
+    assert load.landed[-1].seconds <= sum(load.seconds.values())
+
+
+async def test_what_was_there_from_the_start_has_no_moments() -> None:
+    notebook = Notebook()
+    async with observed([notebook]):
+        pass
+    assert not any(record.computed for record in notebook.leases)
+    assert not any(record.landed for record in notebook.loads)
 
 
 async def test_a_traceparent_that_is_none_is_refused() -> None:

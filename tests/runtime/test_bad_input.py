@@ -22,7 +22,7 @@ SERVE: list[tuple[dict[str, Any], str]] = [
     ({"block_ids": [1.5]}, LISTS),
     ({"block_ids": [[1]]}, LISTS),
     ({"block_ids": [1, 2]}, "2 block ids, but 4 tokens fill 1 blocks of 4"),
-    ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected a whole number from 0 on"),
+    ({"block_ids": [], "num_tokens": -1}, "num_tokens: expected a whole number from 0 to 4294967294"),
     ({"ttl_s": 0}, "ttl_s: expected seconds above 0"),
     ({"reader_count": 0}, "reader_count: expected a whole number from 1"),
     ({"request_id": ""}, "request_id: expected 1 to 512 characters"),

@@ -265,7 +265,7 @@ async def test_closing_says_that_a_copy_still_writes() -> None:
 async def test_a_failed_copy_to_the_host_revokes_the_lease(far: FarPair) -> None:
     far.saved.problem = FIRE
     lease = far.offer([3])
-    assert await lease is LeaseOutcome.REVOKED
+    assert await lease is LeaseOutcome.FAILED
     await far.fails(LeaseExpired, lease)
     far.saved.problem = None
     await far.load(far.offer([3]))

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from pairs import EnginePair
+from pairs import EnginePair, cache_of
 from side_channels import ANSWER, PLAIN, REQUEST, address_of, ask, asking, listening, seen
-from tests_support import WAIT_S
+from tests_support import WAIT_S, until
 
-from kvflow import Config, LeaseOutcome, Runtime
+from kvflow import Config, LeaseOutcome, Runtime, ServeRequest, Ticket
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
 from kvflow.runtime.channel.keyring import KeyPair, Keyring, make_key_files
@@ -51,6 +51,25 @@ async def test_engines_that_know_each_other_load(keys: Path) -> None:
         await pair.load(lease)
         assert await lease is LeaseOutcome.READ
         assert (pair.listener.answered, pair.listener.refused, pair.listener.rejected) == (1, 0, 0)
+
+
+async def test_both_legs_at_once_with_keys(keys: Path) -> None:
+    network = InprocNetwork()
+
+    def open_one(engine_id: str) -> AbstractAsyncContextManager[TestEngine]:
+        return open_engine(engine_id, config_of(keys, engine_id), lambda _, name: InprocTransport(name, network))
+
+    async with open_one("producer") as producer, open_one("reader") as reader:
+        pair = EnginePair(producer=producer, consumer=reader)
+        hello = pair.writer.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+        load = pair.start(Ticket.rendezvous(hello, "secret"), [0, 1])
+        await until(lambda: cache_of(pair.writer).serving.news.waiting)
+        request = ServeRequest("secret", [2], num_tokens=8, computed_tokens=0, payload=True)
+        lease = pair.writer.serve_blocks(request)
+        lease.extend([3])
+        lease.complete(b"token")
+        assert (await load).payload == b"token"
+        assert await lease is LeaseOutcome.READ
 
 
 async def test_an_answer_comes_encrypted(keys: Path) -> None:
@@ -175,8 +194,24 @@ async def test_a_connection_outlives_its_key_but_its_requests_do_not(keys: Path)
             (keys / "other.public").unlink()
             clock.advance(2)
             await dealer.send_multipart(frames)
-            statistics = await seen(listener, dropped=1)
+            statistics = await seen(listener, refused=1)
+            refusal = messages.decode_reply((await dealer.recv_multipart())[1])
+            assert isinstance(refusal, messages.Refusal)
+            assert "your CURVE key has left our curve_peers_dir" in refusal.reason
     assert statistics.answered == 1
+
+
+async def test_who_has_left_the_allowlist_is_refused_over_a_kept_connection_too(keys: Path) -> None:
+    clock = ManualClock()
+    async with listening(config_of(keys, "producer"), clock) as listener:
+        with asking(config_of(keys, "reader")) as channel:
+            assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+            (keys / "reader.public").unlink()
+            clock.advance(2)
+            reply = await channel.ask(address_of(listener), REQUEST, fingerprint=b"")
+            assert isinstance(reply, messages.Refusal)
+            assert "your CURVE key has left our curve_peers_dir" in reply.reason
+            assert not reply.transient
 
 
 async def _pair(keys: Path, name: str) -> KeyPair:

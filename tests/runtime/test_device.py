@@ -17,7 +17,7 @@ import torch
 from kvflow import Config, LeaseOutcome, LoadRequest, ServeRequest
 from kvflow.core.cache.regions import Device, Span
 from kvflow.device.cache_device import CacheDevice
-from kvflow.device.cuda import Driver
+from kvflow.device.cuda import DEVICE_ATTRIBUTES, Driver, DriverError
 from kvflow.device.cuda_device import CudaDevice
 from kvflow.errors import ConfigError, TransferFailed, UsageError
 from kvflow.runtime.memory.copies import Ids
@@ -258,6 +258,21 @@ def test_when_a_network_cards_writes_are_flushed(ordering: int, options: int, ne
     library = Library()
     library.attributes = {("cuDeviceGetAttribute", 118): ordering, ("cuDeviceGetAttribute", 117): options}
     assert Driver(library).needs_flush(1) is needed
+
+
+def test_what_the_driver_says_of_itself_and_of_a_device() -> None:
+    library = Library()
+    driver = Driver(library)
+    driver.start()
+    known = {("cuDeviceGetAttribute", number): number for number in DEVICE_ATTRIBUTES.values()}
+    library.attributes = {("cuDeviceGet", 1): 7} | known
+    assert driver.attributes(1) == DEVICE_ATTRIBUTES
+    assert library.calls[:2] == [("cuInit", "0"), ("cuDeviceGet", "*", "1")]
+    library.error = 3
+    with pytest.raises(DriverError, match="cuInit failed with error 3"):
+        driver.start()
+    with pytest.raises(DriverError, match="cuDeviceGet failed with error 3"):
+        driver.attributes(1)
 
 
 def test_memory_that_cannot_be_shared_is_refused() -> None:

@@ -113,13 +113,12 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
         patched.undo()
         patched.setattr(digesting, "_SHARED_BYTES_MIN", 0)
         assert compute(*case, threads=3) == expected
-        patched.setattr(digesting._Job, "compute", by_torch)
+        patched.setattr(digesting, "_JOB_BYTES", 1)  # layer by layer
+        assert compute(*case, threads=3) == expected
+        patched.setattr(digesting, "_is_host", lambda _: False)
         assert compute(*case) == expected
-
-
-def by_torch(job: Any) -> int:
-    """As on a device."""
-    return digests.of_part(job.part, digesting._on_device(job.view, job.ids, job.weights))
+        patched.setattr(digesting, "_STEP_BYTES_ON_DEVICE", 1)
+        assert compute(*case) == expected
 
 
 @many
@@ -213,14 +212,15 @@ def test_digests_of_heads_and_tokens_add_up() -> None:
 
 
 def test_what_a_helping_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute_here_only(job: Any) -> int:
+    def compute_here_only(job: Any) -> np.ndarray:
         if threading.current_thread().name == "kvflow-digest":
             raise MemoryError("no more")
-        return 0
+        return np.zeros(1, dtype=np.uint64)
 
     cache = cache_of(EXAMPLE)
     monkeypatch.setattr(digesting, "_SHARED_BYTES_MIN", 0)
-    monkeypatch.setattr(digesting._Job, "compute", compute_here_only)
+    monkeypatch.setattr(digesting, "_JOB_BYTES", 1)
+    monkeypatch.setattr(digesting._HostJob, "compute", compute_here_only)
     with pytest.raises(MemoryError, match="no more"):
         compute(cache, [1, 2], 0, 8, (0, 3, 0), threads=2)
     assert not [thread for thread in threading.enumerate() if thread.name == "kvflow-digest"]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, blocking
-from kvflow.errors import DeadlineExceeded, LeaseExpired, RequestError, TransferFailed
+from kvflow.errors import DeadlineExceeded, LeaseExpired, PrefillFailed, RequestError, TransferFailed
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.testing import (
     CacheSize,
@@ -176,9 +176,9 @@ async def test_a_lease_that_ends_before_its_prompt_is_computed() -> None:
         await asyncio.sleep(0.1)
         leases[1].revoke()
         events[2].error = RuntimeError("illegal memory access")
-        assert [await lease for lease in leases] == [LeaseOutcome.EXPIRED, LeaseOutcome.REVOKED, LeaseOutcome.REVOKED]
-        for load in loads:
-            with pytest.raises(LeaseExpired):
+        assert [await lease for lease in leases] == [LeaseOutcome.EXPIRED, LeaseOutcome.REVOKED, LeaseOutcome.FAILED]
+        for load, error in zip(loads, (LeaseExpired, PrefillFailed), strict=True):
+            with pytest.raises(error):
                 await load
         asked = events[0].asked
         await asyncio.sleep(1.0)

@@ -13,8 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, blocking
-from kvflow.errors import LeaseExpired, RequestError, UsageError
-from kvflow.testing import CacheSize, InprocCluster, InprocPair, inproc_pair, nixl_pair, run_virtual
+from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed, UsageError
+from kvflow.testing import (
+    CacheSize,
+    InprocCluster,
+    InprocPair,
+    assert_quiet,
+    inproc_pair,
+    nixl_pair,
+    run_virtual,
+)
 from tests.budgets import examples
 from tests.group_hand_overs import Attention, GroupHandOver, Part, ids_of, run
 from tests.hand_overs import Paths
@@ -82,7 +90,7 @@ def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: 
     steps = st.lists(st.integers(0, case.num_tokens), max_size=3)
 
     async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
-        cleared = [_Cleared(case, rank) for rank in producers]
+        cleared = [Cleared(case, rank) for rank in producers]
         plans = [[*sorted(data.draw(steps)), case.num_tokens] for _ in producers]
         while any(plans):
             at = data.draw(st.sampled_from([at for at, plan in enumerate(plans) if plan]))
@@ -104,7 +112,7 @@ def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) 
     case = GroupHandOver(parts=(full, window), num_tokens=16, paths=Paths(staged=staged))
 
     async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
-        cleared = _Cleared(case, producers[0])
+        cleared = Cleared(case, producers[0])
         for tokens in (4, 8, 12, 16):
             cleared.fill(tokens)
             leases[0].advance(tokens)
@@ -113,7 +121,7 @@ def test_the_blocks_of_a_window_come_with_its_tokens(staged: tuple[bool, bool]) 
     run_virtual(run(case, InprocCluster().world(), compute))
 
 
-class _Cleared:
+class Cleared:
     """A rank's blocks of the prompt, emptied; tokens come back as they are computed."""
 
     def __init__(self, case: GroupHandOver, rank: Any) -> None:
@@ -171,6 +179,37 @@ async def test_a_load_that_is_cancelled_leaves_the_lease_to_the_next() -> None:
         pair.assert_loaded(TAKEN, BLOCKS)
 
 
+@each("end", ["drain", "unregister", "close"])
+@each("tokens", [0, 8])
+@in_virtual_time
+async def test_a_reader_that_goes_while_it_waits(end: str, tokens: int) -> None:
+    """Its load ends, nothing lands afterwards, and another reader may have the lease."""
+    async with pair_of() as pair:
+        lease = opened(pair)
+        runtime = pair.consumer.runtime
+        load = runtime.start_load(wanted(pair, lease))
+        lease.advance(tokens)
+        await asyncio.sleep(0.1)
+        assert len(landed(pair)) == tokens // 4
+        match end:
+            case "drain":
+                await runtime.drain(0.2)
+            case "unregister":
+                await runtime.unregister()
+            case "close":
+                await runtime.aclose()
+        with pytest.raises(CacheUnregistered if end == "unregister" else RuntimeClosed):
+            await load
+        assert load.safe
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await asyncio.sleep(0.1)
+        assert len(landed(pair)) == tokens // 4
+        assert lease.state == "offered"
+        await lease.revoke()
+        assert_quiet(pair.producer.runtime.statistics())
+
+
 @in_virtual_time
 async def test_a_reader_renews_a_lease_whose_prompt_takes_long() -> None:
     async with pair_of() as pair:
@@ -210,7 +249,7 @@ async def test_an_event_that_fails_ends_the_lease() -> None:
         lease, event = opened(pair), Event()
         lease.advance(8, event)
         event.error = RuntimeError("illegal memory access")
-        assert await lease is LeaseOutcome.REVOKED
+        assert await lease is LeaseOutcome.FAILED
 
 
 @in_virtual_time

@@ -47,6 +47,7 @@ class AnyTicket:
     engine_id = "producer"
     block_tables = ((1,),)
     ttl_s = 30.0
+    awaited = offers_nothing = False
 
 
 async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:

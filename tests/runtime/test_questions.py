@@ -54,16 +54,18 @@ async def test_many_questions_at_once() -> None:
 
 async def test_no_sockets_are_left() -> None:
     """The machine's trouble is an error like any other of a peer that cannot be asked."""
-    async with listening(PLAIN) as listener:
+    async with listening(replace(PLAIN, listen="tcp://0.0.0.0:0", advertise_host="127.0.0.1")) as listener:
         with asking() as channel:
-            ask = partial(channel.ask, address_of(listener), REQUEST, fingerprint=b"")
-            assert await ask() == ANSWER
+            kept = partial(channel.ask, address_of(listener), REQUEST, fingerprint=b"")
+            ask = partial(channel.ask, f"tcp://127.0.0.2:{listener.port}", REQUEST, fingerprint=b"")
+            assert await kept() == ANSWER
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             # Not as many as are used now: ZeroMQ may still be closing those of the question before.
             resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
             try:
                 with pytest.raises(PeerUnreachable, match="Too many open files"):
                     await ask()
+                assert await kept() == ANSWER
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
             assert await ask() == ANSWER

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvflow.config import Config
@@ -15,14 +16,17 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
-from kvflow.core.protocol.freshness import Freshness, SealTable
+from kvflow.core.protocol.freshness import FAILED, Freshness, SealTable
 from kvflow.runtime.consumer import loader, verifying
 from kvflow.runtime.consumer.flight import Flight, Poller
+from kvflow.runtime.consumer.news import Following
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.consumer.seal_watch import OnEnd, SealWatches, WatchedSeal
 from kvflow.runtime.consumer.verifying import Comparison
 from kvflow.runtime.incarnation import Incarnation
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import TokenBlocks
+from kvflow.runtime.memory.lanes import Lane, PromptSpan
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -135,8 +139,50 @@ def serve_before_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_past_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of a lease that grows reads what is still to come."""
-    real = Freshness.next_step
-    monkeypatch.setattr(Freshness, "next_step", lambda self, now_s, missing_max: real(self, now_s, missing_max + 3))
+    real = Freshness.there
+    monkeypatch.setattr(Freshness, "there", lambda self, num_tokens: min(real(self, num_tokens) + 3, num_tokens))
+
+
+def tell_of_more_than_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is what was posted: the furthest span that has landed in any lane."""
+
+    def note_landed(self: Lane, span: PromptSpan) -> None:
+        self.landed_upto = max(self.landed_upto, span.stop_token)
+
+    monkeypatch.setattr(Lane, "note_landed", note_landed)
+
+
+def take_a_failed_lease_for_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease whose prompt has failed looks as if all of it were there."""
+    real = SealTable.tokens_missing
+
+    def tokens_missing(self: SealTable, index: int, lease_id: str) -> int | None:
+        missing = real(self, index, lease_id)
+        return 0 if missing == FAILED else missing
+
+    monkeypatch.setattr(SealTable, "tokens_missing", tokens_missing)
+
+
+def leave_a_look_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that ends does not wait for the look that is under way for it."""
+    real = SealWatches.remove
+
+    def remove(self: SealWatches, seal: WatchedSeal, on_end: OnEnd) -> bool:
+        real(self, seal, lambda _: None)
+        return False
+
+    monkeypatch.setattr(SealWatches, "remove", remove)
+
+
+def keep_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seal of a lease that has failed is never given back."""
+    real = OfferedBlocks.give_back
+
+    def give_back(self: OfferedBlocks, held: HeldBlocks, on_free: Callable[[], None]) -> None:
+        held.failed = False
+        real(self, held, on_free)
+
+    monkeypatch.setattr(OfferedBlocks, "give_back", give_back)
 
 
 def land_while_the_device_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +209,7 @@ def leave_seals_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases end when their cache is unregistered, and their seals stay."""
     real = Serving.close
 
-    def end(blocks: OfferedBlocks, held: HeldBlocks) -> None:
+    def end(blocks: OfferedBlocks, held: HeldBlocks, *, failed: bool) -> None:
         held.closed = True
         blocks._seals._free.append(held.seal_index)
 
@@ -198,6 +244,28 @@ def digest_the_wrong_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifying, "TokenBlocks", lambda ids, *others: TokenBlocks(ids[::-1], *others))
 
 
+def leave_extensions_unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks that a lease gets later are not its own in the ledger."""
+    extend = OfferedBlocks.extend
+
+    def forgetful(self: OfferedBlocks, held: HeldBlocks, block_ids: object, what: str) -> None:
+        entries = held.entries
+        extend(self, held, block_ids, what)
+        self._ledger.release(np.setdiff1d(held.entries, entries))
+        held.entries = entries
+
+    monkeypatch.setattr(OfferedBlocks, "extend", forgetful)
+
+
+def end_without_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load does not wait for what was promised with the end."""
+
+    async def payload(self: Following) -> bytes:
+        return b""
+
+    monkeypatch.setattr(Following, "payload", payload)
+
+
 def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bool, int], Chunks | None]) -> None:
     def match(*args: Any, whole: bool, remote_block_size: int, **kwargs: Any) -> tuple[Chunks, ...]:
         found = match_chunks(*args, whole=whole, remote_block_size=remote_block_size, **kwargs)
@@ -224,12 +292,18 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "tear_down_under_reads": (tear_down_under_reads, "I7", 1),
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
+    "tell_of_more_than_has_landed": (tell_of_more_than_has_landed, "I2", 29),
+    "take_a_failed_lease_for_open": (take_a_failed_lease_for_open, "I2 I3", 9),
+    "leave_a_look_behind": (leave_a_look_behind, "I5 I7", 9),
+    "keep_what_has_failed": (keep_what_has_failed, "I5", 9),
     "land_while_the_device_writes": (land_while_the_device_writes, "I1 I2", 9),
     "keep_the_incarnation": (keep_the_incarnation, "I2", 904),
     "leave_seals_of_before": (leave_seals_of_before, "I2 I3", 111),
     "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
     "leave_state_behind": (leave_state_behind, "I2", 6),
     "ignore_mismatches": (ignore_mismatches, "I2", 31),
+    "leave_extensions_unprotected": (leave_extensions_unprotected, "I3", 9),
+    "end_without_the_payload": (end_without_the_payload, "I2", 9),
     "digest_the_wrong_blocks": (digest_the_wrong_blocks, "I2", 26),
 }
 

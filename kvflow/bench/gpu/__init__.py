@@ -9,7 +9,6 @@ speed      E4 E5 E9 E11  loads and copies                 company  E7 E8  an eng
 machine    E0 E12  doctor and tests
 
 engine, pool, device, steps  a rank that runs kvflow      raw      a rank that runs bare NIXL
-driver     what libcuda says
 
 It is part of the bench, since it measures in children of the bench and comes with an installed kvflow: whoever has a
 GPU can run it. Experiments are no tests; what must hold is in tests that are marked gpu, which E12 runs.

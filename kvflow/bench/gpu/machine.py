@@ -10,8 +10,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvflow.bench.gpu.driver import NoDriver, device_attributes, driver_version
 from kvflow.bench.gpu.setting import Setting
+from kvflow.device.cuda import DriverError, load_driver
 
 _PACKAGES = ("torch", "nixl", "nixl-cu12", "nixl-cu13", "numpy", "uvloop")
 _COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped)")
@@ -42,10 +42,11 @@ def facts(setting: Setting) -> None:
 
 def _driver_facts(setting: Setting) -> None:
     try:
-        setting.facts.add("driver's CUDA", ".".join(map(str, driver_version())))
-        for name, value in device_attributes().items():
+        driver = load_driver()
+        setting.facts.add("driver's CUDA", ".".join(map(str, driver.version())))
+        for name, value in driver.attributes().items():
             setting.facts.add(name, value)
-    except NoDriver as error:
+    except DriverError as error:
         setting.facts.add("driver's CUDA", str(error))
 
 

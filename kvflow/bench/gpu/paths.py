@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 
 from kvflow.bench.child import BenchError, Environment
-from kvflow.bench.gpu.driver import NoDriver, legacy_ipc_capable
 from kvflow.bench.gpu.engine import engines, specs, ucx_log
 from kvflow.bench.gpu.pool import PoolShape, scattered_ids
 from kvflow.bench.gpu.raw import Moved, RawRank, raw_pair
 from kvflow.bench.gpu.setting import Setting
+from kvflow.device.cuda import DriverError, load_driver
 
 MIB = 1 << 20
 GET_ZCOPY = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
@@ -89,6 +89,6 @@ def _say_whether_openable(setting: Setting) -> None:
 
     memory = torch.zeros(64 * MIB, dtype=torch.uint8, device=setting.device)
     try:
-        setting.facts.add("cuda_ipc can open it", legacy_ipc_capable(memory.data_ptr()))
-    except NoDriver as error:
+        setting.facts.add("cuda_ipc can open it", load_driver().is_shareable(memory.data_ptr()))
+    except DriverError as error:
         setting.facts.add("cuda_ipc can open it", str(error))

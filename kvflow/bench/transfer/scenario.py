@@ -21,6 +21,7 @@ from typing import Annotated
 import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache
 from kvflow.bench.child import BenchError, Child, RankProcess
+from kvflow.bench.clocks import process_cpu_s
 from kvflow.bench.engine import config_of, open_producer, open_runtime
 from kvflow.bench.loads import MIB, PeerAddress, PlannedLoad, SettingsError, Ticket, Transport, scattered, share_out
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
@@ -34,7 +35,6 @@ from kvflow.bench.transfer.ranks import (
     open_hop_reader,
     open_raw_producer,
     open_raw_reader,
-    process_cpu_s,
 )
 from kvflow.bench.transfer.results import ONE_BLOCK, Idle, LoadSize
 

@@ -69,6 +69,10 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         size_fits = self.block_size == 1 if self.kind is GroupKind.STATE else 0 < self.block_size <= INT64_MAX
         return window_fits and size_fits
 
+    def blocks_needed(self, tokens: int) -> int:
+        """How many of its blocks hold what matters of a prompt once `tokens` are computed."""
+        return -(-tokens // self.block_size) - self.first_needed(tokens) // self.block_size
+
     def first_needed(self, tokens: int) -> int:
         """The first token that matters once `tokens` are computed.
 
@@ -83,6 +87,16 @@ class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
                 return max(tokens - 1, 0) // self.window * self.window
             case GroupKind.STATE:
                 return max(tokens - 1, 0)
+
+
+def tokens_held(groups: Sequence[GroupFacts], known: Sequence[int], counts: Sequence[int], num_tokens: int) -> int:
+    """How many of a prompt's tokens the first `known` blocks of each group hold, if there are `counts` in the end."""
+    tokens = num_tokens
+    for group, have, count in zip(groups, known, counts, strict=True):
+        if have < count:
+            first = 0 if group.whole else -(-num_tokens // group.block_size) - count
+            tokens = min(tokens, (first + have) * group.block_size)
+    return tokens
 
 
 class LayerSet(NamedTuple):

@@ -4,8 +4,8 @@ It decides and does nothing: no clock, no loop, no memory. Time comes as an argu
 back as the entries it concerns. Its user wipes the seal of an entry that has ended, and gives its blocks back when the
 book says that its hold is over.
 
-A lease ends exactly once (invariant I4): read by all its readers, expired, or revoked. From then on its blocks are
-*held* for a moment, since a quick read may vouch for itself by a seal that it saw shortly before the end (`seals`).
+A lease ends exactly once (invariant I4): read by all its readers, expired, revoked, or failed. From then on its blocks
+are *held* for a moment, since a quick read may vouch for itself by a seal that it saw shortly before the end (`seals`).
 A renewal gives a lease its whole ttl_s again, up to the end of its lifetime.
 """
 

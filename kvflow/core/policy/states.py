@@ -77,18 +77,21 @@ class LeaseState(enum.StrEnum):
     READ = "read"  # every reader has read
     EXPIRED = "expired"
     REVOKED = "revoked"  # withdrawn by its owner, or by the closing runtime
+    FAILED = "failed"  # its prompt will never be computed
 
 
 class LeaseEvent(enum.StrEnum):
     ALL_READ = "all_read"
     EXPIRE = "expire"
     REVOKE = "revoke"
+    FAIL = "fail"
 
 
 LEASE_TABLE: Table[LeaseState, LeaseEvent] = {
     (LeaseState.OFFERED, LeaseEvent.ALL_READ): LeaseState.READ,
     (LeaseState.OFFERED, LeaseEvent.EXPIRE): LeaseState.EXPIRED,
     (LeaseState.OFFERED, LeaseEvent.REVOKE): LeaseState.REVOKED,
+    (LeaseState.OFFERED, LeaseEvent.FAIL): LeaseState.FAILED,
 }
 
 
@@ -164,12 +167,14 @@ class ProducerState(enum.StrEnum):
     """A request whose prompt is computed for a remote engine, as an engine's scheduler sees it."""
 
     COMPUTING = "computing"
+    FLOWING = "flowing"  # its lease grows with its prompt, and is read meanwhile
     SAVED = "saved"  # its prompt is computed and its lease open; nobody has its ticket
     SENDING = "sending"  # it has finished, its ticket is out
     ENDED = "ended"
 
 
 class ProducerEvent(enum.StrEnum):
+    FLOW = "flow"
     SAVE = "save"
     PREEMPT = "preempt"
     SEND = "send"
@@ -178,8 +183,11 @@ class ProducerEvent(enum.StrEnum):
 
 
 PRODUCER_TABLE: Table[ProducerState, ProducerEvent] = {
+    (ProducerState.COMPUTING, ProducerEvent.FLOW): ProducerState.FLOWING,
     (ProducerState.COMPUTING, ProducerEvent.SAVE): ProducerState.SAVED,
     (ProducerState.COMPUTING, ProducerEvent.END): ProducerState.ENDED,
+    (ProducerState.FLOWING, ProducerEvent.PREEMPT): ProducerState.COMPUTING,
+    (ProducerState.FLOWING, ProducerEvent.SEND): ProducerState.SENDING,
     (ProducerState.SAVED, ProducerEvent.PREEMPT): ProducerState.COMPUTING,
     (ProducerState.SAVED, ProducerEvent.SEND): ProducerState.SENDING,
     (ProducerState.SAVED, ProducerEvent.END): ProducerState.ENDED,

@@ -44,9 +44,9 @@ def word_weights(count: int) -> UInt64Array:
     return _weights(_WORDS, _rounded(count))[:count]
 
 
-def of_part(part: int, found: int) -> int:
-    """What K, V, or whichever part of a layer adds to its digest: `found` is the sum over its tokens and heads."""
-    return found * int(_weights(_PARTS, _rounded(part + 1))[part]) & _MASK
+def part_weights(count: int) -> UInt64Array:
+    """Of K, V, or whichever parts a layer has."""
+    return _weights(_PARTS, _rounded(count))[:count]
 
 
 def token_weights(tokens: npt.NDArray[np.int64]) -> UInt64Array:

@@ -14,7 +14,8 @@ ticket; a torn, wiped or reused word matches no id. Two arguments make a read fr
 A producer whose device has yet to compute the prompt, or that copies its blocks to host buffers before they can be
 read, opens the lease first: until all is there, the last four bytes of its word are those of the id, exclusive-or the
 number of the prompt's last tokens that are missing. What comes before those is there in all groups. So a reader that
-comes early finds out how far it may read, again without an answer from the producer.
+comes early finds out how far it may read, again without an answer from the producer. If the prompt will never be
+complete the word says so, by a number that no prompt has (`FAILED`), until the hold after the lease's end is over.
 
 Both arguments have two premises, which a seal cannot vouch for. What it says to be there has been computed: the
 producer's engine says so, by an event or by having waited for its device. And addresses mean the memory that they meant
@@ -37,6 +38,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +49,10 @@ from kvflow.core.plan.descriptors import Descriptors, Piece
 SEAL_SIZE_BYTES = 16
 HOST = Device("cpu", 0)
 _WIPED = bytes(SEAL_SIZE_BYTES)
+FAILED = (1 << 32) - 1
+"""In place of how many tokens are missing: the lease has ended because its prompt could not be computed."""
 _SECRET_BYTES = 12  # of an id; the rest of its word also counts
+_WORD_COUNTS = SEAL_SIZE_BYTES // 4
 
 
 class SealTable:
@@ -55,7 +60,8 @@ class SealTable:
 
     def __init__(self, count: int) -> None:
         self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
-        self._counts = self.words.view(np.uint32)[:, -1]
+        self._bytes = memoryview(self.words.reshape(-1).data)
+        self._counts = self._bytes.cast("I")[_WORD_COUNTS - 1 :: _WORD_COUNTS]
         self._free = list(range(count - 1, -1, -1))
         self._address = int(self.words.ctypes.data)
 
@@ -85,10 +91,10 @@ class SealTable:
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
         """Write a lease's id: from now on its readers find it. So many tokens cannot be read yet."""
-        word = np.frombuffer(bytes.fromhex(lease_id), dtype=np.uint8)
-        self.words[index, :_SECRET_BYTES] = word[:_SECRET_BYTES]
+        word, start = bytes.fromhex(lease_id), index * SEAL_SIZE_BYTES
+        self._bytes[start : start + _SECRET_BYTES] = word[:_SECRET_BYTES]
         # One aligned store: a reader sees the old count or the new one.
-        self._counts[index] = word.view(np.uint32)[-1] ^ np.uint32(tokens_missing)
+        self._counts[index] = int.from_bytes(word[_SECRET_BYTES:], "little") ^ tokens_missing
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
         """How many tokens of this lease cannot be read yet; None if the word is not this lease's."""
@@ -153,22 +159,60 @@ class Step(enum.StrEnum):
 
     POST = "post"  # the lease stands, as far as is known: read
     FETCH = "fetch"  # its seal has to be seen first
-    FETCH_LATER = "fetch_later"  # ... once more, after a pause: the producer is not so far yet
     WAIT = "wait"  # its seal is being fetched
     STALE = "stale"  # it has ended
     FRESH = "fresh"  # it covered the whole read
 
 
+class Vouching(Protocol):
+    """What says whether a read was fresh: `Freshness`, by a seal, or `core.stock.deadline`, where there is none."""
+
+    asked: bool
+    seen_s: float
+
+    @property
+    def grows(self) -> bool: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
+
+    def there(self, num_tokens: int) -> int: ...
+
+    def anew(self) -> Vouching: ...
+
+    def fetching(self) -> None: ...
+
+    def fetched(self, tokens_missing: int | None) -> None: ...
+
+    def watched(self, tokens_missing: int | None, posted_s: float) -> None: ...
+
+    def next_step(self, now_s: float) -> Step: ...
+
+    def judge(self, read_s: float | None) -> Step: ...
+
+
 class Freshness:
     """What one load's read knows of one lease; pure. `next_step` is asked before each post, `judge` after the last
-    byte, `fetched` tells what was seen.
+    byte, `fetched` tells what was seen, `there` how far the prompt may be read.
 
-    Before anything is read of a lease that `grows` (some of it is still being computed, or staged), or that may have
-    run out by its producer's clock, the seal has to be seen. Otherwise it is fetched with the first read, and has to
-    say that everything is there.
+    Before anything is read of a lease that may have run out by its producer's clock the seal has to be seen. Otherwise
+    it is fetched with the first read, and has to say that everything is there. Of a lease that `grows` (some of it is
+    still being computed, or staged) nothing is read beyond what its seal was seen to say.
     """
 
-    __slots__ = ("_careful", "_fetching", "_not_expired_before_s", "_quick_read_max_s", "_seen", "asked", "grows")
+    __slots__ = (
+        "_careful",
+        "_fetching",
+        "_not_expired_before_s",
+        "_quick_read_max_s",
+        "_seen",
+        "asked",
+        "grows",
+        "seen_s",
+    )
 
     def __init__(self, *, grows: bool, not_expired_before_s: float, quick_read_max_s: float) -> None:
         """`not_expired_before_s`: until then, on the reader's clock, the lease cannot have run out (`clock`)."""
@@ -176,11 +220,29 @@ class Freshness:
         """Whether a fetch was ever posted."""
         self.grows = grows
         """Whether what is read may not be there before a read of it is posted."""
+        self.seen_s = -math.inf
+        """When the fetch was posted that has told of a lease that grows: it was open then, and is for all before."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
         self._fetching = False
         self._seen: int | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the seal was seen, and the lease was not open any more."""
+        return self.asked and not self._fetching and (self._seen is None or self._seen == FAILED)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the seal was seen to say that the prompt could not be computed."""
+        return self._seen == FAILED
+
+    def there(self, num_tokens: int) -> int:
+        """How many of the lease's tokens may be read, as far as is known."""
+        if not self.grows:
+            return num_tokens
+        return 0 if self.over or self._seen is None else num_tokens - self._seen
 
     def anew(self) -> Freshness:
         """For another read under the same lease: nothing was seen yet."""
@@ -199,25 +261,26 @@ class Freshness:
         self._fetching = False
         self._seen = tokens_missing
 
-    def next_step(self, now_s: float, missing_max: int) -> Step:
-        """What to do before a read of what is there once at most `missing_max` of the lease's tokens are missing."""
+    def watched(self, tokens_missing: int | None, posted_s: float) -> None:
+        """The same of a look that was posted then, of a lease that grows."""
+        self.asked, self.seen_s = True, posted_s
+        self._seen = tokens_missing
+
+    def next_step(self, now_s: float) -> Step:
+        """What to do before a read: of a lease that grows, of no more than is `there`."""
         if not self.asked:
-            self._careful = self.grows or now_s >= self._not_expired_before_s
+            self._careful = now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
         if self._fetching:
             return Step.WAIT if self._careful else Step.POST
-        if self._seen is None:
-            return Step.STALE
-        if self._careful and self._seen > missing_max:
-            return Step.FETCH_LATER
-        self._careful = self.grows
-        return Step.POST
+        self._careful = False
+        return Step.STALE if self._seen is None or self._seen == FAILED else Step.POST
 
     def judge(self, read_s: float | None) -> Step:
-        """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long the whole read took; None if the seal
-        was fetched after its end.
+        """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the read began, or the last look at
+        a lease that grows was posted; None if the seal was fetched after the end of the read.
         """
-        if self._seen is None or (self._seen > 0 and not self.grows):
+        if self._seen is None or self._seen == FAILED or (self._seen > 0 and not self.grows):
             return Step.STALE
         return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
 

@@ -10,6 +10,7 @@ differ and is planned for is a rank's `topology.Holding`; both are named togethe
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 import zlib
@@ -27,7 +28,7 @@ from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX, StatePart
 from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
-from kvflow.limits import SEAL_HOLD_S_MAX, SEALS_MAX
+from kvflow.limits import REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
 
 PROTOCOL_VERSION = 4
 MAGIC = "kvflow"
@@ -38,6 +39,7 @@ NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
 _PART_CHARS_MAX = 4096
+_READER_CHARS_MAX = 4096
 
 StructT = TypeVar("StructT")
 
@@ -52,6 +54,8 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     magic: str
     version: int
     fingerprint: bytes
+    question: int = 0
+    """Which question of its connection that is, or which one it answers; 0 from a peer that does not number them."""
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,6 +196,34 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_digests"
     parts: tuple[DigestPart, ...]
 
 
+class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer"):
+    """What do you offer of this request, which you may have yet to begin? For readers of a rendezvous.
+
+    Whoever knows the request id may know the answer. It is given when there is something to tell, and otherwise within
+    `wait_s`.
+    """
+
+    reader: str
+    target: Target
+    request_id: str
+    wait_s: float
+
+
+class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
+    """What has become of an open lease: is it complete, has it failed or ended, has it more blocks than these?
+
+    It is answered as an `OfferRequest` is.
+    """
+
+    reader: str
+    target: Target
+    request_id: str
+    lease_id: str
+    known: tuple[int, ...]
+    """How many of its blocks the reader knows, by group."""
+    wait_s: float
+
+
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """`regions.Regions` on the wire."""
 
@@ -245,6 +277,50 @@ class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     more_block_ids: tuple[tuple[int, ...], ...] = ()
     pending: bool = False
     """Whether its blocks are still being computed."""
+    payload: bool = False
+    """Whether a payload comes with its end."""
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
+    """What a rank offers of a request: what its ticket says, for readers that have none."""
+
+    lease: LeaseFound | None
+    """None if there is nothing to read: a prompt that is shorter than a block."""
+    num_tokens: int
+    ttl_s: float
+    block_ids: tuple[tuple[int, ...], ...]
+    """The engine's, by group."""
+    extends: bool
+    prompt_digest: str
+
+
+class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
+    """The rank will not serve the request."""
+
+    reason: str
+
+
+class LeaseNews(enum.StrEnum):
+    """What has become of a lease."""
+
+    OPEN = "open"
+    """It is to come to an end still."""
+    COMPLETE = "complete"
+    """All of it can be read, and it has its payload if one was promised."""
+    ENDED = "ended"
+    """No read of it can succeed any more."""
+    FAILED = "failed"
+    """The same: its prompt could not be computed."""
+
+
+class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
+    """What has become of a lease; the blocks that the reader did not know, by group, where it reads them."""
+
+    state: LeaseNews
+    more_block_ids: tuple[tuple[int, ...], ...] = ()
+    payload: bytes = b""
+    reason: str = ""
+    """Why it has failed."""
 
 
 class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
@@ -287,8 +363,14 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
     """Acknowledges a `Goodbye`."""
 
 
-Request: TypeAlias = MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | DigestRequest | Goodbye
-Reply: TypeAlias = Metadata | LeaseFound | NoLease | Released | ClockShown | Digests | Ack | Refusal
+WaitingRequest: TypeAlias = OfferRequest | NewsRequest
+"""Questions that may be answered late."""
+Request: TypeAlias = (
+    MetadataRequest | LeaseRequest | ReleaseRequest | ClockRequest | DigestRequest | Goodbye | WaitingRequest
+)
+Reply: TypeAlias = (
+    Metadata | LeaseFound | NoLease | Released | ClockShown | Digests | Ack | Refusal | Offer | Declined | News
+)
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
@@ -328,8 +410,8 @@ def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:
     return [msgspec.msgpack.encode(header), msgspec.msgpack.encode(body)]
 
 
-def our_header(fingerprint: bytes) -> Header:
-    return Header(magic=MAGIC, version=PROTOCOL_VERSION, fingerprint=fingerprint)
+def our_header(fingerprint: bytes, question: int = 0) -> Header:
+    return Header(magic=MAGIC, version=PROTOCOL_VERSION, fingerprint=fingerprint, question=question)
 
 
 def decode_header(frame: bytes) -> Header:
@@ -504,6 +586,15 @@ def check_clock(clock_s: float) -> None:
     """WireError unless a clock can show that."""
     if not math.isfinite(clock_s):
         raise WireError(f"clock: {clock_s} s")
+
+
+def check_patient(question: WaitingRequest) -> None:
+    """WireError unless a question may be kept until it can be answered."""
+    if not 0.0 <= question.wait_s <= WAIT_S_MAX:
+        raise WireError(f"a question that waits for {question.wait_s} s, at most {WAIT_S_MAX}")
+    if len(question.request_id) > REQUEST_ID_CHARS_MAX or len(question.reader) > _READER_CHARS_MAX:
+        sizes = f"a request id of {len(question.request_id)} characters, a reader's name of {len(question.reader)}"
+        raise WireError(f"a question that waits: {sizes}, at most {REQUEST_ID_CHARS_MAX} and {_READER_CHARS_MAX}")
 
 
 def check_seals(location: SealLocation) -> None:

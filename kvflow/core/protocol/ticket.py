@@ -6,6 +6,7 @@ rank which its ticket does not name works its port out and asks it (`messages.Le
 
 Who makes a ticket need not be where the lease is: `Ticket.without_leases` names an engine's ranks and a request, and
 its readers ask every rank for its lease. The request id is what they ask for, so it has to be a secret of that ticket.
+A *rendezvous* (`Ticket.rendezvous`) does not know the blocks either: its readers ask for the offer, and wait for it.
 """
 
 from __future__ import annotations
@@ -43,6 +44,16 @@ _BLOCK_IDS_OF = operator.attrgetter("block_ids")
 _TEXTS = operator.attrgetter("engine_id", "request_id", "traceparent", "prompt_digest")
 _LEASE_TEXTS = operator.attrgetter("host", "incarnation", "lease_id")
 _SPARED_CHARS_MAX = REQUEST_ID_CHARS_MAX + len(MARK) + CHARS_MAX
+_NO_LEASE: dict[str, Any] = {
+    "lease_id": "",
+    "seal_index": 0,
+    "expires_s": 0.0,
+    "block_ids": None,
+    "more_block_ids": (),
+    "pending": False,
+    "payload": False,
+}
+"""What a `RankLease` says of a rank that has to be asked."""
 _FIELDS_MAX = 256  # of a dict on the way; routers add some
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
@@ -82,6 +93,8 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Those of the further groups, as in a ticket."""
     pending: bool = False
     """Whether the blocks were still being computed, so that the seal has to be seen before anything is read."""
+    payload: bool = False
+    """Whether a payload comes with the lease's end."""
 
     @property
     def address(self) -> str:
@@ -108,6 +121,10 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     prompt_digest: str
     groups: Groups = ()
     more_kinds: Kinds = ()
+    extends: bool = False
+    """Whether more blocks follow, until they hold all tokens (`Lease.extend`)."""
+    awaited: bool = False
+    """Whether what is offered is not known yet: a rendezvous."""
 
 
 class _TicketExtension(_Offer, frozen=True, kw_only=True):
@@ -132,9 +149,12 @@ class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _GroupedTicketParams(_TicketParams, frozen=True, kw_only=True):
-    """The dict of a ticket of several groups: block ids are nested, a list per group, as others of this field do it."""
+    """The dict of a ticket of several groups: block ids are nested, a list per group, as others of this field do it.
 
-    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=2, max_length=GROUPS_MAX)]  # type: ignore[assignment]
+    One group may be written like that, too, for readers that take nothing else.
+    """
+
+    remote_block_ids: Annotated[tuple[BlockIds, ...], Meta(min_length=1, max_length=GROUPS_MAX)]  # type: ignore[assignment]
 
 
 class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
@@ -188,11 +208,28 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
     @cached_property
     def offered_tokens(self) -> int:
         """How many tokens the blocks hold: those of groups that hold the prompt from its first token on say it."""
+        if self.extends:
+            return self.num_tokens
         if not self.groups:
             return min(self.num_tokens, len(self.block_ids) * self.block_size)
         tables = zip(self.groups, self.block_tables, strict=True)
         whole = [len(ids) * group.block_size for group, ids in tables if group.whole]
         return min([self.num_tokens, *whole]) if any(self.block_tables) else 0
+
+    @property
+    def offers_nothing(self) -> bool:
+        """Whether its leases ended when they were made: there is nothing to read, and nothing will be told."""
+        to_come = self.awaited or self.extends or any(rank.payload for rank in self.ranks)
+        return not any(self.block_tables) and not to_come
+
+    @cached_property
+    def block_counts(self) -> tuple[int, ...]:
+        """How many blocks there are in the end, by group."""
+        if not self.extends:
+            return tuple(map(len, self.block_tables))
+        if not self.groups:
+            return (-(-self.num_tokens // self.block_size),)
+        return tuple(group.blocks_needed(self.num_tokens) for group in self.groups)
 
     @cached_property
     def blocks_digest(self) -> bytes:
@@ -244,10 +281,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
         `block_ids` are those of the one group, or of each group. Raises RequestError if no reader would take it.
         """
-        ranks = tuple(
-            msgspec.structs.replace(rank, lease_id="", seal_index=0, expires_s=0.0, block_ids=None, more_block_ids=())
-            for rank in self.typed().ranks
-        )
+        ranks = tuple(msgspec.structs.replace(rank, **_NO_LEASE) for rank in self.typed().ranks)
         tables: Any = (block_ids,) if len(self.block_tables) == 1 else block_ids
         if len(tables) != len(self.block_tables):
             raise RequestError(f"ticket: {len(tables)} block tables, but {len(self.block_tables)} groups")
@@ -261,8 +295,40 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
             ttl_s=checks.seconds(ttl_s, "ticket: ttl_s"),
             ranks=ranks,
             prompt_digest=prompt_digest,
+            extends=False,
+            awaited=False,
         )
         return read_ticket(ticket)
+
+    @classmethod
+    def rendezvous(
+        cls,
+        introduction: Ticket | Mapping[str, Any],
+        request_id: str,
+        *,
+        ttl_s: float = 30.0,
+        traceparent: str = "",
+    ) -> Ticket:
+        """A ticket of a request that no engine has begun yet, for readers that come before its blocks are known.
+
+        Args:
+            introduction: any ticket of the engine that is to serve the request, or its dict: it names the ranks.
+            request_id: the id that the engine will serve it under. Whoever knows it may read, so it has to be a secret.
+            ttl_s: how long a reader waits for the engine to open its lease, in seconds, within its own deadline.
+            traceparent: W3C trace context of the request.
+
+        Returns:
+            A ticket for `LoadRequest.ticket`, whose dict travels as every ticket's does.
+
+        Raises:
+            RequestError: the introduction, or what else was given, cannot be right.
+        """
+        known = read_ticket(introduction)
+        nothing: list[Any] = [[] for _ in known.block_tables]
+        tables = nothing[0] if len(nothing) == 1 else nothing
+        ticket = known.without_leases(request_id=request_id, block_ids=tables, num_tokens=0, ttl_s=ttl_s)
+        changes = {"awaited": True, "extends": False, "traceparent": checked_traceparent(traceparent)}
+        return read_ticket(msgspec.structs.replace(ticket, **changes))
 
     def to_params(self) -> dict[str, Any]:
         """A dict of JSON types that survives any HTTP router. RequestError if a field is of another type."""
@@ -275,6 +341,9 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
                 rank["more_block_ids"] = [*map(list, rank["more_block_ids"])]
         offer = {name: getattr(ticket, name) for name in _Offer.__struct_fields__}
         groups, more_kinds = offer.pop("groups"), offer.pop("more_kinds")
+        for name in ("extends", "awaited"):
+            if not offer[name]:
+                del offer[name]
         if groups:
             offer["groups"] = [msgspec.to_builtins(group) for group in groups]
         if more_kinds:
@@ -320,6 +389,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         _check_count(checks.answer(partial(_block_ids_in, ticket)) or 0, block_ids_max)  # None: a type that is wrong
         read = ticket.typed()
         _check_values(read)
+        if read.extends or read.awaited:
+            _check_to_come(read, block_ids_max)
         return read
     params = ticket if type(ticket) is dict else checks.mapping(ticket, "ticket")
     request_id = params.get("remote_request_id")
@@ -350,6 +421,8 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     if (count := _block_ids_in(read)) > block_ids_max:  # once more: mappings within it that are no dicts
         _check_count(count, block_ids_max)
     _check_values(read)
+    if read.extends or read.awaited:
+        _check_to_come(read, block_ids_max)
     return read
 
 
@@ -372,6 +445,19 @@ def _check_values(ticket: Ticket) -> None:
         _check_lease(lease, ticket)
     if len(ticket.leases) < len(ticket.ranks):
         raise RequestError(f"ticket: it names {len(ticket.ranks)} ranks, but only {len(ticket.leases)} different ones")
+
+
+def _check_to_come(ticket: Ticket, block_ids_max: int) -> None:
+    """RequestError if what is told of blocks that are not known yet cannot be right."""
+    counts = tuple(map(len, ticket.block_tables))
+    if ticket.awaited and (any(counts) or ticket.num_tokens or ticket.extends):
+        raise RequestError(
+            f"ticket: a rendezvous knows no blocks and tokens, but it has {counts} and {ticket.num_tokens}"
+        )
+    if any(count > most for count, most in zip(counts, ticket.block_counts, strict=True)):
+        why = f"{ticket.num_tokens} tokens need {ticket.block_counts}"
+        raise RequestError(f"ticket: {counts} blocks by group of a lease that is extended, but {why}")
+    _check_count(sum(ticket.block_counts), block_ids_max)
 
 
 def _check_groups(ticket: Ticket) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvflow.bench.gpu.driver import WRITES_ORDERING_OWNER
 from kvflow.bench.ucx import ReadPath
+from kvflow.device.cuda import WRITES_ORDERING_OWNER
 from kvflow.doctor.cuda.facts import HOST_PID_NAMESPACE, Cuda
 from kvflow.doctor.cuda.nvidia import NEAR
 from kvflow.doctor.findings import Finding, fail, ok, warn

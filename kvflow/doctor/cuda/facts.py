@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvflow.bench.child import BenchError, RankProcess, open_children
-from kvflow.bench.gpu.driver import NoDriver, device_attributes
 from kvflow.bench.loads import QUIET
+from kvflow.device.cuda import DriverError, load_driver
 from kvflow.doctor.cuda.nvidia import Driver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.version import installed
 
@@ -141,8 +141,8 @@ class _Prober:
 
         list_plugins()  # loads the build of NIXL that fits torch's CUDA
         try:
-            attributes, problem = device_attributes(), ""
-        except NoDriver as error:
+            attributes, problem = load_driver().attributes(), ""
+        except DriverError as error:
             attributes, problem = {}, str(error)
         return Probe(
             torch=torch.__version__,

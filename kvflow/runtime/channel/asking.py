@@ -1,8 +1,8 @@
-"""The side channel over ZeroMQ: the end that asks is a DEALER, one per question; the other is `zmq_listener`.
+"""The side channel over ZeroMQ: the end that asks, over connections that are kept for a while; `ZmqListener` answers.
 
-A socket of its own for each question means that a late answer to an old question cannot be taken for a new one. ZeroMQ
-itself would try a connection that fails again and again, in silence; its monitor says so, and the question ends. Names
-of hosts are looked up before (`lookups`), since ZeroMQ's thread, which all questions share, would stand still for that.
+ZeroMQ itself would try a connection that fails again and again, in silence; its monitor says so, and the question ends.
+Names of hosts are looked up before (`lookups`), since ZeroMQ's thread, which all questions share, would stand still for
+that.
 
 With CURVE the engine that is asked must own the key that our allowlist has under its name, and it must have ours.
 """
@@ -10,32 +10,22 @@ With CURVE the engine that is asked must own the key that our allowlist has unde
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.config import Config, split_address
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
+from kvflow.runtime.channel.connections import Connections, Way
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
 from kvflow.runtime.channel.protocol import Answer
 from kvflow.runtime.clock import SystemClock
-
-_FAILURES = (
-    zmq.Event.CONNECT_RETRIED
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.DISCONNECTED
-)
 
 
 class ZmqSideChannel:
@@ -45,54 +35,32 @@ class ZmqSideChannel:
         self._config = config
         self._now_s = now_s
         self._keyring: Keyring | None = None
-        self._context: zmq.asyncio.Context | None = None
         self._lookups = Lookups()
-        self._questions = itertools.count(1)
-        self._asking = 0
-        self._sockets: dict[zmq.asyncio.Socket, zmq.asyncio.Socket] = {}
-        """Of questions under way, each with its monitor."""
-        self._closed = False
+        self._connections = Connections(config.limits)
 
     async def listen(self, answer: Answer) -> ZmqListener:
         return ZmqListener(self._config, await self._keys(), answer, self._now_s)
 
-    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
-        timeout_s, target = self._config.handshake_timeout_s, request.target
-        frames = messages.encode_frames(messages.our_header(fingerprint), request)
-        self._asking += 1
+    async def ask(
+        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+    ) -> messages.Reply:
+        target = request.target
+        if timeout_s is None:
+            timeout_s = self._config.handshake_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                return _decode(target, address, await self._exchange(target, address, frames))
+                way = await self._way(target, address)
+                return _decode(target, address, await self._exchange(way, address, request, fingerprint))
         except TimeoutError:
             raise failure(PeerUnreachable, target, address, f"no answer within {timeout_s} s") from None
         except zmq.ZMQError as error:  # such as too many open files
             raise failure(PeerUnreachable, target, address, str(error)) from error
-        finally:
-            self._asking -= 1
-            self._end_if_idle()
 
     def close(self) -> None:
-        self._closed = True
-        self._end_if_idle()
+        self._connections.close()
 
     def abandon(self) -> None:
-        self._closed = True
-        context, self._context = self._context, None
-        if context is None:
-            return
-        for socket in self._sockets:
-            socket.disable_monitor()
-            socket.close(linger=0)
-        for monitor in self._sockets.values():
-            monitor.close(linger=0)
-        self._sockets.clear()
-        context.term()
-
-    def _end_if_idle(self) -> None:
-        """End ZeroMQ's thread once nobody asks any more."""
-        if self._closed and self._asking == 0 and self._context is not None:
-            context, self._context = self._context, None
-            context.term()
+        self._connections.abandon()
 
     async def _keys(self) -> Keyring | None:
         """This engine's keys, read when they are first needed; None without CURVE."""
@@ -101,8 +69,8 @@ class ZmqSideChannel:
             self._keyring = await Keyring.read(config.engine_id, Path(secret), Path(peers), self._now_s)
         return self._keyring
 
-    async def _exchange(self, target: messages.Target, address: str, frames: list[bytes]) -> list[bytes]:
-        """Send a question and return the frames of its answer."""
+    async def _way(self, target: messages.Target, address: str) -> Way:
+        """How to get there. Raises PeerRefused for an engine that we have no key of, PeerUnreachable for no host."""
         keyring = await self._keys()
         server_key = b""
         if keyring is not None:
@@ -114,45 +82,32 @@ class ZmqSideChannel:
         with _explained(target, address):
             host, port = split_address(address, what="peer")
             endpoint = f"tcp://{await self._lookups.find(host)}:{port}"
-        if self._context is None:
-            self._context = zmq.asyncio.Context()
-            self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        failures = f"inproc://failures-{next(self._questions)}"
-        with self._context.socket(zmq.DEALER) as socket, self._context.socket(zmq.PAIR) as monitor:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RCVHWM, 0)  # see `zmq_listener`
-            socket.setsockopt(zmq.MAXMSGSIZE, self._config.limits.side_channel_message_bytes_max)
-            socket.setsockopt(zmq.IPV6, int("[" in endpoint))
-            if keyring is not None:
-                socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, keyring.own.public)
-                socket.setsockopt(zmq.CURVE_SECRETKEY, keyring.own.secret)
-            socket.monitor(failures, _FAILURES)
-            self._sockets[socket] = monitor
-            try:
-                monitor.connect(failures)
-                socket.connect(endpoint)
-                await socket.send_multipart(frames)
-                poller = zmq.asyncio.Poller()
-                poller.register(socket, zmq.POLLIN)
-                poller.register(monitor, zmq.POLLIN)
-                while True:
-                    ready = dict(await poller.poll())
-                    if socket in ready or await socket.poll(0):  # an answer and its connection's end may come together
-                        return await socket.recv_multipart()
-                    event = parse_monitor_message(await monitor.recv_multipart())["event"]
-                    if event != zmq.Event.CONNECT_RETRIED:
-                        curve = keyring is not None
-                        raise _failure(event, target, address, self._config.engine_id, curve=curve)
+        return Way(endpoint, server_key, None if keyring is None else keyring.own)
+
+    async def _exchange(self, way: Way, address: str, request: messages.Request, fingerprint: bytes) -> list[bytes]:
+        """Send a question and return the frames of its answer.
+
+        A kept connection may have come to its end since it was last used, or with the question: a listener that has
+        restarted is asked again, as it would be if none was kept.
+        """
+        body, target = messages.encode(request), request.target
+        shared, heard = self._connections.shared(way), None
+        if shared is not None:
+            with self._connections.asking(shared, fingerprint, body) as question:
+                heard = await question.heard.get()
+        while not isinstance(heard, list):
+            with self._connections.asking(self._connections.open(way), fingerprint, body) as question:
+                heard = await question.heard.get()
+                while heard == zmq.Event.CONNECT_RETRIED:
                     with _explained(target, address):
-                        await _probe(endpoint)
-            finally:
-                if self._sockets.pop(socket, None) is not None:  # else it was abandoned
-                    # Before the monitor's end closes: ZeroMQ would wait for it to take an event.
-                    socket.disable_monitor()
+                        await _probe(way.endpoint)
+                    heard = await question.heard.get()
+            if isinstance(heard, zmq.Event):
+                raise _failure(heard, target, address, self._config.engine_id, curve=way.own is not None)
+        return heard
 
 
-def _failure(event: int, target: messages.Target, address: str, ours: str, *, curve: bool) -> PeerError:
+def _failure(event: zmq.Event, target: messages.Target, address: str, ours: str, *, curve: bool) -> PeerError:
     """The error for a connection that failed."""
     if event == zmq.Event.HANDSHAKE_FAILED_AUTH:
         why = f"CURVE: the peer does not accept our key: has its curve_peers_dir our {ours}.public?"

@@ -12,8 +12,8 @@ The queue of messages that have come has no limit, and heartbeats are off: ZeroM
 connection whose queue is full, and if the peer then resets it, a ping that was still unread aborts the process. Memory
 can be filled by a message without end too, so a flood of bytes is for CURVE, or the network, to keep out.
 
-Readers connect for one question. Who stays is not one of them, and ZeroMQ has no limit for connections: when there are
-too many, all are dropped, and the port is bound again at once.
+Readers connect for a question, and keep the connection for a while for the next. ZeroMQ has no limit for connections:
+when there are too many, all are dropped, and the port is bound again at once; readers ask again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
 from kvflow.runtime.channel.keyring import Keyring
-from kvflow.runtime.channel.protocol import Answer, Answered, ListenerStatistics
+from kvflow.runtime.channel.protocol import Answer, Answered, AnswerStranger, ListenerStatistics
 
 logger = logging.getLogger(__name__)
 
-_ANSWERS_WAITING_MAX = 8
+_ANSWERS_WAITING_MAX = 8  # readers put no more questions over one connection at once: `connections.QUESTIONS_MAX`
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
 _LOG_LINES_PER_S = 10
@@ -75,6 +75,7 @@ class ZmqListener:
             address = f"tcp://{config.listen_host}:{config.listen_port}"
             raise ConfigError(f"listen: cannot bind {address}: {error}") from error
         self.port = int(self._endpoint.rpartition(":")[2])
+        self.strangers: AnswerStranger | None = None
 
     @property
     def statistics(self) -> ListenerStatistics:
@@ -142,38 +143,53 @@ class ZmqListener:
         if len(frames) != 3 or len(frames[1]) > _HEADER_BYTES_MAX:
             self._drop(f"{len(frames)} frames")
             return
+        if self.strangers is not None and len(frames[1]) == 0:  # a REQ socket's delimiter; our header is never empty
+            self._answer_stranger(self.strangers, frames[0].bytes, frames[2].bytes)
+            return
         engine = None
         if self._keyring is not None:
             engine = await self._keyring.engine_of(bytes.fromhex(peer))
-            if engine is None:
-                self._drop("its key has left curve_peers_dir")
-                return
         sender, header_frame, body_frame = (frame.bytes for frame in frames)
         try:
             header = messages.decode_header(header_frame)
         except messages.WireError as error:
             self._drop(str(error))
             return
-        reply = self._reply_to(header, body_frame, engine)
-        if isinstance(reply, asyncio.Future):
-            reply.add_done_callback(partial(self._send_late, sender))
+        if self._keyring is not None and engine is None:  # readers keep connections, so silence would be no answer
+            reason = "your CURVE key has left our curve_peers_dir"
+            reply: Answered = messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION)
         else:
-            self._send(sender, reply)
+            reply = self._reply_to(header, body_frame, engine)
+        if isinstance(reply, asyncio.Future):
+            reply.add_done_callback(partial(self._send_late, sender, header.question))
+        else:
+            self._send(sender, header.question, reply)
 
-    def _send_late(self, sender: bytes, reply: asyncio.Future[messages.Reply]) -> None:
+    def _send_late(self, sender: bytes, question: int, reply: asyncio.Future[messages.Reply]) -> None:
         """A reply that was promised is there."""
         if not reply.cancelled() and not self._socket.closed:
-            self._send(sender, reply.result())
+            self._send(sender, question, reply.result())
 
-    def _send(self, sender: bytes, reply: messages.Reply) -> None:
+    def _send(self, sender: bytes, question: int, reply: messages.Reply) -> None:
         """Send a reply, or drop it if its connection takes no more."""
         if isinstance(reply, messages.Refusal):
             self._counts["refused"] += 1
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
         else:
             self._counts["answered"] += 1
-        answer = messages.encode_frames(messages.our_header(b""), reply)
-        sent = self._socket.send_multipart([sender, *answer], flags=zmq.NOBLOCK)
+        self._post([sender, *messages.encode_frames(messages.our_header(b"", question), reply)])
+
+    def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
+        """Answer a reader of another make as it expects it, or not at all: what else is sent may end it."""
+        frames = answer(question)
+        if frames is None:
+            self._drop("a question of another make that has no answer")
+            return
+        self._counts["answered"] += 1
+        self._post([sender, b"", *frames])
+
+    def _post(self, frames: list[bytes]) -> None:
+        sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         if isinstance(sent.exception(), zmq.Again):
             self._counts["dropped"] += 1

@@ -16,6 +16,10 @@ many there are, and settles each."""
 Answer: TypeAlias = Callable[[messages.Header, messages.Request], Answered]
 
 
+AnswerStranger: TypeAlias = Callable[[bytes], "list[bytes] | None"]
+"""The frames of an answer to a reader of another make, which asks by one frame; None if it gets none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenerStatistics:
     """What a listener has seen, in messages; `rejected` counts connections instead."""
@@ -38,6 +42,9 @@ class ListenerStatistics:
 class Listener(Protocol):
     """A rank's side channel, bound; `port` is the real one."""
 
+    strangers: AnswerStranger | None
+    """Who answers messages of another make, if anybody does."""
+
     @property
     def port(self) -> int: ...
 
@@ -57,12 +64,14 @@ class SideChannel(Protocol):
     async def listen(self, answer: Answer) -> Listener:
         """Bind this rank's address; ConfigError if that is not possible, or if its keys cannot be used."""
 
-    async def ask(self, address: str, request: messages.Request, *, fingerprint: bytes) -> messages.Reply:
+    async def ask(
+        self, address: str, request: messages.Request, *, fingerprint: bytes, timeout_s: float | None = None
+    ) -> messages.Reply:
         """Send one request and return its answer, a Refusal included.
 
-        Raises PeerUnreachable if the port is refused or nobody answers within Config.handshake_timeout_s, PeerRefused
-        if one side does not accept the other's key, ProtocolError if what answers is no kvflow. Cancelling gives the
-        question up.
+        Raises PeerUnreachable if the port is refused or nobody answers within `timeout_s` (without it
+        Config.handshake_timeout_s), PeerRefused if one side does not accept the other's key, ProtocolError if what
+        answers is no kvflow. Cancelling gives the question up.
         """
 
     def abandon(self) -> None:

@@ -20,26 +20,30 @@ is done once the transport has been closed, which waits for the reads: who waits
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, Piece
+from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
-from kvflow.core.protocol.freshness import Freshness, SealTable, Step, fetch_seal
-from kvflow.errors import RuntimeBroken, TransportBroken
+from kvflow.core.protocol.freshness import SealTable, Step, Vouching, fetch_seal
+from kvflow.errors import KVFlowError, RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
+from kvflow.runtime.consumer.seal_watch import SealWatches, Told, WatchedSeal
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestGear
 from kvflow.runtime.memory.pool import granted
 from kvflow.runtime.peers.peer import Source
-from kvflow.transport.base import Notified, PostedRead, ReadEnded, Transport, TransportError
+from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
-_LOOK_FIRST_S, _LOOK_MOST_S = 0.0005, 0.01
+_SPEED_SHARE = 0.25  # of a new measurement in what is known
 
 
 @dataclass(slots=True, eq=False)
@@ -54,17 +58,36 @@ class SourceRead:
     """Where its seal is, and the word of ours that it is fetched to."""
     seal_index: int
     """Which word that is."""
-    freshness: Freshness
+    freshness: Vouching
     chunks: list[tuple[BlockMap, Chunks]] = field(default_factory=list)
     """With that rank's block ids, group after group."""
+    watched: WatchedSeal | None = None
+    """Its seal, while somebody looks at it because the lease grows."""
+    known_tokens: int | None = None
+    """How many tokens the blocks hold that are known, of a lease that gets more of them; None: all."""
+    problem: KVFlowError | None = None
+    """Why the others never will be."""
+    speed: float = 0.0
+    """Bytes per second of the reads of a lease that grows, as far as is known."""
+    wake_at_missing: float = math.inf
+    """A lease that grows is of interest again when no more of its tokens than that are missing."""
+
+    def there(self, num_tokens: int) -> int:
+        """How many of the lease's tokens may be read by now."""
+        there = self.freshness.there(num_tokens)
+        return there if self.known_tokens is None else min(there, self.known_tokens)
+
+    @property
+    def seen_s(self) -> float:
+        """When the last look was posted that has found its lease open; of a lease that grows."""
+        return max(self.freshness.seen_s, -math.inf if self.watched is None else self.watched.looked_s)
 
 
 class Read(NamedTuple):
-    """One read of a copy group; of a lease that grows only when at most `missing_max` of its tokens are missing."""
+    """One read of a copy group."""
 
     source: SourceRead
     descriptors: Descriptors
-    missing_max: int = 0
     carries_seal: bool = False
 
 
@@ -76,6 +99,25 @@ class CopyGroup(NamedTuple):
     """Runs on the copy thread once all reads have landed."""
     release: Callable[[], None] | None = None
     """Runs on the loop once nothing can touch the group's buffers any more."""
+    on_land: Callable[[float], None] | None = None
+    """Told, with the time, once all of it is in the cache."""
+
+
+NOTHING_YET = CopyGroup(())
+"""In place of a group: what is to be read next is not there, or not worth a read, before a seal says more."""
+
+
+class Routing(Protocol):
+    """Where the bytes of loads go; see `memory.route.Route`."""
+
+    def groups(
+        self,
+        sources: Sequence[SourceRead],
+        tables: Sequence[BlockIds],
+        num_tokens: int,
+        tell: Callable[[int, int], None] | None = None,
+        history: History | None = None,
+    ) -> AsyncGenerator[CopyGroup, None]: ...
 
 
 class CopyFailed(Exception):
@@ -94,7 +136,6 @@ class _Running:
 class _UnderWay(NamedTuple):
     """A read that is posted."""
 
-    flight: Flight
     source: SourceRead
     permit: Permit
     running: _Running | None
@@ -109,15 +150,15 @@ class Poller:
     def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
         self._transport = transport
         self._on_notification = on_notification
-        self._under_way: dict[PostedRead, _UnderWay] = {}
+        self._under_way: dict[PostedRead, Told] = {}
         self._cause: BaseException | None = None
         self._ended = self._patient = False
 
-    def post(self, descriptors: Descriptors, read: _UnderWay) -> None:
-        """Post a read (see `Transport.post_read`); its flight is told when it ends."""
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
+        """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
         if self._ended:
             raise RuntimeBroken("the transfer poller has ended") from self._cause
-        self._under_way[self._transport.post_read(read.source.origin.connection.agent, descriptors)] = read
+        self._under_way[self._transport.post_read(agent, descriptors)] = told
 
     async def run(self) -> None:
         """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
@@ -138,19 +179,17 @@ class Poller:
     def settle(self, *, stopped: bool) -> None:
         """Nobody will hear of reads that are under way any more; they have `stopped`, or it is not known."""
         under_way, self._under_way = self._under_way, {}
-        for posted, read in under_way.items():
+        for posted, told in under_way.items():
             if stopped:
-                over = TransportError("the transport was closed")
-                read.flight.read_ended(ReadEnded(posted, over, 0.0), read)
+                told(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
             else:
                 lost = TransportBroken("the transfer poller ended while the read was under way")
                 lost.__cause__ = self._cause
-                read.flight.read_lost(read, lost)
+                told(lost)
 
     def _dispatch(self, event: ReadEnded | Notified) -> None:
         if isinstance(event, ReadEnded):
-            read = self._under_way.pop(event.read)
-            read.flight.read_ended(event, read)
+            self._under_way.pop(event.read)(event)
         else:
             self._on_notification(event.payload)
 
@@ -165,6 +204,8 @@ class Gear:
     queue: FairQueue
     """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
     poller: Poller
+    watches: SealWatches
+    """Of leases that grow."""
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
@@ -197,6 +238,8 @@ class Flight:
         self.size_bytes = 0
         self.failed: SourceRead | None = None
         """Whose read failed first."""
+        self.followed = False
+        """Whether somebody wants to know how far it is: then leases that grow are looked at until it has ended."""
         self._ids = ids
         self._priority = priority
         self._gear = gear
@@ -206,7 +249,8 @@ class Flight:
         """Reads and copies that cannot be taken back."""
         self._lost: list[_Running] = []
         self._copies = 0
-        self._error: TransportError | CopyFailed | None = None
+        self._watching = False
+        self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -236,15 +280,19 @@ class Flight:
         if self.state is TransferState.PENDING:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
         begun_s = self._gear.clock.now_s()
-        async with aclosing(groups):
-            async for group in groups:
-                if not await self._begin(group):
-                    break
+        try:
+            async with aclosing(groups):
+                async for group in groups:
+                    if not await (self._see_more(sources) if group is NOTHING_YET else self._begin(group)):
+                        break
+        finally:
+            if self._watching:
+                self._stop_watching(sources)
         await self._wait_until_below(1)
-        read_s = self._gear.clock.now_s() - begun_s
+        now_s = self._gear.clock.now_s()
         fresh, again = True, []
         for source in sources:
-            verdict = source.freshness.judge(read_s)
+            verdict = source.freshness.judge(now_s - max(begun_s, source.freshness.seen_s))
             fresh = fresh and verdict is not Step.STALE
             if verdict is Step.FETCH:
                 again.append(source)
@@ -258,6 +306,10 @@ class Flight:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAND)
             self._settle()
         return fresh
+
+    def look_again(self) -> None:
+        """Something has happened that it may wait for: blocks are known, or never will be."""
+        self._note_end()
 
     def land(self) -> None:
         """After a read with `more`: there is none."""
@@ -296,11 +348,17 @@ class Flight:
                 cancelled = True
         return cancelled
 
-    def read_ended(self, event: ReadEnded, read: _UnderWay) -> None:
-        """From the poller: one read has stopped."""
+    def _read_ended(self, read: _UnderWay, event: ReadEnded | RuntimeBroken) -> None:
+        """From the poller: one read has stopped, or it will never be known when."""
+        if isinstance(event, RuntimeBroken):
+            self._read_lost(read, event)
+            return
         self._under_way -= 1
         failed = event.error is not None
-        self._gear.queue.end(read.permit, 0.0 if failed else self._gear.clock.now_s() - read.posted_s)
+        took_s = 0.0 if failed else self._gear.clock.now_s() - read.posted_s
+        self._gear.queue.end(read.permit, took_s)
+        if read.source.freshness.grows and took_s > 0:
+            self._note_speed(read, took_s)
         self.post_s += event.post_s
         if event.error is not None:
             if self._error is None:
@@ -312,12 +370,20 @@ class Flight:
             self._ended(read.running, intact=event.error is None)
         self._note_end()
 
-    def read_lost(self, read: _UnderWay, error: RuntimeBroken) -> None:
-        """From the poller: it ended, so it will never be known when these bytes have stopped."""
+    def _note_speed(self, read: _UnderWay, took_s: float) -> None:
+        """What a rank delivers, for who decides how much is worth a read."""
+        speed, known = read.permit.amount[0] / took_s, read.source.speed
+        read.source.speed = known + (speed - known) * _SPEED_SHARE if known else speed
+
+    def _read_lost(self, read: _UnderWay, error: RuntimeBroken) -> None:
+        """The poller has ended, so it will never be known when these bytes have stopped."""
         self._under_way -= 1
         self._gear.queue.end(read.permit)
         if read.running is not None:
             self._lost.append(read.running)
+        self._note_lost(error)
+
+    def _note_lost(self, error: RuntimeBroken) -> None:
         if not self._end.done():
             self._end.set_exception(error)
             self._end.exception()  # seen: there may be nobody who waits
@@ -340,8 +406,8 @@ class Flight:
             for read in group.reads:
                 await self._wait_until_below(self._gear.reads_max)
                 source = read.source
-                step = source.freshness.next_step(self._gear.clock.now_s(), read.missing_max)
-                if step is not Step.POST and not await self._see_seal(read, step):
+                step = source.freshness.next_step(self._gear.clock.now_s())
+                if step is not Step.POST and not await self._see_seal(source, step):
                     return False
                 descriptors = read.descriptors
                 await self._post(source, descriptors, running, fetches_seal=read.carries_seal)
@@ -354,23 +420,94 @@ class Flight:
             self._ended(running, intact=begun)
         return True
 
-    async def _see_seal(self, read: Read, step: Step) -> bool:
-        """Wait until the lease's seal says that the read may be posted; False if the lease is over."""
-        look_s = _LOOK_FIRST_S
+    async def _see_seal(self, source: SourceRead, step: Step) -> bool:
+        """Wait until the lease's seal was seen; False if the lease is over."""
         while step is not Step.POST:
-            match step:
-                case Step.STALE:
-                    return False
-                case Step.WAIT:
-                    await self._wait_until_below(self._under_way)
-                case Step.FETCH_LATER:
-                    await asyncio.sleep(look_s)
-                    look_s = min(2 * look_s, _LOOK_MOST_S)
-                    await self._fetch_seal(read.source)
-                case _:
-                    await self._fetch_seal(read.source)
-            step = read.source.freshness.next_step(self._gear.clock.now_s(), read.missing_max)
+            if step is Step.STALE:
+                return False
+            if step is Step.WAIT:
+                await self._wait_until_below(self._under_way)
+            else:
+                await self._fetch_seal(source)
+            step = source.freshness.next_step(self._gear.clock.now_s())
         return True
+
+    async def _see_more(self, sources: Sequence[SourceRead]) -> bool:
+        """Wait until something has happened: a seal that is looked at says more, or a read has ended. False if a lease
+        is over. Leases that grow are looked at from the first time on until they are complete, or the read ends.
+        """
+        if not self._watching:
+            self._watching = True
+            for source in sources:
+                self._watch(source)
+        for source in sources:
+            if source.problem is not None:
+                raise source.problem
+        over = any(source.freshness.over for source in sources)
+        if not over and self._error is None and not self._end.done():
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
+        await self._wait_until_below(self._under_way + 1)  # it raises what has gone wrong
+        return not over and not any(source.freshness.over for source in sources)
+
+    def _watch(self, source: SourceRead) -> None:
+        lease = source.origin.lease
+        source.watched = WatchedSeal(
+            agent=source.origin.connection.agent,
+            address=source.seal.remote,
+            lease_id=lease.lease_id,
+            priority=self._priority,
+            on_change=partial(self._seal_changed, source),
+            on_look=self._looked,
+            on_failure=partial(self._look_failed, source),
+            on_loss=partial(self._look_lost, source),
+        )
+        self._gear.watches.add(source.watched)
+
+    def _seal_changed(self, source: SourceRead, tokens_missing: int | None, posted_s: float) -> None:
+        """From the watch: a lease has grown, or is over."""
+        source.freshness.watched(tokens_missing, posted_s)
+        if tokens_missing is None or (tokens_missing == 0 and not self.followed):
+            self._unwatch(source)
+        elif tokens_missing > source.wake_at_missing and not source.freshness.over:
+            return
+        self._note_end()
+
+    def _looked(self) -> None:
+        """From the watch: a lease is open as before, which may vouch for what has landed."""
+        if self.followed:
+            self._note_end()
+
+    def _look_failed(self, source: SourceRead, error: TransportError | RuntimeBroken) -> None:
+        """From the watch: a look has failed as a read of ours would have."""
+        if self._error is None:
+            self._error, self.failed = error, source
+        self._unwatch(source)
+        self._note_end()
+
+    def _look_lost(self, source: SourceRead, error: RuntimeBroken) -> None:
+        """From the watch: it is as with a read of ours, though the look cannot touch our blocks."""
+        self._unwatch(source)
+        self._note_lost(error)
+
+    def _unwatch(self, source: SourceRead) -> None:
+        """A look that is under way counts as a read of ours until it has stopped, though it cannot touch our blocks."""
+        watched, source.watched = source.watched, None
+        if watched is not None:
+            source.freshness.seen_s = max(source.freshness.seen_s, watched.looked_s)
+            if self._gear.watches.remove(watched, self._look_over):
+                self._under_way += 1
+
+    def _look_over(self, lost: RuntimeBroken | None) -> None:
+        self._under_way -= 1
+        if lost is not None:
+            self._note_lost(lost)
+        self._note_end()
+
+    def _stop_watching(self, sources: Sequence[SourceRead]) -> None:
+        self._watching = False
+        for source in sources:
+            self._unwatch(source)
 
     async def _fetch_seal(self, source: SourceRead) -> None:
         await self._post(source, fetch_seal(source.seal), None, fetches_seal=True)
@@ -389,8 +526,8 @@ class Flight:
         try:
             if self._error is not None:
                 raise self._error
-            now_s = gear.clock.now_s()
-            gear.poller.post(descriptors, _UnderWay(self, source, permit, running, fetches_seal, now_s))
+            read = _UnderWay(source, permit, running, fetches_seal, gear.clock.now_s())
+            gear.poller.post(source.origin.connection.agent, descriptors, partial(self._read_ended, read))
         except BaseException:
             gear.queue.end(permit)
             raise
@@ -411,8 +548,15 @@ class Flight:
             self._copies += 1
             self._under_way += 1
             self._gear.copy_thread.submit(copy, lambda error: self._copied(running, error))
-        elif release is not None:
+            return
+        if release is not None:
             release()
+        if running.group.on_land is not None and running.intact:
+            self._tell_landed(running.group.on_land)
+
+    def _tell_landed(self, on_land: Callable[[float], None]) -> None:
+        if self.state is TransferState.READING and self._error is None:
+            on_land(self._gear.clock.now_s())
 
     def _copied(self, running: _Running, error: BaseException | None) -> None:
         self._copies -= 1
@@ -422,6 +566,8 @@ class Flight:
             self._error.__cause__ = error
         if running.group.release is not None:
             running.group.release()
+        if running.group.on_land is not None:
+            self._tell_landed(running.group.on_land)
         self._note_end()
 
     async def _wait_until_below(self, count: int) -> None:

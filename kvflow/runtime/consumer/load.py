@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import enum
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,6 +52,9 @@ class LoadRequest:
     verify: bool | None = None
     """Whether its bytes are compared with the producer's by checksums: True fails the load where that is not possible,
     False never compares, None leaves it to Config.verify_share."""
+    num_tokens: int | None = None
+    """How many tokens the offer has to be of, for callers that have made room before they could know, as for a
+    rendezvous: PromptMismatch if it is of more or fewer, before anything is read."""
 
 
 def checked_load_request(request: object, id_chars_max: int, block_ids_max: int) -> LoadRequest:
@@ -62,7 +66,7 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
         plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= id_chars_max
         plain_ids = len(request.block_ids) <= block_ids_max
         usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
-        if plain_id and plain_ids and usual and request.verify is None:
+        if plain_id and plain_ids and usual and request.verify is None and request.num_tokens is None:
             return request  # in few steps
     given = checks.instance(request, LoadRequest, "load_blocks")
     request_id = checks.request_id(given.request_id, id_chars_max)
@@ -72,9 +76,11 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
         priority = checks.whole(given.priority, "priority")
         after = checked_event(given.after, "after")
         verify = None if given.verify is None else checks.flag(given.verify, "verify")
+        num_tokens = None if given.num_tokens is None else checks.whole(given.num_tokens, "num_tokens", least=0)
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
-    return LoadRequest(request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after, verify)
+    plain = (request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after, verify, num_tokens)
+    return LoadRequest(*plain)
 
 
 class Verification(enum.StrEnum):
@@ -99,7 +105,7 @@ class Stopwatch:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.phase = "queued"
         self._now_s = clock.now_s
-        self._since_s = clock.now_s()
+        self.begun_s = self._since_s = clock.now_s()
 
     def enter(self, phase: str) -> None:
         now_s = self._now_s()
@@ -123,6 +129,11 @@ class LoadReport:
     """Whether every rank of the producer that holds a lease for us was told that it may free its blocks."""
     seconds: Mapping[str, float]
     verification: Verification = Verification.OFF
+    freshness: str = "seal"
+    """What vouches for the bytes: "seal", that of each producer's lease; or "deadline", arithmetic alone, for a load
+    from an engine that keeps no seals (`kvflow.stock`)."""
+    payload: builtins.bytes = b""
+    """What came with the lease's end (`Lease.complete`); b"" if nothing was promised."""
 
     @property
     def verified(self) -> bool:
@@ -134,11 +145,29 @@ class LoadReport:
         return sum(self.seconds.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a load is: what `async for` over it gives."""
+
+    tokens: int
+    """So many tokens of what it loads, from the first one on, are in the local blocks of all groups; in the end, as
+    many as `LoadReport.tokens`."""
+    tokens_in_all: int
+
+
 class Load:
     """One load, under way or over. Await it for its `LoadReport`; also the `quarantine` of the error it ended with.
 
     Awaiting raises what `Runtime.load_blocks` raises. Cancelling a task that awaits a load cancels the load, as with
     any task; `asyncio.shield(load)` keeps it going.
+
+    `async for progress in load` gives a `Progress` whenever more tokens have landed, the newest one to who is slow,
+    and ends when the load does, or raises what it raises. What a part says is vouched for: its tokens are the prompt's,
+    read under a lease that was open, so a step that needs no more may use them. The rest of the blocks is written
+    meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but nobody knows of a
+    prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its end. A load whose
+    leases do not grow, or that is verified, gives its last progress only. Several may iterate, one may stop midway;
+    cancelling who iterates leaves the load as it is.
     """
 
     def __init__(self, request_id: str, tables: Sequence[BlockIds]) -> None:
@@ -148,6 +177,11 @@ class Load:
         self.flight: Flight | None = None
         """Only for `Loader`: what it has posted."""
         self._outcome: LoadReport | BaseException | None = None
+        self.followed = False
+        """Whether somebody has asked how far it is."""
+        self.progress: Progress | None = None
+        """How far it was seen to be last, while it is under way; None before the first tokens of a load that grows."""
+        self._news: asyncio.Event | None = None
 
     def __repr__(self) -> str:
         state = "under way" if not self.done else "safe" if self.safe else "quarantined"
@@ -157,6 +191,10 @@ class Load:
         if self._task is not None and self._outcome is None:
             return self._task.__await__()
         return self._result().__await__()
+
+    def __aiter__(self) -> AsyncIterator[Progress]:
+        self.follow()
+        return _Steps(self)
 
     @property
     def block_ids(self) -> tuple[int, ...]:
@@ -200,6 +238,37 @@ class Load:
         if self.flight is not None and not self.flight.safe:
             await self.flight.settled()
 
+    def follow(self) -> None:
+        """Ask for its progress from now on."""
+        self.followed = True
+        if self.flight is not None:
+            self.flight.followed = True
+
+    async def progressed(self, tokens: int) -> Progress | None:
+        """Wait until more than `tokens` tokens have landed; how many. None once it has ended without that.
+
+        Raises UsageError off the runtime's loop. Cancelling stops the waiting only.
+        """
+        if self._task is not None:
+            require_loop(self._task.get_loop(), f"request {self.request_id!r}: its progress")
+        while self.progress is None or self.progress.tokens <= tokens:
+            if self.done:
+                return None
+            if self._news is None:
+                self._news = asyncio.Event()
+            await self._news.wait()
+        return self.progress
+
+    def note_progress(self, tokens: int, tokens_in_all: int) -> None:
+        """Only for `Loader`: so many tokens have landed, more than before."""
+        self.progress = Progress(tokens, tokens_in_all)
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._news is not None:
+            self._news.set()
+            self._news = None
+
     def begin(self, work: Callable[[], Coroutine[Any, Any, LoadReport]]) -> asyncio.Task[LoadReport]:
         """Only for `Loader`: carry the load out in a task of its own."""
         self._task = asyncio.create_task(work(), name=f"kvflow-load {self.request_id}")
@@ -208,6 +277,8 @@ class Load:
     def end(self, outcome: LoadReport | BaseException) -> None:
         """Only for `Loader`: this is what came of it."""
         self._outcome = outcome
+        if self._news is not None:
+            self._wake()
 
     async def _result(self) -> LoadReport:
         if isinstance(self._outcome, LoadReport):
@@ -215,6 +286,27 @@ class Load:
         if self._outcome is None:
             raise UsageError(f"request {self.request_id!r}: load_blocks is awaited by its caller only")
         raise self._outcome
+
+
+class _Steps:
+    """What `async for` over a load iterates."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._tokens = -1
+
+    def __aiter__(self) -> _Steps:
+        return self
+
+    async def __anext__(self) -> Progress:
+        progress = await self._load.progressed(self._tokens)
+        if progress is None:
+            report = await self._load
+            progress = Progress(report.tokens, report.tokens)
+            if progress.tokens <= self._tokens:
+                raise StopAsyncIteration
+        self._tokens = progress.tokens
+        return progress
 
 
 def refused_load(request: LoadRequest, error: KVFlowError) -> Load:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -19,10 +19,11 @@ from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
 from kvflow.core.policy.events import DeviceEvent
+from kvflow.core.policy.history import History
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
-from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, Freshness
+from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, Freshness, Vouching
 from kvflow.core.protocol.prompts import check_prompt
-from kvflow.core.protocol.ticket import Ticket, read_ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import (
     CacheUnregistered,
     ChecksumMismatch,
@@ -32,13 +33,15 @@ from kvflow.errors import (
     LoadError,
     Overloaded,
     PeerError,
+    PrefillFailed,
+    PromptMismatch,
     RequestError,
     RuntimeClosed,
     RuntimeUnavailable,
     TransferFailed,
     UsageError,
 )
-from kvflow.runtime.consumer.flight import CopyFailed, Flight, Gear, SourceRead
+from kvflow.runtime.consumer.flight import CopyFailed, Flight, Gear, Routing, SourceRead
 from kvflow.runtime.consumer.load import (
     PHASES,
     VERIFY,
@@ -53,12 +56,11 @@ from kvflow.runtime.consumer.load import (
     checked_load_request,
     request_name,
 )
-from kvflow.runtime.consumer.remote_leases import RemoteLeases
+from kvflow.runtime.consumer.news import Follower, Following, LeaseOver, known_so_far
 from kvflow.runtime.consumer.verifying import LeaseEnded, NotCompared, Verifier
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.pool import granted
-from kvflow.runtime.memory.route import Route
-from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, blocks_by_group
+from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 from kvflow.transport.base import TransportError
 
@@ -66,7 +68,18 @@ logger = logging.getLogger(__name__)
 
 _LABEL_OF = attrgetter("peer.label")
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
+_PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
+_BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
 _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
+
+
+def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
+    """PromptMismatch if a ticket is not of the prompt that its reader has made room for, as far as both say."""
+    if request.prompt is not None:
+        check_prompt(ticket, request.prompt, f"request {request.request_id!r}")
+    if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
+        what = f"request {request.request_id!r}: {request.num_tokens} tokens are expected"
+        raise PromptMismatch(f"{what}, {ticket.engine_id!r} at {ticket.address} offers {ticket.offered_tokens}")
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +101,12 @@ class _Load:
     reads: list[SourceRead] = field(default_factory=list)
     """Of each rank that is read from, once the load is admitted."""
     flight: Flight | None = None
+    landed: History | None = None
+    """Of leases that grow: when how many tokens had landed."""
     verification: Verification = Verification.OFF
+    following: Following | None = None
+    """What it asks of leases that are still to come to an end."""
+    payload: bytes = b""
 
     def failure(self, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
         """What went wrong with it, as an error that names it."""
@@ -113,6 +131,8 @@ class _Load:
             notified=notified,
             seconds=seconds,
             verification=self.verification,
+            freshness="deadline" if self.read_from and self.read_from[0].deadline is not None else "seal",
+            payload=self.payload,
         )
 
 
@@ -124,14 +144,15 @@ class Loader:
         context: RankContext,
         local: LocalRank,
         reach: Reaching,
-        remote_leases: RemoteLeases,
-        route: Route,
+        remote_leases: Keeping,
+        route: Routing,
         gear: Gear,
     ) -> None:
         self._config = context.config
         self._context = context
         self._local = local
         self._reach = reach
+        self._read_ticket = reach.read_ticket
         self._remote_leases = remote_leases
         self._route = route
         self._gear = gear
@@ -144,6 +165,7 @@ class Loader:
         self._counts = dict.fromkeys(("succeeded", "failed", "cancelled", "refused", "bytes"), 0)
         self._verifier = Verifier(context.config, local, reach, gear.digests, context.token_hex)
         self._verified: Counter[Verification] = Counter()
+        self._follower = Follower(context, local, reach)
 
     @property
     def statistics(self) -> LoadingStatistics:
@@ -227,9 +249,9 @@ class Loader:
             chars_max, ids_max = self._config.limits.request_id_chars_max, self._config.limits.block_ids_max
             plain = checked_load_request(request, chars_max, ids_max)
             what = f"request {plain.request_id!r}"
-            ticket = read_ticket(plain.ticket, ids_max)
-            if plain.prompt is not None:
-                check_prompt(ticket, plain.prompt, what)
+            ticket = self._read_ticket(plain.ticket, ids_max)
+            if (plain.prompt is not None or plain.num_tokens is not None) and not ticket.awaited:
+                _check_offer(ticket, plain)
             if plain.verify and (problem := self._gear.digests.own.problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
@@ -279,9 +301,13 @@ class Loader:
                 if self._closed:
                     raise self._closed_error(load)
                 if not any(ticket.block_tables):
-                    return load.report()
+                    if await self._meet(load):
+                        return load.report()
+                    ticket = load.ticket
                 if len(load.entries) == 0:
                     # A full hit: tell the producer. If it cannot be told its lease runs out, which costs us nothing.
+                    if any(rank.payload for rank in ticket.ranks):
+                        return await self._take_payload(load)
                     load.watch.enter("notify")
                     return load.report(notified=await self._remote_leases.release(ticket))
                 load.watch.enter("handshake")
@@ -292,6 +318,59 @@ class Loader:
                 raise self._closed_error(load) from None
             phase = load.watch.phase
             raise load.failure(DeadlineExceeded, f"deadline exceeded in phase {phase!r}", phase=phase) from None
+
+    async def _meet(self, load: _Load) -> bool:
+        """What becomes of a ticket that names no blocks: whether that is all. With a rendezvous the offer is found."""
+        if load.ticket.awaited:
+            load.watch.enter("handshake")
+            load.ticket = await self._reach.meet(load.ticket, partial(self._keep, load))
+            _check_offer(load.ticket, load.request)
+        return load.ticket.offers_nothing
+
+    def _keep(self, load: _Load, source: Source, ttl_s: float) -> None:
+        self._remote_leases.keep(load, ttl_s, source)
+
+    async def _take_payload(self, load: _Load) -> LoadReport:
+        """Nothing is read, but a payload comes: wait for it, then tell the producer."""
+        load.watch.enter("handshake")
+        sources = await self._reach.reach(load.ticket, partial(self._remote_leases.keep, load, load.ticket.ttl_s))
+        load.watch.enter("wire")
+        load.following = self._follower.follow(load.ticket, sources, lambda _: None)
+        await self._wait_for_payload(load, load.following)
+        load.watch.enter("notify")
+        self._remote_leases.tell(sources)
+        return load.report(notified=True)
+
+    def _follow(
+        self, load: _Load, sources: Sequence[Source], chunks: Mapping[tuple[int, int], tuple[Chunks, ...]]
+    ) -> None:
+        """Ask the ranks whose leases are to come to an end what becomes of them."""
+        reads = {read.origin: read for read in load.reads}
+        asked = [one for one in sources if one.lease.payload or (one.lease.pending and one in reads)]
+        load.following = self._follower.follow(load.ticket, asked, partial(self._told, load))
+        for one in load.following.followed:
+            if (read := reads.get(one.source)) is not None:
+                maps = one.source.connection.block_maps
+                one.attach(read, [some for block_map in maps for some in chunks[block_map.of_groups]])
+
+    def _told(self, load: _Load, source: Source) -> None:
+        """There is news of a lease: what waits for its seal looks again."""
+        self._gear.watches.nudge(source.lease.lease_id)
+        if load.flight is not None:
+            load.flight.look_again()
+
+    async def _wait_for_payload(self, load: _Load, following: Following) -> None:
+        try:
+            load.payload = await following.payload()
+        except LeaseOver:
+            raise self._over_error(load) from None
+
+    def _over_error(self, load: _Load) -> LoadError:
+        """Its leases have ended too early: because a prompt could not be computed, or for another reason."""
+        told = [one.failed for one in load.following.followed if one.failed] if load.following is not None else []
+        if told or any(read.freshness.failed for read in load.reads):
+            return load.failure(PrefillFailed, told[0] if told else _BROKEN)
+        return load.failure(LeaseExpired, _OVER)
 
     def _closed_error(self, load: _Load) -> RuntimeUnavailable:
         if self._unregistered:
@@ -305,15 +384,20 @@ class Loader:
         ticket = load.ticket
         chunks: dict[tuple[int, int], tuple[Chunks, ...]] = {}
         offered: list[Sequence[BlockIds]] = []
+        follows = False
         for source in sources:
             connection, wanted = source.connection, False
+            follows = follows or source.lease.pending or source.lease.payload
+            given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
             for block_map in connection.block_maps:
                 if block_map.of_groups not in chunks:
-                    chunks[block_map.of_groups] = self._match(load, block_map, connection.whole)
+                    chunks[block_map.of_groups] = self._match(load, block_map, connection.whole, given)
                 wanted = wanted or len(chunks[block_map.of_groups]) > 0
             if wanted:
                 load.read_from.append(source)
-                given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
+                if ticket.extends:
+                    offered.append(known_so_far(ticket, source))
+                    continue
                 what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
                 tables = []
                 for ids, count in zip(given, connection.num_blocks, strict=True):
@@ -332,6 +416,8 @@ class Loader:
                 for block_map in read.origin.connection.block_maps:
                     for some in chunks[block_map.of_groups]:
                         read.chunks.append((block_map, some.locate(read.tables[block_map.remote_group])))
+            if follows:
+                self._follow(load, sources, chunks)
             verify = load.request.verify
             if verify is None and self._config.verify_share:
                 verify = self._verifier.drawn()
@@ -340,7 +426,10 @@ class Loader:
                 fresh = await self._read_verified(load, flight)
             else:
                 fresh = await flight.read(
-                    load.reads, self._route.groups(load.reads, load.tables, load.ticket.num_tokens)
+                    load.reads,
+                    self._route.groups(
+                        load.reads, load.tables, load.ticket.num_tokens, load.handle.note_progress, load.landed
+                    ),
                 )
         except (TransportError, CopyFailed) as error:
             if flight.failed is not None:
@@ -352,7 +441,11 @@ class Loader:
             raise
         self._reach.succeeded(load.read_from)
         if not fresh:
-            raise load.failure(LeaseExpired, _OVER)
+            if load.read_from[0].deadline is not None:
+                raise load.failure(LeaseExpired, _PAST_DEADLINE)
+            raise self._over_error(load)
+        if load.following is not None:
+            await self._wait_for_payload(load, load.following)
         load.watch.enter("notify")
         self._remote_leases.tell(sources)
         tokens = 0
@@ -411,16 +504,18 @@ class Loader:
                 raise problem.__cause__ from None
             raise load.failure(TransferFailed, f"it cannot be verified: {problem}") from problem
 
-    def _match(self, load: _Load, block_map: BlockMap, wholes: Sequence[bool]) -> tuple[Chunks, ...]:
+    def _match(
+        self, load: _Load, block_map: BlockMap, wholes: Sequence[bool], given: Sequence[Sequence[int]]
+    ) -> tuple[Chunks, ...]:
         """Which chunks of one of their groups go to one of ours. RequestError if they do not go together.
 
-        `wholes` says of each of theirs whether its blocks hold the prompt from its first token on.
+        `wholes` says of each of theirs whether its blocks hold the prompt from its first token on; `given` are these.
         """
         ticket, whole = load.ticket, wholes[block_map.remote_group]
         tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
         return match_chunks(
             load.tables[block_map.local_group],
-            len(ticket.block_tables[block_map.remote_group]),
+            ticket.block_counts[block_map.remote_group] if ticket.extends else len(given[block_map.remote_group]),
             local_block_size=block_map.local.block.tokens,
             remote_block_size=block_map.remote.block.tokens,
             num_tokens=tokens,
@@ -474,10 +569,17 @@ class Loader:
             seal = Piece(gear.seals.address(index), source.seal_address, SEAL_SIZE_BYTES)
             sure_s, quick_s = source.not_expired_before_s, connection.quick_read_max_s
             grows = connection.staged or source.lease.pending
-            freshness = Freshness(grows=grows, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
+            freshness: Vouching = (
+                source.deadline
+                if source.deadline is not None
+                else Freshness(grows=grows, not_expired_before_s=sure_s, quick_read_max_s=quick_s)
+            )
             load.reads.append(SourceRead(source, tables, seal, index, freshness))
+            if source.lease.pending and load.landed is None:
+                load.landed = History(self._context.clock.now_s, load.watch.begun_s)
         self._unsafe[flight] = load
         load.flight = load.handle.flight = flight
+        flight.followed = load.handle.followed
         return flight
 
     def _landed(self, flight: Flight) -> None:
@@ -496,6 +598,8 @@ class Loader:
     ) -> None:
         """Forget a load, count how it has ended, and tell its handle and the observers."""
         load.handle.end(result)
+        if load.following is not None:
+            load.following.close()
         self._loads.pop(load, None)
         self._remote_leases.forget(load)
         self._counts[counted] += 1
@@ -523,6 +627,7 @@ class Loader:
                 descriptors=flight.descriptor_count if flight else 0,
                 seconds=load.watch.seconds,
                 verification=load.verification,
+                landed=load.landed.moments if load.landed is not None else (),
                 traceparent=load.ticket.traceparent,
             )
         )

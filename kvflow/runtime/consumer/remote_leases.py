@@ -89,7 +89,7 @@ class RemoteLeases:
         They are found beside the block, as a load would find them, so their peers are connected before the load comes.
         What could not be kept is for the load to say. Raises RuntimeClosed.
         """
-        if not any(ticket.block_tables):
+        if ticket.offers_nothing:
             yield  # its leases ended when they were made
             return
         owner = object()
@@ -114,8 +114,10 @@ class RemoteLeases:
         be known. Cancelling stops it; some ranks may have been told then.
         """
         ticket = self._reach.parse_ticket(given)
-        if not any(ticket.block_tables):
+        if ticket.offers_nothing:
             return True  # its leases ended when they were made
+        if ticket.awaited:
+            return await self._release_awaited(ticket)
         told = True
 
         async def visit(at: Address) -> bool:
@@ -137,6 +139,16 @@ class RemoteLeases:
             logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
             return False
 
+    async def _release_awaited(self, ticket: Ticket) -> bool:
+        """Give back what is offered under a rendezvous by now; a lease that is opened later runs out."""
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout_s):
+                met = await self._reach.meet(ticket, lambda *_: None, 0.0)
+        except (KVFlowError, TimeoutError) as error:
+            logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
+            return False
+        return await self.release(met)
+
     def close(self) -> None:
         """Renew nothing any more, whoever comes."""
         self._stop_timer()
@@ -146,6 +158,8 @@ class RemoteLeases:
         """The body of a task: until it is cancelled."""
         try:
             async with asyncio.timeout(self._config.load_deadline_s):
+                if ticket.awaited:
+                    ticket = await self._reach.meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
                 await self._reach.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:

@@ -75,6 +75,7 @@ class Verifier:
                 parts = list(self._parts(read, tables))
                 theirs.append(_Theirs(read, parts, partial(self._ask, request_id, read, parts)))
                 stack.push_async_callback(theirs[-1].give_up)
+            await asyncio.sleep(0)  # the questions are sent before the read is planned and posted
             yield Comparison(theirs, self._digests)
 
     async def _digests(self, asked: Sequence[Digesting]) -> list[int]:

@@ -1,18 +1,19 @@
 """Digests of the blocks of a cache: what `core.protocol.digests` defines, computed where the bytes lie.
 
-On the CPU numpy computes, in one thread and with the GIL released, at some 5 to 10 GB/s; elsewhere torch does, on the
-device. It runs on the copy thread, in pieces, so that copies for other requests take turns with it.
+On the CPU numpy computes, with the GIL released while it reads the bytes, at some 5 to 10 GB/s on one core; elsewhere
+torch does, on the device. All of it is done on the copy thread, in pieces, so that copies for other requests take turns
+with it. What is small is one job there: blocks are gathered layer by layer, and the arithmetic that follows is done for
+all layers at once, because a call of numpy costs as much as 64 KiB of it.
 
 Views of a cache are made when its first digest is asked for: who never asks pays nothing.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,9 +32,14 @@ if TYPE_CHECKING:
     import torch
 
 Tensor: TypeAlias = "torch.Tensor"
+View: TypeAlias = Any
+"""A tensor, or an array of numpy."""
+_Found: TypeAlias = tuple[int, digests.UInt64Array]
+"""The first of some layers, and what is to be added to the digest of each."""
 
 _STEP_BYTES = 4 << 20  # of one part of a layer: what is gathered stays in the processor's cache
 _STEP_BYTES_ON_DEVICE = 64 << 20
+_JOB_BYTES = 4 << 20  # of several layers
 _PIECE_BYTES = 32 << 20  # what a copy of another request waits for
 _SHARED_BYTES_MIN = 4 << 20  # is worth a thread
 _DIRECT_BYTES_MIN = 1 << 18  # of one block: it is digested where it is, smaller ones are gathered first
@@ -95,8 +101,8 @@ class DigestedCache:
             return str(error)
 
     @cached_property
-    def _views(self) -> list[_SetViews]:
-        return [_SetViews(one) for one in self._sets]
+    def _views(self) -> list[_SetOfViews]:
+        return [_SetOfViews(one) for one in self._sets]
 
     async def digests(self, run: Run, asked: Sequence[Digesting], *, threads: int = 1) -> list[int]:
         """One for each layer of each item, in order. Raises Undigestible, or what computing has raised.
@@ -104,26 +110,18 @@ class DigestedCache:
         `run` is the copy thread's, which is helped by others if `threads` are more than one and there is much to do.
         Cancelling stops the waiting, and what is not computed yet is not begun.
         """
-        found: list[int] = []
-        for one in asked:
-            sums = [0] * len(one.layers)
-            for jobs in self._pieces(one):
-                await run(partial(_add_up, sums, jobs, threads))
-            found += sums
-        return found
+        work = _Work(self._jobs(asked), [len(one.layers) for one in asked], threads)
+        while not work.done:
+            await run(work.go_on)
+        return work.sums
 
-    def _pieces(self, one: Digesting) -> Iterator[list[_Job]]:
-        """All of it, in pieces of a bounded size."""
-        piece: list[_Job] = []
-        size_bytes = 0
-        for job in self._views[one.layer_set].jobs(one.layers, one.heads, one.blocks):
-            piece.append(job)
-            size_bytes += job.size_bytes
-            if size_bytes >= _PIECE_BYTES:
-                yield piece
-                piece, size_bytes = [], 0
-        if piece:
-            yield piece
+    def _jobs(self, asked: Sequence[Digesting]) -> Iterator[tuple[int, _Job]]:
+        """All of it, each with where its first layer is among those of all items."""
+        first = 0
+        for one in asked:
+            for layer, job in self._views[one.layer_set].jobs(one.layers, one.heads, one.blocks):
+                yield first + layer, job
+            first += len(one.layers)
 
 
 class DigestGear(NamedTuple):
@@ -136,37 +134,55 @@ class DigestGear(NamedTuple):
     run: Run
 
 
-class _SetViews:
-    """A set of layers as bytes: for each region a view (block, token, head, byte)."""
+class _SetOfViews:
+    """A set of layers as bytes: for each region a view.
+
+    On a device they are tensors (block, token, head, byte). On the host they are of numpy: tokens and heads in the
+    order of the memory, which is up to twice as fast, and words where runs of bytes are made of whole ones.
+    """
 
     def __init__(self, one: LayerSet) -> None:
         kv_format = one.layout.kv_format
         regions = split_fused(one.regions) if kv_format == PLAIN else one.regions
-        self._regions = regions
+        self._block = regions.block
         self._parts = len(regions.parts)
         self._shape = _piece_shape(regions.block, kv_format)
         self._whole_blocks = self._shape.tokens == 1 and regions.block.tokens > 1
         self._heads_apart = self._shape.heads == regions.block.heads
         storages = _Storages(one)
-        self._views = [storages.view(regions, at, self._shape) for at in range(len(regions))]
+        views = [storages.view(regions, at, self._shape) for at in range(len(regions))]
+        self._on_host = _is_host(views[0].device)
+        self._heads_outside = self._on_host and self._shape.head_stride > self._shape.token_stride
+        self._views = [_on_host(view, self._heads_outside) for view in views] if self._on_host else views
 
-    def jobs(self, layers: Sequence[int], heads: HeadSpan, blocks: TokenBlocks) -> Iterator[_Job]:
-        """The digests of layers, part by part and step by step: the sum of a layer's is its digest."""
+    def jobs(self, layers: Sequence[int], heads: HeadSpan, blocks: TokenBlocks) -> Iterator[tuple[int, _Job]]:
+        """What to add to the digests of layers: each job with the first of its layers."""
         if not self._heads_apart:
-            if (heads.start, heads.heads) != (0, self._regions.block.heads):
+            if (heads.start, heads.heads) != (0, self._block.heads):
                 raise Undigestible(f"heads {heads.start}+{heads.heads} of blocks that are moved whole")
             heads = HeadSpan(0, 1, heads.of_model)
-        steps = list(self._steps(blocks, digests.head_weights(heads.of_model, heads.heads)))
-        for layer, position in enumerate(layers):
-            for part in range(self._parts):
-                view = self._views[position * self._parts + part][:, :, heads.start : heads.start + heads.heads]
-                for ids, weights in steps:
-                    yield _Job(layer, part, view, ids, weights)
+        span = slice(heads.start, heads.start + heads.heads)
+        where = (slice(None), span) if self._heads_outside else (slice(None), slice(None), span)
+        views = [self._views[at * self._parts + part][where] for at in layers for part in range(self._parts)]
+        block_bytes = self._shape.tokens * heads.heads * self._shape.run
+        step = max((_STEP_BYTES if self._on_host else _STEP_BYTES_ON_DEVICE) // block_bytes, 1)
+        for ids, weights in self._steps(blocks, step, digests.head_weights(heads.of_model, heads.heads)):
+            step_bytes = len(ids) * block_bytes * self._parts
+            most = max((_JOB_BYTES if self._on_host else _STEP_BYTES_ON_DEVICE) // step_bytes, 1)
+            for layer in range(0, len(layers), most):
+                some = views[layer * self._parts : (layer + most) * self._parts]
+                yield layer, self._job(some, ids, weights, step_bytes * len(some) // self._parts)
 
-    def _steps(self, blocks: TokenBlocks, of_heads: digests.UInt64Array) -> Iterator[tuple[BlockIds, _Weights]]:
+    def _job(self, views: Sequence[View], ids: BlockIds, weights: _Weights, size_bytes: int) -> _Job:
+        kind = _HostJob if self._on_host else _DeviceJob
+        return kind(views, self._parts, ids, weights, size_bytes, self._heads_outside)
+
+    def _steps(
+        self, blocks: TokenBlocks, step: int, of_heads: digests.UInt64Array
+    ) -> Iterator[tuple[BlockIds, _Weights]]:
         """Block ids, and what weight their tokens have: none where they are not asked for."""
-        on_host = self._views[0].device.type == "cpu"
-        step = max((_STEP_BYTES if on_host else _STEP_BYTES_ON_DEVICE) // self._shape.size_bytes, 1)
+        words = digests.word_weights(-(-self._shape.run // digests.WORD_BYTES))
+        of_parts = digests.part_weights(self._parts)
         first = max(blocks.start // blocks.size - blocks.first_block, 0)
         for start in range(first, len(blocks.ids), step):
             ids = blocks.ids[start : start + step]
@@ -176,7 +192,7 @@ class _SetViews:
             weights = digests.token_weights(tokens)
             if not self._whole_blocks:
                 weights[(tokens < blocks.start) | (tokens >= blocks.stop)] = 0
-            yield ids, _Weights(weights, of_heads)
+            yield ids, _Weights(words, weights, of_heads, of_parts)
 
 
 def _piece_shape(block: BlockShape, kv_format: str) -> BlockShape:
@@ -215,114 +231,170 @@ class _Storages:
 
 
 class _Weights(NamedTuple):
-    """Of the runs of some blocks: those of (block, token), and those of heads."""
+    """Of the words of a run, of (block, token), of heads and of parts of a layer."""
 
+    words: digests.UInt64Array
     tokens: digests.UInt64Array
     heads: digests.UInt64Array
+    parts: digests.UInt64Array
 
 
-class _Job(NamedTuple):
-    """A part of a digest: some blocks of one region."""
+class _HostJob(NamedTuple):
+    """Some blocks of some layers, by numpy."""
 
-    layer: int
-    part: int
-    view: Tensor
+    views: Sequence[View]
+    """Part after part of layer after layer."""
+    parts: int
     ids: BlockIds
     weights: _Weights
+    size_bytes: int
+    heads_outside: bool
 
-    @property
-    def size_bytes(self) -> int:
-        return len(self.ids) * math.prod(self.view.shape[1:])
+    def compute(self) -> digests.UInt64Array:
+        """What to add to the digest of each layer."""
+        weights, rows = self.weights, self.views[0]
+        found = np.empty((len(self.views), len(self.ids), *rows.shape[1:3]), dtype=np.uint64)
+        for view, hashes in zip(self.views, found, strict=True):
+            self._hash(view, hashes)
+        found ^= found >> np.uint64(32)
+        of_tokens = np.einsum("rbht,h->rbt" if self.heads_outside else "rbth,h->rbt", found, weights.heads)
+        of_views = of_tokens.reshape(len(self.views), -1) @ weights.tokens.reshape(-1)
+        added: digests.UInt64Array = of_views.reshape(-1, self.parts) @ weights.parts
+        return added
 
-    def compute(self) -> int:
-        on_host = self.view.device.type == "cpu"
-        found = (_on_host if on_host else _on_device)(self.view, self.ids, self.weights)
-        return digests.of_part(self.part, found)
+    def _hash(self, view: npt.NDArray[Any], hashes: digests.UInt64Array) -> None:
+        """All runs of some blocks of a part of a layer."""
+        ids, words = self.ids, self.weights.words
+        if self.size_bytes >= _DIRECT_BYTES_MIN * len(ids) * len(self.views):
+            for at, block in enumerate(ids.tolist()):
+                np.einsum("ijw,w->ij", _words(view[block]), words, out=hashes[at])
+        else:
+            # Not into a buffer: copies of whole blocks that begin alike in their pages took five times as long.
+            np.einsum("bijw,w->bij", _words(view[ids]), words, out=hashes)
 
 
-def _add_up(sums: list[int], jobs: Sequence[_Job], threads: int) -> None:
-    """Add what the jobs give to the digests of their layers."""
-    shares = [jobs]
-    if threads > 1 and sum(job.size_bytes for job in jobs) >= _SHARED_BYTES_MIN:
-        shares = [jobs[at::threads] for at in range(threads)]
+class _DeviceJob(NamedTuple):
+    """The same by torch: on the views' device, and on its current stream."""
+
+    views: Sequence[View]
+    parts: int
+    ids: BlockIds
+    weights: _Weights
+    size_bytes: int
+    heads_outside: bool
+
+    def compute(self) -> digests.UInt64Array:
+        import torch
+
+        device = self.views[0].device
+
+        def there(numbers: npt.NDArray[Any]) -> Tensor:
+            return torch.from_numpy(numbers.view(np.int64).copy()).to(device)
+
+        ids, (words, tokens, heads, parts) = there(self.ids), map(there, self.weights)
+        found = torch.stack([(_lanes(view[ids]) * words).sum(-1) for view in self.views])
+        found ^= (found >> 32) & 0xFFFFFFFF
+        of_views = ((found * heads).sum(-1) * tokens).sum((1, 2))
+        added: Tensor = (of_views.reshape(-1, self.parts) * parts).sum(-1)
+        return added.cpu().numpy().view(np.uint64)
+
+
+_Job: TypeAlias = _HostJob | _DeviceJob
+
+
+class _Work:
+    """Digests that are computed piece by piece."""
+
+    def __init__(self, jobs: Iterator[tuple[int, _Job]], layers: Sequence[int], threads: int) -> None:
+        self.sums = [0] * sum(layers)
+        self.done = False
+        self._jobs = jobs
+        self._threads = threads
+
+    def go_on(self) -> None:
+        """Compute a piece more, of a bounded size."""
+        piece: list[tuple[int, _Job]] = []
+        size_bytes = 0
+        for entry in self._jobs:
+            piece.append(entry)
+            size_bytes += entry[1].size_bytes
+            if size_bytes >= _PIECE_BYTES:
+                break
+        else:
+            self.done = True
+        shares = [piece]
+        if self._threads > 1 and size_bytes >= _SHARED_BYTES_MIN:
+            shares = [piece[at :: self._threads] for at in range(min(self._threads, len(piece)))]
+        for first, found in _computed(shares):
+            for layer, number in enumerate(found.tolist(), first):
+                self.sums[layer] = digests.added(self.sums[layer], number)
+
+
+def _computed(shares: Sequence[Sequence[tuple[int, _Job]]]) -> list[_Found]:
+    """The first share is computed here, each other one by a helper."""
     helpers = [_Helper(share) for share in shares[1:]]
     try:
-        found = _computed(shares[0])
+        found = _compute(shares[0])
     finally:
         for helper in helpers:
             helper.join()
-    for some in (found, *(helper.result() for helper in helpers)):
-        for layer, number in some:
-            sums[layer] = digests.added(sums[layer], number)
+    return found + [one for helper in helpers for one in helper.result()]
 
 
-def _computed(jobs: Sequence[_Job]) -> list[tuple[int, int]]:
-    return [(job.layer, job.compute()) for job in jobs]
+def _compute(jobs: Sequence[tuple[int, _Job]]) -> list[_Found]:
+    return [(first, job.compute()) for first, job in jobs]
 
 
 class _Helper(threading.Thread):
     """Computes some jobs beside the copy thread, which waits for it."""
 
-    def __init__(self, jobs: Sequence[_Job]) -> None:
+    def __init__(self, jobs: Sequence[tuple[int, _Job]]) -> None:
         super().__init__(name="kvflow-digest", daemon=True)
         self._jobs = jobs
-        self._found: list[tuple[int, int]] = []
+        self._found: list[_Found] = []
         self._error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._found = _computed(self._jobs)
+            self._found = _compute(self._jobs)
         except Exception as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
 
-    def result(self) -> list[tuple[int, int]]:
+    def result(self) -> list[_Found]:
         """To be asked for after its end."""
         if self._error is not None:
             raise self._error
         return self._found
 
 
-def _on_host(view: Tensor, ids: BlockIds, weights: _Weights) -> int:
-    rows = view.numpy()
-    heads_outside = rows.strides[2] > rows.strides[1]
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _on_host(view: Tensor, heads_outside: bool) -> npt.NDArray[Any]:
+    """A region for numpy: (block, token, head, word), or heads before tokens; bytes if runs are not of whole words."""
+    rows: npt.NDArray[Any] = view.numpy()
     if heads_outside:
-        rows = rows.swapaxes(1, 2)  # in the order of the memory read: up to twice as fast
-    words = digests.word_weights(-(-rows.shape[3] // digests.WORD_BYTES))
-    if rows[0].size < _DIRECT_BYTES_MIN:
-        # Not into a buffer: copies of whole blocks that begin alike in their pages took five times as long.
-        found = np.einsum("bijw,w->bij", _words(rows[ids]), words)
-    else:
-        found = np.stack([np.einsum("ijw,w->ij", _words(rows[at]), words) for at in ids.tolist()])
-    found ^= found >> np.uint64(32)
-    of_tokens = np.einsum("bht,h->bt" if heads_outside else "bth,h->bt", found, weights.heads)
-    return int(np.vdot(of_tokens, weights.tokens))
+        rows = rows.swapaxes(1, 2)
+    return rows if rows.shape[-1] % digests.WORD_BYTES or rows.strides[-1] != 1 else rows.view("<u8")
 
 
-def _words(view: npt.NDArray[np.uint8]) -> digests.UInt64Array:
+def _words(rows: npt.NDArray[Any]) -> digests.UInt64Array:
     """Runs of bytes as words of 8, little-endian; the last one of each run is padded."""
-    rest = view.shape[-1] % digests.WORD_BYTES
-    if rest:
-        padded = np.zeros((*view.shape[:-1], view.shape[-1] - rest + digests.WORD_BYTES), dtype=np.uint8)
-        padded[..., : view.shape[-1]] = view
-        view = padded
-    dense = view if view.strides[-1] == 1 else np.ascontiguousarray(view)
-    return dense.view("<u8")
+    if rows.dtype != np.uint8:
+        return rows
+    rest = -rows.shape[-1] % digests.WORD_BYTES
+    padded = np.zeros((*rows.shape[:-1], rows.shape[-1] + rest), dtype=np.uint8)
+    padded[..., : rows.shape[-1]] = rows
+    return padded.view("<u8")
 
 
-def _on_device(view: Tensor, ids: BlockIds, weights: _Weights) -> int:
-    """The same by torch: on the view's device, and on its current stream."""
+def _lanes(rows: Tensor) -> Tensor:
+    """The same by torch, whose words have signs."""
     import torch
 
-    def there(numbers: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(numbers.view(np.int64)).to(view.device)
-
-    gathered = view[there(ids)]
-    rest = -gathered.shape[-1] % digests.WORD_BYTES
+    rest = -rows.shape[-1] % digests.WORD_BYTES
     if rest:
-        gathered = torch.nn.functional.pad(gathered, (0, rest))
-    lanes = gathered.contiguous().view(torch.int64)
-    found = (lanes * there(digests.word_weights(lanes.shape[-1]).copy())).sum(-1)
-    found ^= (found >> 32) & 0xFFFFFFFF
-    found *= there(weights.heads)
-    return int((found.sum(-1) * there(weights.tokens)).sum().item()) & ((1 << 64) - 1)
+        rows = torch.nn.functional.pad(rows, (0, rest))
+    return rows.contiguous().view(torch.int64)

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,19 +23,22 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
-from kvflow.runtime.consumer.flight import CopyFailed, CopyGroup, Read, SourceRead
+from kvflow.core.policy.history import History
+from kvflow.runtime.consumer.flight import NOTHING_YET, CopyFailed, CopyGroup, Read, SourceRead
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
+from kvflow.runtime.memory.lanes import (
+    Frontier,
+    Grouping,
+    GroupSpan,
+    Growth,
+    Lane,
+    Part,
+    PromptSpan,
+    by_group,
+    by_source,
+)
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
-
-
-class _Part(NamedTuple):
-    """What a load reads of one set of a rank's layers, and how it gets there through scratch memory; None: straight."""
-
-    source: SourceRead
-    block_map: BlockMap
-    chunks: Sequence[Chunks]
-    permutation: Permutation | None
 
 
 class Route:
@@ -58,6 +58,7 @@ class Route:
         self._scratch = scratch
         self._staging = staging
         self._copier = copier
+        self._growing_loads = 0
         self._permutations: WeakKeyDictionary[BlockMap, Permutation | None] = WeakKeyDictionary()
 
     @property
@@ -83,16 +84,23 @@ class Route:
         return Permutation(caches, layout, block_map, whole, self._scratch.device)
 
     def groups(
-        self, sources: Sequence[SourceRead], tables: Sequence[BlockIds], num_tokens: int
+        self,
+        sources: Sequence[SourceRead],
+        tables: Sequence[BlockIds],
+        num_tokens: int,
+        tell: Callable[[int, int], None] | None = None,
+        history: History | None = None,
     ) -> AsyncGenerator[CopyGroup, None]:
         """Everything to read for a load into these blocks of each group, in groups that take buffers when asked for.
 
-        `num_tokens` is how many the leases have. What of them is still to come is read in the order in which it comes.
+        `num_tokens` is how many the leases have. What of them is still to come is read in the order in which it comes:
+        `NOTHING_YET` stands where the next group has to wait for it, and `tell` is given how many tokens have landed,
+        and of how many.
         """
         parts = []
-        straight = not self._staging
+        straight, grows = not self._staging, False
         for source in sources:
-            straight = straight and not source.origin.connection.staged and not source.origin.lease.pending
+            grows = grows or source.freshness.grows
             for block_map in source.origin.connection.block_maps:
                 chunks = []
                 for its_map, some in source.chunks:
@@ -103,8 +111,10 @@ class Route:
                     permutation = None
                 straight = straight and permutation is None
                 if chunks:
-                    parts.append(_Part(source, block_map, chunks, permutation))
-        return self._straight(sources) if straight else self._grouped(parts, tables, num_tokens)
+                    parts.append(Part(source, block_map, chunks, permutation))
+        if grows:
+            return self._growing(parts, tables, num_tokens, tell, history)
+        return self._straight(sources) if straight else self._grouped(parts, tables)
 
     def _scratch_pays(
         self, source: SourceRead, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation
@@ -118,7 +128,7 @@ class Route:
         near = source.origin.lease.host in (self._config.advertise_host, self._config.listen_host)
         return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
 
-    def _slices(self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]], missing_max: int) -> Iterator[Read]:
+    def _slices(self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]]) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
         carries_seal = source.origin.connection.carries_seals and not source.freshness.asked
         head: Piece | None = source.seal if carries_seal else None
@@ -128,14 +138,14 @@ class Route:
             descriptors_max=self._config.limits.slice_descriptors_max,
             head=head,
         ):
-            yield Read(source, descriptors, missing_max, head is not None)
+            yield Read(source, descriptors, head is not None)
             head = None
 
     async def _straight(self, sources: Sequence[SourceRead]) -> AsyncGenerator[CopyGroup, None]:
         """One read of each rank after the other, so that all of them are busy."""
         waiting: deque[Iterator[Read]] = deque()
         for source in sources:
-            waiting.append(self._slices(source, source.chunks, 0))
+            waiting.append(self._slices(source, source.chunks))
         while waiting:
             reads = waiting.popleft()
             read = next(reads, None)
@@ -143,28 +153,52 @@ class Route:
                 waiting.append(reads)
                 yield CopyGroup((read,))
 
-    async def _grouped(
-        self, parts: Sequence[_Part], tables: Sequence[BlockIds], num_tokens: int
-    ) -> AsyncGenerator[CopyGroup, None]:
-        """All groups of layers side by side, in spans of whole blocks of both sides, as their tokens come."""
-        spans: list[Iterator[_GroupSpan]] = []
-        for at, local_ids in enumerate(tables):
-            of_group = [part for part in parts if part.block_map.local_group == at]
-            if not of_group:
-                continue
-            staging = self._staging[at] if self._staging else None
-            grouping = Grouping(of_group, staging)
-            if not grouping.fits(self._scratch.slot_bytes):
-                of_group = [part._replace(permutation=None) for part in of_group]
-                grouping = Grouping(of_group, staging)
-            units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
-            spans.append(map(_GroupSpan, repeat(of_group), grouping.spans(local_ids, units), repeat(staging)))
-        for one in heapq.merge(*spans, key=_GroupSpan.stop_token):
-            yield await self._group(one, max(num_tokens - one.span.stop_token, 0))
+    async def _grouped(self, parts: Sequence[Part], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
+        """All groups of layers side by side, in spans of whole blocks of both sides, in prompt order."""
+        lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
+        for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
+            yield await self._group(one)
 
-    async def _group(self, one: _GroupSpan, missing_max: int) -> CopyGroup:
+    async def _growing(
+        self,
+        parts: Sequence[Part],
+        tables: Sequence[BlockIds],
+        num_tokens: int,
+        tell: Callable[[int, int], None] | None,
+        history: History | None,
+    ) -> AsyncGenerator[CopyGroup, None]:
+        """The same of leases that grow: what is there and worth a read, from each rank by itself where that may be."""
+        lanes = []
+        for at, of_group in by_group(parts):
+            for some in [of_group] if self._staging else by_source(of_group):
+                lanes.append(self._lane(some, at, tables[at]))
+        self._growing_loads += 1
+        growth = Growth(num_tokens, self._config.limits.slice_bytes_max, self._growing_loads)
+        frontier = None if tell is None else Frontier(lanes, tell, history)
+        while lanes:
+            if frontier is not None:
+                frontier.look()
+            due = growth.due(lanes)
+            for one in heapq.merge(*(lane.take(num_tokens) for lane in due), key=GroupSpan.stop_token):
+                group = await self._group(one)
+                yield group if frontier is None else group._replace(on_land=partial(frontier.note_landed, one))
+            if not due:
+                yield NOTHING_YET
+            lanes = [lane for lane in lanes if not lane.done]
+
+    def _lane(self, parts: Sequence[Part], at: int, local_ids: BlockIds) -> Lane:
+        """What is read into group `at`, cut by whole remote blocks unless these have no room."""
+        staging = self._staging[at] if self._staging else None
+        grouping = Grouping(parts, staging)
+        if not grouping.fits(self._scratch.slot_bytes):
+            parts = [part._replace(permutation=None) for part in parts]
+            grouping = Grouping(parts, staging)
+        units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
+        return Lane(parts, staging, grouping, local_ids, units)
+
+    async def _group(self, one: GroupSpan) -> CopyGroup:
         """Take the buffers of one group and say what to do with it. Gives them back if it is cancelled meanwhile."""
-        parts, span, staging = one
+        parts, span, staging = one.lane.parts, one.span, one.lane.staging
         jobs: list[Callable[[], None]] = []
         releases: list[Callable[[], None]] = []
         try:
@@ -175,14 +209,14 @@ class Route:
             for part in parts:
                 chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
                 if part.permutation is None:
-                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks), missing_max)
+                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks))
                     continue
                 if slot is None:
                     slot = await self._scratch.take()
                     releases.append(partial(self._scratch.give_back, slot))
                 for some in filter(len, chunks):
                     plan = part.permutation.plan(some, slot, offset)
-                    reads.append(Read(part.source, plan.descriptors, missing_max))
+                    reads.append(Read(part.source, plan.descriptors))
                     jobs.append(plan.permute)
                     offset += plan.size_bytes
         except BaseException:
@@ -212,93 +246,6 @@ class Route:
             except Exception as error:
                 raise CopyFailed(str(error)) from error
         return host_ids
-
-
-@dataclass(frozen=True, slots=True)
-class PromptSpan:
-    """A stretch of the prompt: whole blocks of both sides, of which the first and the last may be written in part."""
-
-    local_ids: BlockIds
-    start_token: int
-    stop_token: int
-    read_tokens: range
-    """The tokens of the whole load: all of the prompt that is offered, or the end of it."""
-
-    @property
-    def partly_written(self) -> list[int]:
-        """Positions among `local_ids` of blocks that keep some of what they hold."""
-        ends = {0: self.start_token < self.read_tokens.start, -1: self.stop_token > self.read_tokens.stop}
-        return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
-
-    def chunks_of(self, part: _Part) -> Iterator[Chunks]:
-        size = part.block_map.chunk_tokens
-        for some in part.chunks:
-            yield some.between(self.start_token // size, -(-self.stop_token // size))
-
-
-class _GroupSpan(NamedTuple):
-    """A span of one group of layers: what is read of it from each rank, and the group's host blocks, if it has some."""
-
-    parts: Sequence[_Part]
-    span: PromptSpan
-    staging: HostBuffers | None
-
-    def stop_token(self) -> int:
-        return self.span.stop_token
-
-
-class Grouping:
-    """How a load of one group of layers is cut: by units of the larger block where whole remote blocks are read, else
-    by ours.
-    """
-
-    def __init__(self, parts: Sequence[_Part], staging: HostBuffers | None) -> None:
-        self._local_tokens = parts[0].block_map.local.block.tokens
-        permuted = [part for part in parts if part.permutation is not None]
-        self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
-        self._host_blocks = None if staging is None else staging.pool.size
-        self._first = min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks)
-        self._last = max(
-            (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
-            for part in parts
-            for some in part.chunks
-        )
-        self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * self._unit
-        self.scratch_bytes = sum(
-            part.permutation.whole_blocks.block_bytes * (self._unit // part.block_map.remote.block.tokens)
-            for part in permuted
-            if part.permutation is not None
-        )
-        """Scratch memory that a unit takes."""
-
-    @property
-    def local_blocks(self) -> int:
-        """Blocks of ours in a unit."""
-        return self._unit // self._local_tokens
-
-    def fits(self, slot_bytes: int) -> bool:
-        """Whether the smallest group has room: scratch memory, where a tail takes a second unit, and host blocks."""
-        host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
-        return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
-
-    def units(self, group_bytes: int, slot_bytes: int) -> int:
-        """How many units make a group: not too large for one turn, the scratch buffer, and half the host buffers."""
-        units = group_bytes // self._unit_bytes
-        if self.scratch_bytes:
-            units = min(units, slot_bytes // self.scratch_bytes - 1)
-        if self._host_blocks is not None:
-            units = min(units, self._host_blocks // (2 * self.local_blocks))
-        return max(units, 1)
-
-    def spans(self, local_ids: BlockIds, units: int) -> Iterator[PromptSpan]:
-        """Spans in prompt order; `local_ids` end with the block of the last token."""
-        size, step = self._local_tokens, units * self._unit
-        first_block = -(-self._last // size) - len(local_ids)
-        begin, end = self._first // size * size, -(-self._last // size) * size
-        for start in range(begin // step * step, end, step):
-            span_start, stop = max(start, begin), min(start + step, end)
-            ids = local_ids[span_start // size - first_block : stop // size - first_block]
-            yield PromptSpan(ids, span_start, stop, range(self._first, self._last))
 
 
 def _moved(chunks: Chunks, local_ids: BlockIds, host_ids: BlockIds | None) -> Chunks:

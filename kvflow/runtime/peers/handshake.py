@@ -28,12 +28,11 @@ from kvflow.errors import (
     RuntimeUnavailable,
 )
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
+from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, words
 from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
 logger = logging.getLogger(__name__)
 
-_WORDS_MAX = 300
 _DIFFERENCES_MAX = 2000
 
 
@@ -45,8 +44,8 @@ class Handshakes:
         self._side_channel = context.side_channel
         self._clock = context.clock
         self._local = local
-        self._agents = Agents(context)
-        self.leave, self.gone = self._agents.leave, self._agents.gone
+        self.agents = Agents(context)
+        self.leave, self.gone = self.agents.leave, self.agents.gone
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection:
         """Shake hands with a peer; the connection that there is already if the peer is who it was.
@@ -61,28 +60,31 @@ class Handshakes:
             reply = await self.ask(peer, question)
             if not isinstance(reply, messages.Metadata):
                 raise at.failure(ProtocolError, f"asked for metadata, got {type(reply).__name__}")
-            regions = _judge(at, reply, self._local)
+            regions = judge(at, reply, self._local)
             agent = AgentName(messages.agent_name(at.engine_id, at.rank, reply.incarnation))
-            known = await self._agents.find(agent)
+            known = await self.agents.find(agent)
             if known is not None:
                 return known
             share = topology.report_share(self._local.cache_shares, reply.cache_shares)
-            connection = Connection(agent, reply, regions, tuple(_block_maps(reply, self._local, regions)), share)
+            connection = Connection(agent, reply, regions, tuple(block_maps(reply, self._local, regions)), share)
             try:
-                name = await self._agents.add(connection, reply.agent_metadata)
+                name = await self.agents.add(connection, reply.agent_metadata)
             except PeerGone as error:
                 raise at.failure(PeerUnreachable, str(error)) from error
             except TransportError as error:
                 raise at.failure(ProtocolError, str(error)) from error
             if name != agent:
-                raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {_words(name)!r}")
+                raise at.failure(ProtocolError, f"agent name: expected {agent!r}, got {words(name)!r}")
             return connection
 
-    async def ask(self, peer: Peer, request: messages.Request) -> messages.Reply:
-        """Put a question to a peer; its refusal is raised. Answers that show its clock are noted."""
+    async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
+        """Put a question to a peer; its refusal is raised. Answers that show its clock are noted.
+
+        It is waited for as `SideChannel.ask` does.
+        """
         fingerprint = self._local.compatibility.fingerprint()
         sent_s = self._clock.now_s()
-        reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint)
+        reply = await self._side_channel.ask(peer.address, request, fingerprint=fingerprint, timeout_s=timeout_s)
         match reply:
             case messages.Refusal():
                 raise _refused(peer.at, reply, self._local)
@@ -186,16 +188,10 @@ class Agents:
         change.set_result(None)
 
 
-def _words(text: str, chars_max: int = _WORDS_MAX) -> str:
-    """A peer's words as they may stand in our messages and logs: printable, and not too many."""
-    cut = text if len(text) <= chars_max else f"{text[:chars_max]}..."
-    return cut if cut.isprintable() else ascii(cut)[1:-1]
-
-
 def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerError:
     """The error for a peer that said no."""
     if refusal.compatibility is not None:
-        differences = ours.compatibility.differences(refusal.compatibility) or [_words(refusal.reason)]
+        differences = ours.compatibility.differences(refusal.compatibility) or [words(refusal.reason)]
         if refusal.cache_shares:
             try:
                 messages.check_cache_shares(refusal.cache_shares)
@@ -207,20 +203,20 @@ def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerE
         versions = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {refusal.version}"
         return peer.failure(PeerIncompatible, versions)
     kind = PeerNotReady if refusal.transient else PeerRefused
-    return peer.failure(kind, f"refused: {_words(refusal.reason)}")
+    return peer.failure(kind, f"refused: {words(refusal.reason)}")
 
 
 def _incompatible(peer: Address, differences: list[str]) -> PeerIncompatible:
-    shown = _words("; ".join(differences), _DIFFERENCES_MAX)
+    shown = words("; ".join(differences), _DIFFERENCES_MAX)
     return peer.failure(PeerIncompatible, f"it is not compatible: {shown}")
 
 
-def _judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
-    """Check everything a peer says of itself before any of it is used."""
+def judge(peer: Address, metadata: messages.Metadata, ours: LocalRank) -> tuple[Regions, ...]:
+    """Check everything a peer says of itself before any of it is used. Raises a PeerError."""
     if metadata.engine_id != peer.engine_id:
-        raise peer.failure(PeerRefused, f"expected engine {peer.engine_id!r}, found {_words(metadata.engine_id)!r}")
-    if not is_name(metadata.incarnation, _WORDS_MAX):
-        raise peer.failure(ProtocolError, f"incarnation {_words(metadata.incarnation, 80)!r} is no name")
+        raise peer.failure(PeerRefused, f"expected engine {peer.engine_id!r}, found {words(metadata.engine_id)!r}")
+    if not is_name(metadata.incarnation, WORDS_MAX):
+        raise peer.failure(ProtocolError, f"incarnation {words(metadata.incarnation, 80)!r} is no name")
     actual = messages.checksum(metadata.agent_metadata)
     if actual != metadata.agent_metadata_crc32:
         sums = f"computed {actual:#010x}, sent {metadata.agent_metadata_crc32:#010x}"
@@ -269,7 +265,7 @@ def _head_bytes(regions: Regions) -> int:
     return regions.block.run * len(regions.parts)
 
 
-def _block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
+def block_maps(metadata: messages.Metadata, ours: LocalRank, regions: Sequence[Regions]) -> Iterator[BlockMap]:
     """What we read from a rank, for each pair of sets that have layers in common."""
     for at, where, mine, theirs in topology.in_common(ours.cache_shares, metadata.cache_shares):
         source = topology.source_at(mine, theirs)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.freshness import HOST, RemoteClock, quick_read_max_s
+from kvflow.core.protocol.freshness import HOST, RemoteClock, Vouching, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import PeerIncompatible
 from kvflow.transport.base import AgentName
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INCARNATIONS_MAX = 64
+WORDS_MAX = 300
 _ERROR_CHARS_MAX = 500
 _QUESTIONS_AT_ONCE_MAX = 8
 _DIGESTS_AT_ONCE_MAX = 4  # half of what a producer takes from one reader by default
@@ -191,6 +193,8 @@ class Source:
     """On our clock: before this the lease cannot have run out, but it may have been ended."""
     seal_address: int
     """Where the producer keeps the lease's seal."""
+    deadline: Vouching | None = None
+    """What stands for the seal where the producer keeps none."""
 
 
 class PeerTable(Protocol):
@@ -206,6 +210,9 @@ class PeerTable(Protocol):
 class Reaching(Protocol):
     """The way from a ticket to its ranks, as loads and leases need it; see `reach.Reach`."""
 
+    @property
+    def read_ticket(self) -> Callable[[Ticket | Mapping[str, Any], int], Ticket]: ...
+
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket: ...
 
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]: ...
@@ -213,6 +220,10 @@ class Reaching(Protocol):
     async def walk(self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, T]]) -> list[T]: ...
 
     async def when_served(self, ask: Callable[[], Awaitable[T | messages.NoLease]]) -> T | messages.NoLease: ...
+
+    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None], wait_s: float = ...) -> Ticket: ...
+
+    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
 
     async def ask_digests(
         self, peer: Peer, question: messages.DigestRequest
@@ -227,6 +238,25 @@ class Reaching(Protocol):
     def failed(self, source: Source, why: str) -> None: ...
 
 
+class Keeping(Protocol):
+    """How leases of other engines are kept open and given back; see `remote_leases.RemoteLeases`."""
+
+    @property
+    def sent(self) -> int: ...
+
+    def keep(self, owner: object, ttl_s: float, source: Source) -> None: ...
+
+    def forget(self, owner: object) -> None: ...
+
+    def keep_while(self, ticket: Ticket) -> AbstractContextManager[None]: ...
+
+    def tell(self, sources: Sequence[Source]) -> None: ...
+
+    async def release(self, given: Ticket | Mapping[str, Any]) -> bool: ...
+
+    def close(self) -> None: ...
+
+
 def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> dict[str, int]:
     """How many blocks of each group these are."""
     return {group.name: len(ids) for group, ids in zip(groups, tables, strict=True)}
@@ -235,6 +265,12 @@ def blocks_by_group(groups: Sequence[GroupFacts], tables: Sequence[Sized]) -> di
 def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
     """What tickets say of an engine's groups: nothing where there is one, of full attention."""
     return () if len(groups) == 1 and groups[0].whole else groups
+
+
+def words(text: str, chars_max: int = WORDS_MAX) -> str:
+    """A peer's words as they may stand in our messages and logs: printable, and not too many."""
+    cut = text if len(text) <= chars_max else f"{text[:chars_max]}..."
+    return cut if cut.isprintable() else ascii(cut)[1:-1]
 
 
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:

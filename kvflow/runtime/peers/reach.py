@@ -28,6 +28,7 @@ from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_tic
 from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
+from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
 
 VISITS_AT_ONCE_MAX = 8
@@ -71,6 +72,9 @@ class Reach:
         self._layers = topology.layers_of(local.cache_shares)
         self._peers = peers
         self.ask_digests = peers.ask_digests
+        self.read_ticket = read_ticket
+        self.ask_patiently = peers.ask_patiently
+        self.meet = Rendezvous(context, local, self).meet
         self._plans: dict[tuple[Parallelism, int], _Plan] = {}
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
@@ -138,18 +142,13 @@ class Reach:
         """Connect all ranks, then ask those for their leases that the ticket does not name."""
 
         def with_lease(peer: Peer, connection: Connection, lease: RankLease) -> _Reached:
-            self._check_incarnation(ticket, peer, connection, lease.incarnation)
-            if not 0 <= lease.seal_index < connection.seals.count:
-                raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
-            surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s) if peer.clock else -math.inf
-            address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
-            source = Source(peer, connection, lease, surely_s, address)
+            source = self.source(ticket, peer, connection, lease)
             found(source)
             return _Reached(peer, connection, source)
 
         async def visit(at: Address) -> _Reached:
             lease = ticket.find(at.rank)
-            peer, connection = await self._connect(ticket, at)
+            peer, connection = await self.connected(ticket, at)
             check_parallelism(ticket, peer, connection)
             if connection.report_share.numerator == 0 or lease is None:
                 return _Reached(peer, connection, None)
@@ -206,6 +205,15 @@ class Reach:
             raise RequestError(f"{what}: {plan.impossible}")
         return plan.ranks
 
+    def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
+        """A connected rank, and its lease. LeaseExpired if that is of another incarnation; RequestError."""
+        self._check_incarnation(ticket, peer, connection, lease.incarnation)
+        if not 0 <= lease.seal_index < connection.seals.count:
+            raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
+        surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s) if peer.clock else -math.inf
+        address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
+        return Source(peer, connection, lease, surely_s, address)
+
     def hold(self, sources: Sequence[Source]) -> None:
         """Keep the transport's side of their connections alive until `release`."""
         for source in sources:
@@ -233,7 +241,7 @@ class Reach:
         plan = self._plan(ticket.parallelism, ticket.dp_rank)
         if plan.problems and not plan.impossible:  # which `whereabouts` refuses
             first = Rank(ticket.dp_rank, ticket.first.pp_rank, ticket.first.tp_rank)
-            await self._connect(ticket, Address(ticket.engine_id, first, ticket.address))  # names them all
+            await self.connected(ticket, Address(ticket.engine_id, first, ticket.address))  # names them all
             raise self._incompatible(ticket, plan.problems)
 
     def _plan(self, parallelism: Parallelism, dp_rank: int) -> _Plan:
@@ -246,7 +254,8 @@ class Reach:
             self._plans[parallelism, dp_rank] = found
         return found
 
-    async def _connect(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
+    async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]:
+        """A rank, and its connection, made if need be. Raises as `Peers.connect` does."""
         named, peer = ticket.find(at.rank), self._peers.get(at)
         return peer, await self._peers.connect(peer, named.incarnation if named else None, ticket.request_id)
 
@@ -301,6 +310,7 @@ class Reach:
             block_ids=reply.block_ids,
             more_block_ids=reply.more_block_ids,
             pending=reply.pending,
+            payload=reply.payload,
         )
         check_lease(lease, ticket)
         return lease

@@ -64,7 +64,7 @@ class Handshaking(Protocol):
 
     async def connect(self, peer: Peer, request_id: str | None) -> Connection: ...
 
-    async def ask(self, peer: Peer, request: messages.Request) -> messages.Reply: ...
+    async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply: ...
 
     async def ask_clock(self, peer: Peer) -> None: ...
 
@@ -80,7 +80,7 @@ class Peers:
         config = context.config
         self._config = config
         self._back_off = BackOff(config.limits.peer_backoff_first_s, config.limits.peer_backoff_max_s)
-        self._handshakes = handshakes
+        self.handshakes = handshakes
         self._clock = context.clock
         self._spawn = context.spawn
         self._token_hex = context.token_hex
@@ -156,7 +156,7 @@ class Peers:
                 raise peer.at.failure(PeerUnreachable, peer.last_error)
             connection = peer.current
             try:
-                reply = await self._handshakes.ask(peer, question)
+                reply = await self.handshakes.ask(peer, question)
             except PeerUnreachable as error:
                 if connection is not None:
                     self.failed(connection, str(error))
@@ -167,19 +167,23 @@ class Peers:
         """Tell a rank, without a connection, that a lease is not needed. Raises a PeerError, or Overloaded."""
         self._check_wait(peer, None)
         async with peer.questions:
-            reply = await self._in_turn(peer, partial(self._handshakes.ask, peer, question))
+            reply = await self._in_turn(peer, partial(self.handshakes.ask, peer, question))
         return _expected(peer, reply, messages.Released)
 
     async def ask_digests(self, peer: Peer, question: messages.DigestRequest) -> messages.Digests | messages.NoLease:
         """Ask a rank for digests of blocks that it leases to us. Raises a PeerError."""
         async with peer.digest_questions:
-            reply = await self._handshakes.ask(peer, question)
+            reply = await self.handshakes.ask(peer, question)
         return _expected(peer, reply, messages.Digests)
+
+    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply:
+        """Put a question that is answered once there is something to tell. Raises a PeerError."""
+        return await self.handshakes.ask(peer, question, question.wait_s + self._config.handshake_timeout_s)
 
     def read_clock(self, peer: Peer, now_s: float) -> None:
         """Have a peer's clock read again, once for all who find it due; nobody waits for that."""
         peer.clock_due_s = now_s + self._config.limits.clock_age_s
-        self._spawn(self._handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
+        self._spawn(self.handshakes.ask_clock(peer), name=f"kvflow-clock {peer.address}")
 
     def failed(self, connection: Connection, why: str) -> None:
         """A read failed: use the connection for no new load. Idempotent, for the other reads that fail with it."""
@@ -209,7 +213,7 @@ class Peers:
         for peer in chosen():
             if peer.handshake is None:  # else it was begun just now, from scratch
                 self._drop(peer, "forgotten")
-        return await self._handshakes.gone(agents, self._config.handshake_timeout_s)
+        return await self.handshakes.gone(agents, self._config.handshake_timeout_s)
 
     async def aclose(self) -> None:
         """Forget all peers. Loads have ended before, and the task group has ended handshakes."""
@@ -259,7 +263,7 @@ class Peers:
     ) -> None:
         """The handshake task: settles its future, unless it is cancelled."""
         try:
-            shake_hands = partial(self._handshakes.connect, peer, request_id)
+            shake_hands = partial(self.handshakes.connect, peer, request_id)
             connection = await self._in_turn(peer, shake_hands, handshake.begin)
         except KVFlowError as problem:
             self._no_handshake(peer, handshake, problem)
@@ -345,7 +349,7 @@ class Peers:
 
     def _leave(self, connection: Connection) -> None:
         if not self._users_of(connection):
-            self._handshakes.leave(connection)
+            self.handshakes.leave(connection)
 
     def _drop(self, peer: Peer, why: str) -> None:
         """Forget a peer that has no handshake."""

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias
 
-from kvflow.core.cache.groups import GroupFacts, GroupKind
+import numpy as np
+
+from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.events import DeviceEvent, Watch
+from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
-from kvflow.core.protocol.freshness import SealTable
+from kvflow.core.protocol.freshness import FAILED, SealTable
 from kvflow.errors import RequestError
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
@@ -48,9 +51,13 @@ class HeldBlocks:
     seal_index: int
     host_tables: tuple[BlockIds, ...] | None
     """Where peers read the blocks, with host staging."""
+    taken_on_host: list[tuple[BlockIds, ...]] = field(default_factory=list)
+    """The same as they were taken, when the lease was opened and with each extension: so they are given back."""
     num_tokens: int
     offered_tokens: int
-    """How many of them the blocks hold: of all, or of full blocks only."""
+    """How many of them the blocks hold in the end: all, or those of full blocks only."""
+    counts: tuple[int, ...]
+    """How many blocks there are in the end, by group."""
     advances: deque[_Advance] = field(default_factory=deque)
     """Those that are still to come, in order."""
     computed: int = 0
@@ -59,14 +66,30 @@ class HeldBlocks:
     """How many tokens are in host blocks."""
     copying: bool = False
     closed: bool = False
+    failed: bool = False
+    """Whether its seal says so, until the blocks are given back."""
+    history: History | None = None
+    """Of a lease that grows: when how many tokens were computed."""
     on_error: OnError | None = None
     """Told why what is missing will never be there."""
+    on_there: Callable[[], None] | None = None
+    """Told when all of it can be read."""
     on_free: Callable[[], None] | None = None
     """Set once they are to be given back."""
 
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
         self.on_error(error)
+
+    @property
+    def extends(self) -> bool:
+        """Whether blocks are still to be added."""
+        return any(len(ids) < count for ids, count in zip(self.tables, self.counts, strict=True))
+
+    @property
+    def readable(self) -> tuple[BlockIds, ...]:
+        """Where peers read, by group: the blocks, or the host blocks that stand for them."""
+        return self.tables if self.host_tables is None else self.host_tables
 
     @property
     def told(self) -> int:
@@ -102,10 +125,21 @@ class OfferedBlocks:
         self._stage_step = self._stage_unit * max(copy_bytes_max // max(self._unit_bytes(), 1), 1)
         """Tokens that are copied at once."""
 
-    def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str) -> HeldBlocks:
-        """Take what a lease needs. Raises RequestError, and changes nothing then."""
+    def extends(self, block_ids: object, num_tokens: int, what: str) -> bool:
+        """Whether these are fewer blocks than the full ones of so many tokens. RequestError if they cannot be right."""
+        tables, _ = self._ledger.find(block_ids, f"{what}: block_ids")
+        groups = zip(self._groups, tables, strict=True)
+        return any(group.whole and len(ids) < num_tokens // group.block_size for group, ids in groups)
+
+    def take(self, block_ids: object, num_tokens: int, what: str, lease_id: str, *, extends: bool) -> HeldBlocks:
+        """Take what a lease needs; with `extends` more blocks follow. Raises RequestError, and changes nothing then."""
         tables, entries = self._ledger.find(block_ids, f"{what}: block_ids")
-        offered_tokens = self._check_counts(tuple(map(len, tables)), num_tokens, what)
+        counts, offered_tokens = tuple(map(len, tables)), num_tokens
+        if extends:
+            given, counts = counts, tuple(group.blocks_needed(num_tokens) for group in self._groups)
+            self._check_room(given, counts, num_tokens, what)
+        else:
+            offered_tokens = self._check_counts(counts, num_tokens, what)
         with ExitStack() as undo:
             seal_index = self._seals.take()
             if seal_index is None:
@@ -113,7 +147,8 @@ class OfferedBlocks:
             undo.callback(self._seals.give_back, seal_index)
             self._ledger.lease(entries)
             undo.callback(self._ledger.release, entries)
-            host_tables = self._take_host_blocks(what, tables, undo) if self._staging and len(entries) else None
+            staged = len(self._staging) > 0 and (extends or len(entries) > 0)
+            host_tables = self._take_host_blocks(what, tables, undo) if staged else None
             undo.pop_all()
         return HeldBlocks(
             lease_id=lease_id,
@@ -121,9 +156,44 @@ class OfferedBlocks:
             entries=entries,
             seal_index=seal_index,
             host_tables=host_tables,
+            taken_on_host=[] if host_tables is None else [host_tables],
             num_tokens=num_tokens,
             offered_tokens=offered_tokens,
+            counts=counts,
         )
+
+    def give_up(self, held: HeldBlocks) -> None:
+        """Give back what was taken for a lease that was never opened."""
+        self._seals.give_back(held.seal_index)
+        self._free(held, lambda: None)
+
+    def extend(self, held: HeldBlocks, block_ids: object, what: str) -> None:
+        """Take more blocks for a lease. Raises RequestError, and changes nothing then."""
+        more, _ = self._ledger.find(block_ids, f"{what}: block_ids")
+        tables = tuple(np.concatenate(both) for both in zip(held.tables, more, strict=True))
+        self._check_room(tuple(map(len, tables)), held.counts, held.num_tokens, what)
+        _, entries = self._ledger.find(tables[0] if len(tables) == 1 else tables, f"{what}: block_ids")
+        added = np.setdiff1d(entries, held.entries)
+        with ExitStack() as undo:
+            self._ledger.lease(added)
+            undo.callback(self._ledger.release, added)
+            if held.host_tables is not None:
+                host = self._take_host_blocks(what, more, undo)
+                held.taken_on_host.append(host)
+                held.host_tables = tuple(np.concatenate(both) for both in zip(held.host_tables, host, strict=True))
+            undo.pop_all()
+        held.tables, held.entries = tables, entries
+
+    def holds(self, held: HeldBlocks) -> int:
+        """How many tokens of the prompt the lease's blocks have room for, in all groups."""
+        return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
+
+    def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
+        """RequestError if these are more blocks than a lease that is extended has in the end."""
+        for group, count, needed in zip(self._groups, counts, most, strict=True):
+            if count > needed:
+                given = f"{count} block ids{self._of(group)}"
+                raise RequestError(f"{what}: {given} in all, but {tokens} tokens need {needed} of {group.block_size}")
 
     def _check_counts(self, counts: tuple[int, ...], num_tokens: int, what: str) -> int:
         """RequestError unless so many blocks of each group can hold so many tokens of a prompt, and its windows.
@@ -156,9 +226,9 @@ class OfferedBlocks:
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
-    def open(self, held: HeldBlocks, on_error: OnError) -> None:
+    def open(self, held: HeldBlocks, on_error: OnError, on_there: Callable[[], None]) -> None:
         """Set the seal, so that readers find the lease; what is computed by now may be read."""
-        held.on_error = on_error
+        held.on_error, held.on_there = on_error, on_there
         self.grow(held)
 
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
@@ -173,6 +243,8 @@ class OfferedBlocks:
 
     def grow(self, held: HeldBlocks) -> None:
         """Let readers know of what is computed by now."""
+        if held.history is not None:
+            held.history.note(held.computed)
         if not held.closed:
             self._seal(held)
             self._stage_next(held)
@@ -189,16 +261,22 @@ class OfferedBlocks:
             held.computed = held.advances.popleft().tokens
         self.grow(held)
 
-    def close(self, held: HeldBlocks) -> None:
-        """Wipe the seal: no read that looks at it from now on succeeds."""
+    def close(self, held: HeldBlocks, *, failed: bool) -> None:
+        """Wipe the seal, or have it say that the prompt has failed: no read that looks at it from now on succeeds."""
         held.closed = True
         for advance in held.advances:
             if advance.watch is not None:
                 advance.watch.dropped = True
-        self._seals.give_back(held.seal_index)
+        held.failed = failed
+        if failed:
+            self._seals.seal(held.seal_index, held.lease_id, FAILED)
+        else:
+            self._seals.give_back(held.seal_index)
 
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """Free the blocks, which no read can take for good any more, once no copy reads them; then call `on_free`."""
+        if held.failed:
+            self._seals.give_back(held.seal_index)
         held.on_free = on_free
         if not held.copying:
             self._free(held, on_free)
@@ -212,12 +290,15 @@ class OfferedBlocks:
                 free, size = buffers.pool.size - buffers.pool.used, buffers.pool.size
                 room = f"{free} of {size} are free (host_buffer_bytes_max)"
                 raise RequestError(f"{what}: {len(ids)} host blocks are needed, {room}")
-            undo.callback(buffers.pool.give_back, host_ids)
+            if len(ids):
+                undo.callback(buffers.pool.give_back, host_ids)
             found.append(host_ids)
         return tuple(found)
 
     def _seal(self, held: HeldBlocks) -> None:
         self._seals.seal(held.seal_index, held.lease_id, held.missing)
+        if held.on_there is not None and not held.missing:
+            held.on_there()
 
     def _stage_next(self, held: HeldBlocks) -> None:
         """Copy the next computed tokens of all groups to the host, unless that is under way."""
@@ -227,10 +308,10 @@ class OfferedBlocks:
         if upto <= held.staged:
             return
         copies = []
-        for group, ids, host_ids, buffers in zip(
-            self._groups, held.tables, held.host_tables, self._staging, strict=True
+        for group, count, ids, host_ids, buffers in zip(
+            self._groups, held.counts, held.tables, held.host_tables, self._staging, strict=True
         ):
-            some = _blocks_of(group, len(ids), held.offered_tokens, range(held.staged, upto))
+            some = _blocks_of(group, count, held.offered_tokens, range(held.staged, upto))
             if len(ids[some]):
                 copies.append(partial(buffers.copy, CopyDirection.TO_HOST, ids[some], host_ids[some]))
 
@@ -265,8 +346,10 @@ class OfferedBlocks:
     def _free(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """The producer may reuse the blocks (invariant I3)."""
         self._ledger.release(held.entries)
-        for host_ids, buffers in zip(held.host_tables or (), self._staging, strict=False):
-            buffers.pool.give_back(host_ids)
+        for taken in held.taken_on_host:
+            for host_ids, buffers in zip(taken, self._staging, strict=True):
+                if len(host_ids):
+                    buffers.pool.give_back(host_ids)
         on_free()
 
 

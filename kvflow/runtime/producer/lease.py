@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
+from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
+from kvflow.core.protocol.freshness import FAILED
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
@@ -48,6 +49,11 @@ class ServeRequest:
     computed_tokens: int | None = None
     """How many of the tokens are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
     begins at once and reads what is there. None: all of them."""
+    extends: bool = False
+    """Whether more blocks follow by `Lease.extend`, until they hold all tokens; only with `computed_tokens`. Where they
+    are fewer than the full blocks of the tokens that goes without saying."""
+    payload: bool = False
+    """Whether a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
 
 
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
@@ -62,13 +68,15 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
         return ServeRequest(
             request_id,
             given.block_ids,
-            checks.whole(given.num_tokens, "num_tokens", least=0),
+            checks.whole(given.num_tokens, "num_tokens", least=0, most=FAILED - 1),
             None if given.ttl_s is None else checks.seconds(given.ttl_s, "ttl_s"),
             checks.whole(given.reader_count, "reader_count", least=1),
             checked_traceparent(given.traceparent),
             given.prompt,
             checked_event(given.ready, "ready"),
             None if given.computed_tokens is None else checks.whole(given.computed_tokens, "computed_tokens", least=0),
+            checks.flag(given.extends, "extends"),
+            checks.flag(given.payload, "payload"),
         )
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
@@ -80,6 +88,7 @@ class LeaseOutcome(enum.StrEnum):
     READ = "read"
     EXPIRED = "expired"
     REVOKED = "revoked"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +99,8 @@ class ServingStatistics:
     read: int
     expired: int
     revoked: int
+    failed: int
+    """Leases whose prompts could not be computed."""
     renewals: int
     """How often a reader has renewed a lease."""
     late_notifications: int
@@ -98,6 +109,29 @@ class ServingStatistics:
     digests: int = 0
     """Questions of readers for digests of leased blocks that were answered."""
     digests_refused: int = 0
+
+
+class Held(Protocol):
+    """What a lease has taken; see `blocks.HeldBlocks`."""
+
+    @property
+    def tables(self) -> Sequence[BlockIds]: ...
+
+
+class LeaseKeeper(Protocol):
+    """Whoever has all leases of a rank, as one of them needs it; see `serving.Serving`."""
+
+    def revoke(self, entry: LeaseEntry) -> None: ...
+
+    def fail(self, entry: LeaseEntry, reason: str) -> None: ...
+
+    def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None: ...
+
+    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None: ...
+
+    def extend(self, entry: LeaseEntry, block_ids: object) -> None: ...
+
+    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None: ...
 
 
 class Lease:
@@ -111,16 +145,15 @@ class Lease:
         ticket: Ticket,
         entry: LeaseEntry,
         outcome: asyncio.Future[LeaseOutcome],
-        revoke: Callable[[], None],
-        restart: Callable[[float | None], None],
-        advance: Callable[[int, DeviceEvent | None], None],
+        held: Held,
+        keeper: LeaseKeeper,
     ) -> None:
         self.ticket = ticket
+        """What its readers need. It stays what it was when the lease was opened: they ask for what has come since."""
         self._entry = entry
         self._outcome = outcome
-        self._revoke = revoke
-        self._restart = restart
-        self._advance = advance
+        self._held = held
+        self._keeper = keeper
 
     def __repr__(self) -> str:
         return f"<Lease {self.request_id} {self.state}, {self.readers_done} readers done>"
@@ -135,13 +168,13 @@ class Lease:
 
     @property
     def block_ids(self) -> tuple[int, ...]:
-        """Its blocks; those of the first group, if there are several."""
-        return self.ticket.block_ids
+        """Its blocks by now; those of the first group, if there are several."""
+        return self.block_tables[0]
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """Its blocks, by group."""
-        return self.ticket.block_tables
+        """Its blocks by now, by group."""
+        return tuple(tuple(ids.tolist()) for ids in self._held.tables)
 
     @property
     def state(self) -> LeaseState:
@@ -169,7 +202,25 @@ class Lease:
         UsageError off the runtime's loop.
         """
         self._require_here("revoke()")
-        self._revoke()
+        self._keeper.revoke(self._entry)
+        return self
+
+    def fail(self, reason: str = "") -> Lease:
+        """The prompt will never be computed: the lease ends as FAILED, and its readers at once, with PrefillFailed.
+
+        For a prefill that broke, so that the request goes elsewhere; nobody waits for its time to be over then. The
+        blocks are free when awaiting the lease returns, as after `revoke`. An engine of several ranks fails all of its
+        leases. No effect on a lease that has ended.
+
+        Args:
+            reason: for logs, records and readers' errors, as far as these learn of it.
+
+        Raises:
+            RequestError: `reason` is no text.
+            UsageError: off the runtime's loop.
+        """
+        self._require_here("fail()")
+        self._keeper.fail(self._entry, checks.text(reason, f"request {self.request_id!r}: fail: reason"))
         return self
 
     def advance(self, num_tokens: int, ready: DeviceEvent | None = None) -> None:
@@ -178,10 +229,46 @@ class Lease:
         For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
         state belongs to the prompt's last token. **Without `ready` the bytes have to be there.** An advance takes
         effect after all earlier ones, and none on a lease that has ended. Raises RequestError for fewer tokens than
-        were told before, for more than the lease has, and for what is no event; UsageError off the runtime's loop.
+        were told before, for more than the lease has or its blocks hold (`extend`), and for what is no event;
+        UsageError off the runtime's loop.
         """
         self._require_here("advance()")
-        self._advance(num_tokens, ready)
+        self._keeper.advance(self._entry, num_tokens, ready)
+
+    def extend(self, block_ids: GivenBlockIds) -> None:
+        """These blocks follow, in prompt order: for leases that were opened with fewer than their tokens need.
+
+        They are given as in `ServeRequest.block_ids`, and are the lease's from now on. In the end a group has as many
+        as hold all tokens; one with a window, as many as hold the tokens of the window at the prompt's end. No effect
+        on a lease that has ended. Readers that know fewer blocks ask for them.
+
+        Raises:
+            RequestError: the ids cannot be right, or are more than the tokens need; with host staging also if there are
+                not enough host blocks now. The lease is as it was then.
+            BlocksBusy: a block is being loaded.
+            UsageError: off the runtime's loop.
+        """
+        self._require_here("extend()")
+        self._keeper.extend(self._entry, block_ids)
+
+    def complete(self, payload: bytes = b"", ready: DeviceEvent | None = None) -> None:
+        """All tokens are computed, once `ready` has happened, or are now; `payload` goes to every load of the lease.
+
+        The same as `advance` to the last token, and the end of what a lease has to tell that was opened with
+        `ServeRequest.payload`: `LoadReport.payload` has it, and no load of it ends before. kvflow does not look into
+        it. An engine of several ranks gives each of them the same. No effect on a lease that has ended.
+
+        Args:
+            payload: such as the first token with its logprobs, at most Limits.payload_bytes_max bytes.
+            ready: see `advance`.
+
+        Raises:
+            RequestError: there is a payload, and none was promised, or it is too large, or another one was given
+                before; or what `advance` raises.
+            UsageError: off the runtime's loop.
+        """
+        self._require_here("complete()")
+        self._keeper.complete(self._entry, payload, ready)
 
     def restart(self, ttl_s: float | None = None) -> None:
         """Count the lease's time from now on, as if it were offered now with that `ttl_s` (Config.lease_ttl_s).
@@ -191,7 +278,8 @@ class Lease:
         off the runtime's loop.
         """
         self._require_here("restart()")
-        self._restart(None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
+        self._keeper.restart(self._entry, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
 
     def _require_here(self, what: str) -> None:
-        require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")
+        if asyncio._get_running_loop() is not self._outcome.get_loop():  # in few steps: engines advance often
+            require_loop(self._outcome.get_loop(), f"lease of request {self.request_id!r}: {what}")

@@ -5,7 +5,7 @@ readers that were given another rank's ticket find it by the request (`find`).
 
 A lease is in the book, and its seal set, before `serve` returns, so a fast reader can never beat it. Whatever ends it
 wipes the seal at once; the blocks are given back after the hold (invariant I3). A lease whose blocks cannot be staged
-is revoked. Late, duplicate and malformed notifications are counted and change nothing.
+has failed. Late, duplicate and malformed notifications are counted and change nothing.
 
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,8 +30,9 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
 from kvflow.core.policy.events import DeviceEvent, checked_event, has_happened
+from kvflow.core.policy.history import History
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
-from kvflow.core.policy.states import LeaseEvent
+from kvflow.core.policy.states import LeaseEvent, LeaseState
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
@@ -40,18 +42,54 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest, ServingStatistics, checked_serve_request
+from kvflow.runtime.producer.news import Newsroom
 from kvflow.runtime.records import LeaseRecord
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Offer:
+@dataclass(slots=True, eq=False)
+class OpenLease:
     """A lease that is open or holds its blocks: its handle, what it has taken, and who waits for its end."""
 
+    entry: LeaseEntry
     lease: Lease
     held: HeldBlocks
     outcome: asyncio.Future[LeaseOutcome]
+    payload: bytes | None
+    """None: promised, and not given yet."""
+    reason: str = ""
+    """Why its prompt could not be computed."""
+
+    @property
+    def ticket(self) -> Ticket:
+        return self.lease.ticket
+
+    @property
+    def complete(self) -> bool:
+        """Whether readers have nothing to wait for any more."""
+        return not self.held.missing and self.payload is not None
+
+    def extended_digest(self) -> Iterator[bytes]:
+        """Of the blocks that it has by now, if it has got more than its ticket names."""
+        if list(map(len, self.held.tables)) != list(map(len, self.ticket.block_tables)):
+            tables = tuple(tuple(ids.tolist()) for ids in self.held.tables)
+            yield messages.digest_of(tables if len(tables) > 1 else tables[0])
+
+    def found(self, now_s: float) -> messages.LeaseFound:
+        """What a reader needs to know of it that does not have its ticket."""
+        own, held = self.ticket.first, self.held
+        return messages.LeaseFound(
+            incarnation=own.incarnation,
+            clock_s=now_s,
+            expires_s=self.entry.expires_s,
+            lease_id=own.lease_id,
+            seal_index=own.seal_index,
+            block_ids=own.block_ids,
+            more_block_ids=own.more_block_ids,
+            pending=held.computed < held.num_tokens or self.ticket.extends,
+            payload=own.payload,
+        )
 
 
 class Serving:
@@ -64,7 +102,7 @@ class Serving:
         self._local = local
         self._blocks = blocks
         self._book = LeaseBook(hold_s=context.config.limits.seal_hold_s, lifetime_s=context.config.lease_lifetime_s)
-        self._offers: dict[LeaseEntry, _Offer] = {}
+        self._offers: dict[LeaseEntry, OpenLease] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
         self._renewals = 0
@@ -72,6 +110,7 @@ class Serving:
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
         """What became of questions for digests; for `digests.DigestAnswers` to count."""
+        self.news = Newsroom(context, self)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
 
@@ -103,13 +142,10 @@ class Serving:
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
         lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
         awaited = None if request.ready is None or has_happened(request.ready, f"{what}: ready") else request.ready
-        computed = request.num_tokens if request.computed_tokens is None else request.computed_tokens
-        if computed > request.num_tokens:
-            raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {request.num_tokens}")
-        held = self._blocks.take(request.block_ids, request.num_tokens, what, lease_id)
-        if len(held.entries):
-            self._blocks.advance(held, computed, awaited)
+        held = self._take(request, what, lease_id, awaited)
         offered_s = self._clock.now_s()
+        if held.computed < held.num_tokens:
+            held.history = History(self._clock.now_s, offered_s)
         ticket = _ticket(self._context, self._local, request, held, digest=digest, now_s=offered_s)
         entry = self._book.open(
             LeaseTerms(
@@ -117,27 +153,40 @@ class Serving:
                 request_id=request.request_id,
                 ttl_s=ticket.ttl_s,
                 reader_count=request.reader_count,
-                holds_blocks=len(held.entries) > 0,
+                holds_blocks=len(held.entries) > 0 or held.extends,
             ),
             offered_s,
         )
         outcome: asyncio.Future[LeaseOutcome] = asyncio.get_running_loop().create_future()
-        lease = Lease(
-            ticket,
-            entry,
-            outcome,
-            partial(self._end, entry, LeaseEvent.REVOKE),
-            partial(self._restart, entry),
-            partial(self._advance, entry),
-        )
-        self._offers[entry] = _Offer(lease, held, outcome)
+        payload = None if request.payload else b""
+        opened = OpenLease(entry, Lease(ticket, entry, outcome, held, self), held, outcome, payload)
+        self._offers[entry] = opened
         self._all_ended.clear()
-        self._blocks.open(held, partial(self._not_there, entry))
-        if len(held.entries) == 0:
-            self._end(entry, LeaseEvent.ALL_READ)  # nothing to read, so nobody will report
+        self._blocks.open(held, partial(self._not_there, entry), partial(self.news.tell, request.request_id))
+        nothing = len(held.entries) == 0 and not held.extends and not request.payload
+        self.news.opened(opened, nothing=nothing)
+        if nothing:
+            self._end(entry, LeaseEvent.ALL_READ)  # so nobody will report
         else:
             self._set_timer()
-        return lease
+        return opened.lease
+
+    def _take(self, request: ServeRequest, what: str, lease_id: str, awaited: DeviceEvent | None) -> HeldBlocks:
+        """Take what a lease needs, so much of it computed. Raises RequestError, and changes nothing then."""
+        grows, tokens, extends = request.computed_tokens is not None, request.num_tokens, request.extends
+        computed = tokens if request.computed_tokens is None else request.computed_tokens
+        if computed > tokens:
+            raise RequestError(f"{what}: computed_tokens is {computed}, num_tokens is {tokens}")
+        if extends and not grows:
+            raise RequestError(f"{what}: extends: computed_tokens has to say how many of the {tokens} tokens there are")
+        extends = extends or (grows and self._blocks.extends(request.block_ids, tokens, what))
+        held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
+        if computed > (holds := self._blocks.holds(held)):
+            self._blocks.give_up(held)
+            raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
+        if len(held.entries) or extends:
+            self._blocks.advance(held, computed, awaited)
+        return held
 
     def on_notification(self, payload: bytes) -> None:
         """Take a reader's message: the one way in for what peers say about leases."""
@@ -162,20 +211,10 @@ class Serving:
         if entry is None:
             return messages.NoLease(ended=self._book.served(question.request_id))
         offer = self._offers[entry]
-        ticket = offer.lease.ticket
-        if (ticket.num_tokens, ticket.blocks_digest) != (question.num_tokens, question.blocks_digest):
+        same_blocks = question.blocks_digest in (offer.ticket.blocks_digest, *offer.extended_digest())
+        if offer.ticket.num_tokens != question.num_tokens or not same_blocks:
             return messages.NoLease(ended=True)
-        own = ticket.first
-        return messages.LeaseFound(
-            incarnation=own.incarnation,
-            clock_s=self._clock.now_s(),
-            expires_s=entry.expires_s,
-            lease_id=own.lease_id,
-            seal_index=own.seal_index,
-            block_ids=own.block_ids,
-            more_block_ids=own.more_block_ids,
-            pending=offer.held.computed < offer.held.num_tokens,
-        )
+        return offer.found(self._clock.now_s())
 
     def held(self, lease_id: str, request_id: str) -> tuple[Ticket, HeldBlocks] | None:
         """An open lease, for a reader that knows its secret: what its ticket says, and its blocks."""
@@ -183,7 +222,27 @@ class Serving:
         if entry is None or not entry.is_open or entry.terms.request_id != request_id:
             return None
         offer = self._offers[entry]
-        return offer.lease.ticket, offer.held
+        return offer.ticket, offer.held
+
+    def open_lease(self, request_id: str) -> OpenLease | None:
+        """The open lease of a request."""
+        entry = self._book.serving(request_id)
+        return None if entry is None else self._offers[entry]
+
+    def served(self, request_id: str) -> bool:
+        """Whether a lease of the request has ended lately."""
+        return self._book.served(request_id)
+
+    def decline(self, request_id: str, reason: str) -> None:
+        """See `Runtime.decline`."""
+        if self._book.serving(request_id) is not None:
+            raise RequestError(f"request {request_id!r}: decline: it is being served already")
+        self.news.decline(request_id, reason)
+
+    def lease_id_of(self, request_id: str) -> str | None:
+        """The open lease for a request, for readers that know its name only; None if there is none."""
+        entry = self._book.serving(request_id)
+        return None if entry is None else entry.terms.lease_id
 
     def serves(self, request_id: str | None) -> bool:
         """Whether there is an open lease for the request."""
@@ -211,7 +270,8 @@ class Serving:
         await self._all_ended.wait()
 
     def close(self) -> None:
-        """Revoke what is still open."""
+        """Revoke what is still open, and tell readers that wait for leases that there will be none."""
+        self.news.turn_away("it is closing, or gives its cache back")
         for entry in list(self._offers):
             self._end(entry, LeaseEvent.REVOKE)
 
@@ -229,10 +289,23 @@ class Serving:
         self._notifications[counted] += 1
         self._renewals += counted is Counted.NOTED
 
-    def _restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
+    def revoke(self, entry: LeaseEntry) -> None:
+        """See `Lease.revoke`."""
+        self._end(entry, LeaseEvent.REVOKE)
+
+    def fail(self, entry: LeaseEntry, reason: str) -> None:
+        """See `Lease.fail`."""
+        if entry.is_open:
+            self._offers[entry].reason = reason
+            logger.info("lease %s: its prompt will not be computed: %s", entry.terms.request_id, reason)
+            self._end(entry, LeaseEvent.FAIL)
+
+    def restart(self, entry: LeaseEntry, ttl_s: float | None) -> None:
+        """See `Lease.restart`."""
         self._book.restart(entry, self._config.lease_ttl_s if ttl_s is None else ttl_s, self._clock.now_s())
 
-    def _advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None:
+    def advance(self, entry: LeaseEntry, num_tokens: int, ready: DeviceEvent | None) -> None:
+        """See `Lease.advance`."""
         what = f"request {entry.terms.request_id!r}"
         tokens, event = checks.whole(num_tokens, f"{what}: num_tokens", least=0), checked_event(ready, f"{what}: ready")
         awaited = None if event is None or has_happened(event, f"{what}: ready") else event
@@ -242,14 +315,46 @@ class Serving:
         if not held.told <= tokens <= held.num_tokens:
             known = f"{held.told} are computed already, {held.num_tokens} are offered"
             raise RequestError(f"{what}: advance() to {tokens} tokens: {known}")
+        if tokens > (holds := self._blocks.holds(held)):
+            raise RequestError(f"{what}: advance() to {tokens} tokens: its blocks hold {holds}, extend() it first")
         self._blocks.advance(held, tokens, awaited)
         self._blocks.grow(held)
 
+    def extend(self, entry: LeaseEntry, block_ids: object) -> None:
+        """See `Lease.extend`."""
+        what = f"request {entry.terms.request_id!r}"
+        count = count_block_ids(block_ids, self._config.limits.block_ids_max)
+        if not entry.is_open:
+            return
+        held = self._offers[entry].held
+        if len(held.entries) + count > self._config.limits.block_ids_max:
+            most = f"at most {self._config.limits.block_ids_max} (block_ids_max)"
+            raise RequestError(f"{what}: {len(held.entries) + count} block ids in all, {most}")
+        self._blocks.extend(held, block_ids, f"{what}: extend()")
+        self.news.tell(entry.terms.request_id)
+
+    def complete(self, entry: LeaseEntry, payload: bytes, ready: DeviceEvent | None) -> None:
+        """See `Lease.complete`."""
+        what, most = f"request {entry.terms.request_id!r}: complete()", self._config.limits.payload_bytes_max
+        given = checks.instance(payload, bytes, f"{what}: payload")
+        if len(given) > most:
+            raise RequestError(f"{what}: a payload of {len(given)} bytes, at most {most} (payload_bytes_max)")
+        if not entry.is_open:
+            return
+        found = self._offers[entry]
+        if given and found.payload is not None and given != found.payload:
+            had = (
+                f"another one of {len(found.payload)} bytes was given before" if found.payload else "none was promised"
+            )
+            raise RequestError(f"{what}: a payload of {len(given)} bytes, but {had} (ServeRequest.payload)")
+        self.advance(entry, found.held.num_tokens, ready)
+        if found.payload is None:
+            found.payload = given
+        self.news.tell(entry.terms.request_id)
+
     def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
-        logger.error(
-            "request %s: its blocks cannot be read, its lease is withdrawn", entry.terms.request_id, exc_info=error
-        )
-        self._end(entry, LeaseEvent.REVOKE)
+        logger.error("request %s: its blocks cannot be read, its lease fails", entry.terms.request_id, exc_info=error)
+        self.fail(entry, f"{type(error).__name__}: {error}")
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
         """End a lease, unless it has ended."""
@@ -258,8 +363,12 @@ class Serving:
             self._set_timer()
 
     def _ended(self, entry: LeaseEntry) -> None:
-        """The book has ended a lease: its seal is wiped now, its blocks are given back after the hold."""
-        self._blocks.close(self._offers[entry].held)
+        """The book has ended a lease: its seal says so now, its blocks are given back after the hold."""
+        offer, failed = self._offers[entry], entry.state is LeaseState.FAILED
+        self._blocks.close(offer.held, failed=failed)
+        if failed:
+            self.news.fail(entry.terms.request_id, offer.reason)
+        self.news.tell(entry.terms.request_id)
         logger.info("lease %s: offered -> %s", entry.terms.request_id, entry.state)
         if not entry.terms.holds_blocks:
             self._give_back(entry)
@@ -296,21 +405,24 @@ class Serving:
         offer.outcome.set_result(outcome)
         self._outcomes[outcome] += 1
         if self._context.observers.all:
-            self._context.observers.lease_ended(self._record(entry, offer.lease.ticket, outcome))
+            self._context.observers.lease_ended(self._record(entry, offer, outcome))
         if not self._offers:
             self._all_ended.set()
 
-    def _record(self, entry: LeaseEntry, ticket: Ticket, outcome: LeaseOutcome) -> LeaseRecord:
+    def _record(self, entry: LeaseEntry, offer: OpenLease, outcome: LeaseOutcome) -> LeaseRecord:
+        ticket, tables, history = offer.ticket, offer.held.tables, offer.held.history
         return LeaseRecord(
             engine_id=self._config.engine_id,
             rank=self._context.identity.rank,
             request_id=ticket.request_id,
             outcome=outcome,
-            blocks=sum(map(len, ticket.block_tables)),
-            blocks_by_group=blocks_by_group(self._local.groups, ticket.block_tables),
+            reason=offer.reason,
+            blocks=sum(map(len, tables)),
+            blocks_by_group=blocks_by_group(self._local.groups, tables),
             tokens=ticket.num_tokens,
             readers=len(entry.readers),
             seconds={"offered": entry.ended_s - entry.offered_s, "held": self._clock.now_s() - entry.ended_s},
+            computed=history.moments if history is not None else (),
             traceparent=ticket.traceparent,
         )
 
@@ -327,7 +439,7 @@ def _ticket(
     config, identity = context.config, context.identity
     first, *more = (tuple(ids.tolist()) for ids in held.tables)
     host = [tuple(ids.tolist()) for ids in held.host_tables or ()]
-    kinds = parallelism_of(local.cache_shares)
+    kinds, extends = parallelism_of(local.cache_shares), request.extends or held.extends
     ttl_s = config.lease_ttl_s if request.ttl_s is None else request.ttl_s
     own = RankLease(
         pp_rank=config.pp_rank,
@@ -340,7 +452,8 @@ def _ticket(
         port=identity.port,
         block_ids=host[0] if host else None,
         more_block_ids=tuple(host[1:]),
-        pending=len(held.entries) > 0 and held.computed < held.num_tokens,
+        pending=(len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
+        payload=request.payload,
     )
     return Ticket(
         engine_id=config.engine_id,
@@ -361,4 +474,5 @@ def _ticket(
         ranks=(own,),
         traceparent=request.traceparent,
         prompt_digest=digest,
+        extends=extends,
     )

@@ -156,14 +156,18 @@ class RankCache:
         for layer in self._all():
             layer.fill(number, block_ids)
 
-    def wrong_token(self, number: int, tokens: int, tables: Tables) -> str | None:
-        """What is wrong with the last blocks of a prompt of so many tokens; None if nothing is."""
+    def wrong_token(self, number: int, tokens: int, tables: Tables, count: int | None = None) -> str | None:
+        """What is wrong with the last blocks of a prompt of so many tokens, or with the first `count` tokens in those;
+        None if nothing is.
+        """
+        firsts = [first_token(facts, tokens, ids) for facts, ids in zip(self._facts, tables, strict=True) if ids]
+        stop = tokens if count is None else min(tokens, min(firsts, default=0) + count)
         for facts, layers, block_ids in zip(self._facts, self._layers, tables, strict=True):
             if not block_ids:
                 continue
             first = first_token(facts, tokens, block_ids)
-            for layer in layers:
-                if wrong := layer.wrong_token(number, first, tokens, first, block_ids):
+            for layer in layers if first < stop else ():
+                if wrong := layer.wrong_token(number, first, stop, first, block_ids):
                     return wrong
         return None
 

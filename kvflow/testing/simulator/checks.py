@@ -38,6 +38,8 @@ def check_quiet(engine: Engine) -> None:
     for rank in engine.ranks:
         _compare_owners(engine, rank)
         demand(engine, assert_quiet, rank.runtime.statistics())
+        if seals := rank.runtime._supervisor._seals.used:
+            engine.fail("I5", f"{seals} seals are taken, though no lease is open")
         _compare_outcomes(engine, rank)
 
 
@@ -53,7 +55,7 @@ def _compare_owners(engine: Engine, rank: Rank) -> None:
     """The ledger of a rank and the owners that its engine knows."""
     for block, use in enumerate(rank.uses.tolist()):
         owner = engine.owners[block]
-        if use == 0 and owner in engine.offers and rank.holds_lease(owner):
+        if use == 0 and owner in engine.offers and rank.has_leased(owner, block):
             invariant, what = "I3", "free, but its lease is open"
         elif use > 0 and owner not in engine.offers:
             invariant, what = "I5", f"leased {use} times"
@@ -70,7 +72,7 @@ def _compare_outcomes(engine: Engine, rank: Rank) -> None:
     serving, loading = statistics.serving, statistics.loading
     assert serving is not None
     assert loading is not None
-    ended = serving.read + serving.expired + serving.revoked
+    ended = serving.read + serving.expired + serving.revoked + serving.failed
     if (ended, loading.succeeded) != (rank.served, rank.loaded):
         engine.fail(
             "I4",

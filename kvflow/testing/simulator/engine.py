@@ -9,24 +9,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.states import LeaseState
-from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import (
     BlocksBusy,
     ChecksumMismatch,
     KVFlowError,
     LoadError,
     PeerError,
+    PrefillFailed,
     RequestError,
     RuntimeBroken,
     RuntimeUnavailable,
 )
+from kvflow.runtime.consumer.load import Load as Handle
 from kvflow.runtime.consumer.load import LoadReport, LoadRequest, Verification
 from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.producer.lease import Lease, ServeRequest
@@ -48,7 +50,11 @@ _AT_ONCE_SHARE = 0.3  # of what a device is told to write
 _DEVICE_S = 0.01  # mean time until it has written the rest
 _GROWING_SHARE = 0.5  # of prompts on a device: offered before they are computed
 _GROWING_STEPS = 2
+_EXTENDED_SHARE = 0.4  # of those: their blocks follow while they are computed, and something comes with the end
+_BROKEN_SHARE = 0.05  # of the steps in which a prompt is computed: it never will be
+_FORGOTTEN_SHARE = 0.3  # of those: nobody is told
 _TURNED_SHARE = 0.5  # of engines that wake with another layout
+_FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
@@ -75,7 +81,7 @@ class Engine:
         """The processes that have ended, with what they left: nothing of them is destroyed before the simulation is."""
         self.host = Host(self.name, f"tcp://{self._address}", self._new_life())
         model = simulation.settings.model
-        self._facts = model.groups(shape)
+        self.facts = model.groups(shape)
         self._caches = [
             RankCache(model, shape, tp_rank, pp_rank)
             for pp_rank in range(shape.pp_size)
@@ -281,7 +287,7 @@ class Engine:
     def _take_blocks(self, tokens: int, computed: int = 0) -> list[list[int]] | None:
         """Blocks of each group for what `tokens` tokens need of it beyond the computed ones, those freed last first."""
         counts = []
-        for facts in self._facts:
+        for facts in self.facts:
             stop = -(-tokens // facts.block_size)
             first = max(facts.first_needed(tokens), computed) // facts.block_size if computed < tokens else stop
             counts.append(stop - first)
@@ -319,8 +325,13 @@ class Engine:
 
     # --- offers
 
-    async def offer(self, number: int, tokens: int, ttl_s: float, pause_s: float) -> Offer | None:
-        """Compute a prompt, serve it on all ranks, and hand out its ticket; `finish_offer` is to follow."""
+    async def offer(
+        self, number: int, tokens: int, ttl_s: float, pause_s: float, early: Callable[[Offer], Awaitable[None]] | None
+    ) -> Offer | None:
+        """Compute a prompt, serve it on all ranks, and hand out its ticket; `finish_offer` is to follow.
+
+        `early` hands a rendezvous out before it is served.
+        """
         if not self.running:
             return None
         tables = self._take_blocks(tokens)
@@ -335,22 +346,30 @@ class Engine:
                 offer.device.append(self._later(partial(rank.cache.write, number, tokens, tables)))
         self.offers[offer] = None
         self._note("offers", offer.request_id, tokens, offer.block_ids)
+        if grows and self._simulation.rng.random() < _EXTENDED_SHARE:
+            offer.payload = offer.request_id.encode()
+        if early is not None:
+            offer.early = True
+            await early(offer)
         for rank in list(self.ranks):
             try:
                 lease = rank.runtime.serve_blocks(
                     ServeRequest(
                         offer.request_id,
-                        given_block_ids(tables),
+                        given_block_ids(offer.tables_upto(0) if offer.payload else tables),
                         tokens,
                         ttl_s=ttl_s,
                         ready=None if grows else offer.device[rank.index],
                         computed_tokens=0 if grows else None,
+                        extends=len(offer.payload) > 0,
+                        payload=len(offer.payload) > 0,
                     )
                 )
             except KVFlowError as error:
                 self._judge_refusal(offer.request_id, error)
                 for lease in offer.leases:
                     lease.revoke()
+                self._decline(offer)
                 self._simulation.count(f"offer: {type(error).__name__}")
                 return offer
             rank.served += 1
@@ -366,11 +385,60 @@ class Engine:
         rng = self._simulation.rng
         for upto in (*sorted(rng.randint(0, offer.tokens) for _ in range(_GROWING_STEPS)), offer.tokens):
             await self._simulation.pass_time(rng.expovariate(1 / _DEVICE_S))
-            if lease.state is not LeaseState.OFFERED:
+            if lease.state is not LeaseState.OFFERED or offer.broken:
+                return
+            if rng.random() < _BROKEN_SHARE:
+                self._break(offer)
                 return
             work = self._later(partial(rank.cache.write, offer.number, offer.tokens, offer.tables, upto))
             offer.device.append(work)
+            try:
+                self._advance(offer, lease, upto, work)
+            except RequestError as error:  # no host blocks for more
+                self._judge_refusal(offer.request_id, error)
+                lease.fail(str(error))
+                return
+
+    def _advance(self, offer: Offer, lease: Lease, upto: int, work: DeviceWork | None) -> None:
+        """Say how far a prompt is; of one whose blocks follow, which ones these are."""
+        if not offer.payload:
             lease.advance(upto, work)
+            return
+        known = lease.block_tables
+        upto_now = offer.tables_upto(upto)
+        lease.extend(given_block_ids([table[len(had) :] for table, had in zip(upto_now, known, strict=True)]))
+        if upto == offer.tokens:
+            lease.complete(offer.payload, work)
+        else:
+            lease.advance(upto, work)
+
+    def _decline(self, offer: Offer) -> None:
+        """Tell who waits for an offer that there will be none."""
+        for rank in self.ranks:
+            with contextlib.suppress(KVFlowError):
+                rank.runtime.decline(offer.request_id, "simulated")
+
+    def introduce(self, number: int) -> Ticket | None:
+        """The ticket of nothing by which its ranks introduce themselves; None if it cannot."""
+        tickets = []
+        for rank in self.ranks:
+            request = ServeRequest(f"introduction-{number}", given_block_ids([[] for _ in self.facts]), 0)
+            try:
+                tickets.append(rank.runtime.serve_blocks(request).ticket)
+            except KVFlowError as error:
+                self._judge_refusal(request.request_id, error)
+                return None
+            rank.served += 1
+        return merge_tickets(tickets)
+
+    def _break(self, offer: Offer) -> None:
+        """A prompt will never be computed: its leases fail, or nobody is told."""
+        offer.broken = True
+        told = self._simulation.rng.random() >= _FORGOTTEN_SHARE
+        self._note("cannot compute", offer.request_id, "" if told else "and forgets to say so")
+        if told:
+            for lease in offer.leases:
+                lease.fail("simulated")
 
     async def finish_offer(self, offer: Offer) -> None:
         """Wait for the leases of all ranks, then take the blocks back."""
@@ -474,10 +542,15 @@ class Engine:
         LOAD.set(mine)
         try:
             with self._bounded(request.request_id, deadline_s + self._base.cancel_grace_s):
-                report = await rank.runtime.load_blocks(request)
+                if load.offer.number % _FOLLOWED_EVERY:
+                    report = await rank.runtime.load_blocks(request)
+                else:
+                    report = await self._follow(rank, mine, rank.runtime.start_load(request))
         except (KVFlowError, asyncio.CancelledError) as error:
             if isinstance(error, ChecksumMismatch) and not mine.flipped:
                 self.fail("I2", f"no byte of {request.request_id} was flipped, but {error}")
+            if isinstance(error, PrefillFailed) and not (load.offer.broken or load.offer.early):
+                self.fail("I4", f"{request.request_id} was computed, but {error}")
             return error
         rank.loaded += 1
         self._simulation.count(f"load: {report.verification}")
@@ -489,6 +562,8 @@ class Engine:
             self._simulation.count("load: flipped, and nobody looked")
         elif wrong:
             self.fail("I2", f"{request.request_id} is reported as loaded ({report.verification}), but {wrong}")
+        if report.payload != load.offer.payload and load.offer.tokens:
+            self.fail("I2", f"{request.request_id} came with {report.payload!r}, not {load.offer.payload!r}")
         given_back_s = load.offer.given_back_s
         if given_back_s is not None and mine.last_landing_s > given_back_s:
             self.fail(
@@ -497,6 +572,24 @@ class Engine:
                 f"given back at {given_back_s:.6f} s",
             )
         return report
+
+    async def _follow(self, rank: Rank, mine: RankLoad, handle: Handle) -> LoadReport:
+        """A load whose parts are used as they come: they have to be right when they are told of."""
+        tokens = -1
+        try:
+            async for progress in handle:
+                if progress.tokens <= tokens:
+                    self.fail("I4", f"{handle}: {progress} after {tokens} tokens")
+                tokens = progress.tokens
+                self._simulation.count("load: progress")
+                wrong = rank.cache.wrong_token(mine.load.offer.number, mine.load.offer.tokens, mine.load.tables, tokens)
+                if wrong and not mine.flipped:
+                    self.fail("I2", f"{handle}: {progress}, but {wrong}")
+            return await handle
+        except asyncio.CancelledError:
+            handle.cancel()
+            await asyncio.wait([asyncio.ensure_future(handle.settled())])
+            raise
 
     def _cancel(self, load: Load, tasks: Sequence[asyncio.Task[Ending]]) -> None:
         load.cancelled = True

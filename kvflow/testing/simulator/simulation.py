@@ -35,7 +35,9 @@ _EVENTS_KEPT = 60
 _SETTLE_S = 60.0
 _TRIES = 10
 _REVOKED_SHARE = 0.1
-_FLIPPED_SHARE = 0.05
+_EARLY_SHARE = 0.15  # of requests: their consumer hears of them before their producer
+_EARLY_S = 0.05  # mean time until the producer does
+_FLIPPED_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,8 @@ class Simulation:
         tokens = rng.randint(0, min(producer.shape.num_blocks * producer.shape.block_size // 2, 32))
         ttl_s = self.settings.base.lease_ttl_s * rng.uniform(0.2, 1.5)
         pause_s = rng.uniform(0.0, 0.02) if rng.random() < 0.2 else 0.0
-        offer = await producer.offer(number, tokens, ttl_s, pause_s)
+        early = self._meet if rng.random() < _EARLY_SHARE else None
+        offer = await producer.offer(number, tokens, ttl_s, pause_s, early)
         if offer is None:
             return
         if len(offer.leases) == producer.shape.num_ranks:
@@ -175,6 +178,17 @@ class Simulation:
             if rng.random() < _REVOKED_SHARE:
                 self.loop.call_later(rng.uniform(0.0, ttl_s), self._revoke, offer)
         await producer.finish_offer(offer)
+
+    async def _meet(self, offer: Offer) -> None:
+        """As a router does it that sends both legs at once: the consumer's comes first by a while."""
+        introduction = offer.engine.introduce(offer.number)
+        consumers = [one for one in self.engines if one.shape.loads and one is not offer.engine]
+        if introduction is not None and consumers:
+            self.count("offer: rendezvous")
+            ticket = Ticket.rendezvous(introduction, offer.request_id, ttl_s=offer.ttl_s)
+            deliver, consumer = pick(DELIVERIES, self.rng), self.rng.choice(consumers)
+            self.network.later(self.network.delay_s(), self._deliver, deliver, consumer, offer, ticket)
+            await self.pass_time(self.rng.expovariate(1 / _EARLY_S))
 
     def _revoke(self, offer: Offer) -> None:
         """The producer aborts the request."""
@@ -238,7 +252,7 @@ class Simulation:
             return False
 
         async def produce() -> Offer | None:
-            offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0)
+            offer = await producer.offer(number, producer.shape.block_size + 1, 10.0, 0.0, None)
             if offer is None:
                 return None
             if len(offer.leases) == producer.shape.num_ranks:
@@ -270,7 +284,9 @@ class Simulation:
     def _landing(self, flight: Flight, rows: list[Row]) -> None:
         """Just before bytes land: whose are the blocks that they land in?"""
         mine = flight.load
-        assert isinstance(mine, RankLoad)
+        if not isinstance(mine, RankLoad):
+            self._looked(rows)
+            return
         load, engine = mine.load, mine.load.engine
         if engine.asleep:
             engine.fail("I1", f"bytes of {load} land in memory that was given back")
@@ -281,11 +297,17 @@ class Simulation:
                 if owner is not load:
                     engine.fail("I1", f"bytes of {load} land in block {block}, which is for {owner or 'nobody'} now")
 
+    def _looked(self, rows: list[Row]) -> None:
+        """A look at seals is of no load: it is posted by a timer, and lands in no block."""
+        for engine in self.engines:
+            for local, _, size in rows:
+                for block in engine.landing_blocks(local, size):
+                    engine.fail("I1", f"bytes of no load land in block {block}")
+
     def _landed(self, flight: Flight, rows: list[Row]) -> None:
         """Bytes have landed: now and then one of those in the cache is another one than was sent."""
         mine = flight.load
-        assert isinstance(mine, RankLoad)
-        if not self.network.chance(self._flipped_share):
+        if not isinstance(mine, RankLoad) or not self.network.chance(self._flipped_share):
             return
         in_cache = [row for row in rows if any(True for _ in mine.load.engine.landing_blocks(row[0], row[2]))]
         if in_cache:

@@ -59,10 +59,16 @@ class Offer:
     leases: list[Lease] = field(default_factory=list)
     given_back_s: float | None = None
     """When its engine got the blocks back, or died."""
+    broken: bool = False
+    """Whether it will never be computed."""
     loaded: bool = False
     """Whether all ranks of some engine have loaded it."""
     device: list[DeviceWork | None] = field(default_factory=list)
     """What computes it on each rank, unless it was computed at once."""
+    payload: bytes = b""
+    """What comes with its end; then its blocks follow, too, while it is computed."""
+    early: bool = False
+    """Whether a consumer may have heard of it before it was served, and may give it up if it is late."""
     growing: list[asyncio.Task[None]] = field(default_factory=list)
     """Computes it on each rank, step by step, under leases that are open."""
 
@@ -76,6 +82,14 @@ class Offer:
     @property
     def request_id(self) -> str:
         return f"request-{self.number}"
+
+    def tables_upto(self, tokens: int) -> list[list[int]]:
+        """Those of its blocks, by group, that hold tokens before that one."""
+        found = []
+        for facts, table in zip(self.engine.facts, self.tables, strict=True):
+            first = -(-self.tokens // facts.block_size) - len(table)
+            found.append(table[: max(-(-tokens // facts.block_size) - first, 0)])
+        return found
 
     def ticket(self) -> Ticket:
         return merge_tickets([lease.ticket for lease in self.leases])
@@ -145,3 +159,7 @@ class Rank:
     def holds_lease(self, offer: Offer) -> bool:
         """Whether an offer's lease on this rank is open."""
         return len(offer.leases) > self.index and not offer.leases[self.index].done
+
+    def has_leased(self, offer: Offer, block: int) -> bool:
+        """Whether an offer's lease on this rank is open, and has been given the block."""
+        return self.holds_lease(offer) and any(block in ids for ids in offer.leases[self.index].block_tables)

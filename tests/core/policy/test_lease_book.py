@@ -145,11 +145,11 @@ class BookMachine(RuleBasedStateMachine):
             assert sum(entry.readers.values(), Fraction()) >= entry.terms.reader_count
             self.note_end(entry, LeaseState.READ)
 
-    @rule(number=st.integers(0, 50))
-    def revoke(self, number: int) -> None:
+    @rule(number=st.integers(0, 50), how=st.sampled_from([LeaseEvent.REVOKE, LeaseEvent.FAIL]))
+    def withdraw(self, number: int, how: LeaseEvent) -> None:
         entry = self.some(number)
-        if entry is not None and self.book.end(entry, LeaseEvent.REVOKE, self.now_s):
-            self.note_end(entry, LeaseState.REVOKED)
+        if entry is not None and self.book.end(entry, how, self.now_s):
+            self.note_end(entry, LeaseState.FAILED if how is LeaseEvent.FAIL else LeaseState.REVOKED)
 
     @rule(seconds=st.floats(0.0, 5.0))
     def wait(self, seconds: float) -> None:

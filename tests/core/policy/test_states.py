@@ -62,7 +62,7 @@ MACHINES = {
         LeaseState,
         LeaseEvent,
         LeaseState.OFFERED,
-        frozenset({LeaseState.READ, LeaseState.EXPIRED, LeaseState.REVOKED}),
+        frozenset({LeaseState.READ, LeaseState.EXPIRED, LeaseState.REVOKED, LeaseState.FAILED}),
     ),
     "transfer": Machine(
         TRANSFER_TABLE,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.freshness import Freshness, Step, quick_read_max_s
+from kvflow.core.protocol.freshness import FAILED, Freshness, Step, quick_read_max_s
 
 HOLD_S = 0.05
 
@@ -23,29 +22,35 @@ def see(one: Freshness, tokens_missing: int | None) -> None:
 
 def test_a_lease_that_stands_is_read_at_once_and_its_seal_fetched_meanwhile() -> None:
     one = freshness()
-    assert one.next_step(0.0, 0) is Step.POST
+    assert one.next_step(0.0) is Step.POST
     one.fetching()
-    assert one.next_step(0.1, 0) is Step.POST, "nobody waits for a seal that is under way"
+    assert one.next_step(0.1) is Step.POST, "nobody waits for a seal that is under way"
     one.fetched(0)
-    assert (one.next_step(0.2, 0), one.judge(0.001)) == (Step.POST, Step.FRESH)
+    assert (one.next_step(0.2), one.judge(0.001)) == (Step.POST, Step.FRESH)
 
 
-@pytest.mark.parametrize("one", [freshness(staged=True), freshness(not_expired_before_s=0.0)], ids=["staged", "late"])
-def test_where_the_seal_has_to_be_seen_first_it_is(one: Freshness) -> None:
-    assert one.next_step(0.0, 0) is Step.FETCH
+def test_where_the_seal_has_to_be_seen_first_it_is() -> None:
+    one = freshness(not_expired_before_s=0.0)
+    assert one.next_step(0.0) is Step.FETCH
     one.fetching()
-    assert one.next_step(0.0, 0) is Step.WAIT
+    assert one.next_step(0.0) is Step.WAIT
     one.fetched(0)
-    assert one.next_step(0.0, 0) is Step.POST
+    assert one.next_step(0.0) is Step.POST
 
 
-def test_blocks_that_are_not_staged_yet_are_waited_for() -> None:
+def test_of_a_lease_that_grows_only_what_was_seen_to_be_there_is() -> None:
     one = freshness(staged=True)
-    assert one.next_step(0.0, 0) is Step.FETCH
-    see(one, 3)
-    assert [one.next_step(0.0, most) for most in (4, 3, 2)] == [Step.POST, Step.POST, Step.FETCH_LATER]
-    see(one, 2)
-    assert one.next_step(0.0, 2) is Step.POST
+    assert (one.there(10), one.over) == (0, False)
+    for missing, there in ((7, 3), (0, 10)):
+        one.watched(missing, 0.0)
+        assert (one.there(10), one.over, one.next_step(0.0)) == (there, False, Step.POST)
+    one.watched(None, 0.1)
+    assert (one.there(10), one.over, one.next_step(0.0)) == (0, True, Step.STALE)
+    one.watched(FAILED, 0.2)
+    assert (one.there(10), one.over, one.failed, one.next_step(0.0)) == (0, True, True, Step.STALE)
+    assert one.judge(None) is Step.STALE
+    whole = freshness()
+    assert (whole.there(10), whole.over) == (10, False), "nothing has to be seen"
 
 
 @given(
@@ -78,8 +83,8 @@ def test_a_seal_that_is_broken_stops_the_read(steps: list[int | None], staged: b
     one = freshness(staged=staged)
     assert one.judge(0.0) is Step.STALE, "nothing vouches before a seal was seen"
     for seen in steps:
-        one.next_step(0.0, 0)
+        one.next_step(0.0)
         see(one, seen)
-        assert (one.next_step(0.0, 5) is Step.STALE) == (seen is None)
+        assert (one.next_step(0.0) is Step.STALE) == (seen is None)
         read_too_early = seen is not None and seen > 0 and not staged
         assert (one.judge(0.0) is Step.STALE) == (seen is None or read_too_early)

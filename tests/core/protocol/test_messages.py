@@ -68,6 +68,12 @@ DIGESTS = messages.DigestRequest(
     definition=1,
     parts=(messages.DigestPart("", (0, 7), 8, 4, 32, 16, 41), messages.DigestPart("conv.x", (3,), 0, 1, 2, 40, 41)),
 )
+NEWS_QUESTION = messages.NewsRequest(
+    reader="decode-0/0.0.0#1", target=TARGET, request_id="req", lease_id=LEASE_ID, known=(3, 0), wait_s=9.5
+)
+OFFER = messages.Offer(
+    lease=FOUND, num_tokens=41, ttl_s=30.0, block_ids=((3, 7), (5,)), extends=True, prompt_digest="0" * 32
+)
 DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     "header": (messages.decode_header, [messages.our_header(b""), messages.our_header(FACTS.fingerprint())]),
     "request": (
@@ -80,6 +86,9 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             messages.ClockRequest(reader="decode-0/0.0.0#1", target=TARGET),
             DIGESTS,
             msgspec.structs.replace(DIGESTS, parts=()),
+            messages.OfferRequest(reader="decode-0/0.0.0#1", target=TARGET, request_id="secret", wait_s=9.5),
+            NEWS_QUESTION,
+            msgspec.structs.replace(NEWS_QUESTION, known=()),
         ],
     ),
     "reply": (
@@ -93,6 +102,12 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
             messages.ClockShown(incarnation="8f14e45f", clock_s=-1.5),
             messages.Digests(values=()),
             messages.Digests(values=(0, (1 << 64) - 1)),
+            OFFER,
+            msgspec.structs.replace(OFFER, lease=None, block_ids=()),
+            messages.Declined(reason="no room"),
+            messages.News(state=messages.LeaseNews.OPEN, more_block_ids=((3,), ())),
+            messages.News(state=messages.LeaseNews.COMPLETE, payload=b"\x00token"),
+            messages.News(state=messages.LeaseNews.FAILED, reason="out of memory"),
             messages.NoLease(ended=True),
             messages.NoLease(ended=False),
             messages.Refusal(reason="no such rank", version=1),
@@ -132,8 +147,14 @@ def test_a_header_of_another_version_is_read() -> None:
     """So that a newer peer can be told which version we speak."""
     newer = messages.Header(magic="kvflow", version=messages.PROTOCOL_VERSION + 1, fingerprint=b"")
     assert messages.decode_header(messages.encode(newer)) == newer
-    with_more = msgspec.msgpack.encode(["kvflow", 9, b"", {"new": "field"}])
+    with_more = msgspec.msgpack.encode(["kvflow", 9, b"", 7, {"new": "field"}])
     assert messages.decode_header(with_more).version == 9
+
+
+def test_a_header_may_leave_out_which_question_it_is_of() -> None:
+    short = msgspec.msgpack.encode(["kvflow", messages.PROTOCOL_VERSION, b""])
+    assert messages.decode_header(short) == messages.our_header(b"")
+    assert messages.decode_header(messages.encode(messages.our_header(b"", 7))).question == 7
 
 
 @each(

@@ -13,7 +13,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from kvflow.config import Config, rank_offset
-from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.cache.groups import GroupFacts, GroupKind, tokens_held
 from kvflow.core.plan.topology import Rank, parallelism_of
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
@@ -194,8 +194,8 @@ INTEGERS = ["kvflow.version", *PORTS, *PLACES, *SIZES, *RANK_COUNTS, *COUNTS]
 SECONDS = ["kvflow.ttl_s", *(f"{rank}expires_s" for rank in OF_RANKS)]
 
 
-LEFT_OUT = {"more_block_ids", "groups", "more_kinds", "pending"}
-"""Not in a ticket of one group whose blocks are there."""
+LEFT_OUT = {"more_block_ids", "groups", "more_kinds", "pending", "payload"}
+"""Not in a ticket of one group whose blocks are there, and with whose end nothing comes."""
 
 
 def _key(path: str) -> str:
@@ -219,7 +219,7 @@ WRONG: list[tuple[list[str], tuple[object, ...]]] = [
     (INTEGERS, ("1", True, 1.5, [1], 2**63, 2**70, 10**400, -(2**63) - 1)),
     (FLAGS, (1, "true")),
     (SECONDS, ("30", True, float("nan"), float("inf"), float("-inf"))),
-    (BLOCK_IDS, ("123", [1, "2"], [1, 2.5], [1, True], [[1]], {"0": 1}, [1, 2, 2**63], [2**70], [-(2**63) - 1])),
+    (BLOCK_IDS, ("123", [1, "2"], [1, 2.5], [1, True], [["1"]], {"0": 1}, [1, 2, 2**63], [2**70], [-(2**63) - 1])),
     (["kvflow"], ([], "kvflow")),
     (["kvflow.ranks"], ("ranks", {"0": {}}, [[]])),
     # values
@@ -532,11 +532,12 @@ OTHERS: dict[str, object] = {
     "prompt_digest": "0" * 32,
     "groups": (GroupFacts(name="local", block_size=16, kind=GroupKind.SLIDING, window=8),),
     "more_kinds": ((16, 4, 8),),
+    "extends": True,
 }
 
 
 def test_others_are_all_but_what_may_differ() -> None:
-    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent", "more_block_ids"}
+    assert set(OTHERS) == set(Ticket.__struct_fields__) - {"ranks", "ttl_s", "traceparent", "more_block_ids", "awaited"}
 
 
 @each("name", OTHERS)
@@ -645,3 +646,57 @@ def test_a_ticket_without_leases_has_a_table_for_each_group() -> None:
     assert (ticket.block_tables, ticket.ranks[1].block_tables) == (((4,), (5,)), ())
     with pytest.raises(RequestError, match="1 block tables, but 2 groups"):
         GROUPED.without_leases(block_ids=[[4]], **other)
+
+
+# --- blocks that are to come
+
+
+def test_a_ticket_says_that_blocks_follow() -> None:
+    ticket = msgspec.structs.replace(TICKET, extends=True, num_tokens=64, block_ids=(3,), ranks=TICKET.ranks[:1])
+    params = ticket.to_params()
+    assert params["kvflow"]["extends"] is True
+    assert Ticket.from_params(json.loads(json.dumps(params))) == ticket
+    assert (ticket.block_counts, ticket.offered_tokens) == ((-(-64 // TICKET.block_size),), 64)
+    assert "extends" not in TICKET.to_params()["kvflow"]
+
+
+@each(
+    ["changes", "problem"],
+    [
+        ({"extends": True, "num_tokens": 1}, "tokens need"),
+        ({"extends": 1}, "extends"),
+        ({"awaited": True}, "a rendezvous knows no blocks"),
+        ({"awaited": "yes"}, "awaited"),
+    ],
+)
+def test_what_is_to_come_has_to_be_possible(changes: dict[str, Any], problem: str) -> None:
+    params = TICKET.to_params()
+    params["kvflow"].update(changes)
+    with pytest.raises(RequestError, match=problem):
+        read_ticket(params)
+
+
+def test_a_ticket_cannot_promise_more_blocks_than_a_load_takes() -> None:
+    """They are not listed, so nothing but their number can be judged; it is, before anything is made of it."""
+    ticket = msgspec.structs.replace(TICKET, extends=True, num_tokens=1 << 60)
+    with pytest.raises(RequestError, match=r"at most 1000 \(block_ids_max\)"):
+        read_ticket(ticket, 1000)
+
+
+def test_the_blocks_of_windows_and_states_in_the_end() -> None:
+    groups = (
+        GroupFacts(name="all", block_size=4),
+        GroupFacts(name="window", block_size=4, kind=GroupKind.SLIDING, window=6),
+        GroupFacts(name="state", block_size=1, kind=GroupKind.STATE),
+    )
+    assert [group.blocks_needed(18) for group in groups] == [5, 2, 1]
+    assert [group.blocks_needed(0) for group in groups] == [0, 0, 0]
+    for known, tokens in (
+        ((0, 0, 0), 0),
+        ((2, 0, 0), 8),
+        ((5, 0, 0), 12),
+        ((5, 1, 0), 16),
+        ((5, 2, 0), 17),
+        ((5, 2, 1), 18),
+    ):
+        assert tokens_held(groups, known, (5, 2, 1), 18) == tokens

@@ -1,0 +1,38 @@
+"""How far leases that grow and their loads were, and when: for their records. Ordinary ones note nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+MOMENTS_MAX = 64
+
+
+class Moment(NamedTuple):
+    """So many tokens of the prompt were there, `seconds` after the beginning of the lease or load."""
+
+    seconds: float
+    tokens: int
+
+
+class History:
+    """Moments in order, each with more tokens than the one before. Of more than MOMENTS_MAX every other one is
+    forgotten, but never the first and the last.
+    """
+
+    def __init__(self, now_s: Callable[[], float], begun_s: float) -> None:
+        self._now_s = now_s
+        self._begun_s = begun_s
+        self._moments: list[Moment] = []
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        return tuple(self._moments)
+
+    def note(self, tokens: int) -> None:
+        """So many are there now. No effect unless they are more than before."""
+        if tokens <= (self._moments[-1].tokens if self._moments else 0):
+            return
+        self._moments.append(Moment(self._now_s() - self._begun_s, tokens))
+        if len(self._moments) > MOMENTS_MAX:
+            del self._moments[1:-1:2]

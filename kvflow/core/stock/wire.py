@@ -1,0 +1,182 @@
+"""Messages of the stock side channel: the question for a rank's metadata, and its answer, byte for byte as they are.
+
+A stock engine has one listener for all its ranks, and no guard around it: a question that it does not expect ends its
+listener for good. So there is one function that makes questions, and it makes none but the one that is expected. What
+is received is decoded strictly and with bounds: a peer's words are its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from kvflow.checks import is_name
+from kvflow.config import ENGINE_ID_CHARS_MAX, RANKS_MAX
+from kvflow.core.protocol.messages import REGIONS_MAX, WireError
+from kvflow.core.stock.hashing import HASH
+from kvflow.core.stock.versions import Line
+
+_ASKED = b"get_meta_msg"
+_AGENT = b"nixlSerDes|Agent"
+_AGENT_CHARS_MAX = 512
+_NAME_CHARS_MAX = 1024
+METADATA_BYTES_MAX = 64 << 20
+QUESTION_BYTES_MAX = 64
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Address = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Bytes = Annotated[int, Meta(ge=1, lt=1 << 47)]
+Number = Annotated[int, Meta(ge=-1, lt=1 << 31)]
+Name = Annotated[str, Meta(max_length=_NAME_CHARS_MAX)]
+Ranks = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+_Many = Meta(max_length=REGIONS_MAX)
+
+
+class Question(NamedTuple):
+    """Which rank's metadata is asked for."""
+
+    pp_rank: int
+    tp_rank: int
+
+
+class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank shows of itself: vLLM's NixlAgentMetadata, as far as its line has it."""
+
+    engine_id: Annotated[str, Meta(min_length=1, max_length=_NAME_CHARS_MAX)]
+    agent_metadata: bytes
+    kv_caches_base_addr: Annotated[list[Address], Meta(min_length=1, max_length=REGIONS_MAX)]
+    device_id: Count
+    num_blocks: Size
+    block_lens: Annotated[list[Bytes], Meta(min_length=1, max_length=REGIONS_MAX)]
+    kv_cache_layout: Name
+    block_size: Size
+    ssm_sizes: tuple[Count, Count]
+    attn_backend_name: Name
+    physical_blocks_per_logical_kv_block: Size
+    block_strides: Annotated[list[Bytes], _Many] | None = None
+    """Since 0.29; before, one block lies right behind the other."""
+    region_num_blocks: Annotated[list[Size], _Many] | None = None
+    region_group_ids: Annotated[list[Number], _Many] | None = None
+    region_names: Annotated[list[Name], _Many] | None = None
+    region_mem_types: Annotated[list[Name], _Many] | None = None
+    dcp_size: Ranks = 1
+    pcp_size: Ranks = 1
+    ple_block_len: Size | None = None
+    region_members: Annotated[list[Annotated[list[Name], _Many]], _Many] = []
+    packed_member_layouts: Annotated[dict[Name, tuple[Count, Count]], _Many] = {}
+
+
+class Shown(NamedTuple):
+    """A listener's answer."""
+
+    compatibility_hash: str
+    metadata: StockMetadata
+    fields: frozenset[str]
+    """Which fields the metadata has, be they known or not."""
+    clock_s: float
+    """What the listener's clock showed."""
+
+
+class _Payload(msgspec.Struct, frozen=True, kw_only=True):
+    compatibility_hash: Annotated[str, Meta(max_length=256)]
+    agent_metadata_bytes: bytes
+
+
+def encode_question(pp_rank: int, tp_rank: int) -> bytes:
+    """The one question that a stock listener survives, about a rank that it has to have: `core.stock.shape` says which.
+
+    ValueError for what is no rank.
+    """
+    if not (0 <= pp_rank < RANKS_MAX and 0 <= tp_rank < RANKS_MAX):
+        raise ValueError(f"no rank: pp {pp_rank}, tp {tp_rank}")
+    return msgspec.msgpack.encode((_ASKED, pp_rank, tp_rank))
+
+
+def decode_question(frame: bytes) -> Question:
+    """A stock reader's question. WireError for anything else."""
+    if len(frame) > QUESTION_BYTES_MAX:
+        raise WireError(f"a question of {len(frame)} bytes, at most {QUESTION_BYTES_MAX}")
+    asked, pp_rank, tp_rank = _decode(frame, tuple[bytes, Count, Count], "a question")
+    if asked != _ASKED:
+        raise WireError(f"a question for {asked[:40]!r}")
+    return Question(pp_rank, tp_rank)
+
+
+def encode_metadata(metadata: StockMetadata, line: Line) -> bytes:
+    """The metadata as readers of that line expect it."""
+    return msgspec.msgpack.encode({name: getattr(metadata, name) for name in line.metadata})
+
+
+def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> list[bytes]:
+    """Both frames of a listener's answer."""
+    payload = _Payload(compatibility_hash=compatibility_hash, agent_metadata_bytes=metadata)
+    return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
+
+
+def decode_answer(frames: list[bytes]) -> Shown:
+    """A stock listener's answer. WireError names what it cannot be."""
+    if len(frames) != 2:
+        raise WireError(f"{len(frames)} frames, a stock listener (vLLM 0.26 and later) answers with 2")
+    if len(frames[0]) > METADATA_BYTES_MAX or len(frames[1]) > QUESTION_BYTES_MAX:
+        raise WireError(f"an answer of {len(frames[0])} and {len(frames[1])} bytes")
+    payload = _decode(frames[0], _Payload, "the answer")
+    clock_s = _decode(frames[1], float, "its clock")
+    if not HASH.fullmatch(payload.compatibility_hash):
+        raise WireError(f"compatibility hash {payload.compatibility_hash[:80]!a} is not 64 hexadecimal digits")
+    if not math.isfinite(clock_s):
+        raise WireError(f"its clock shows {clock_s}")
+    fields = _decode(payload.agent_metadata_bytes, dict[str, msgspec.Raw], "its metadata")
+    metadata = _decode(payload.agent_metadata_bytes, StockMetadata, "its metadata")
+    _check(metadata)
+    return Shown(payload.compatibility_hash, metadata, frozenset(fields), clock_s)
+
+
+def agent_of(agent_metadata: bytes) -> str:
+    """The name of the NIXL agent whose metadata this is: a stock worker has another one in each of its lives.
+
+    WireError if it is no agent's metadata as NIXL writes it.
+    """
+    begin = len(_AGENT) + 8
+    size = int.from_bytes(agent_metadata[len(_AGENT) : begin], "little")
+    name = agent_metadata[begin : begin + size]
+    whole = agent_metadata.startswith(_AGENT) and 0 < size <= _AGENT_CHARS_MAX
+    if not whole or agent_metadata[begin + size : begin + size + 1] != b"|":
+        raise WireError(f"agent metadata of {len(agent_metadata)} bytes is not NIXL's")
+    try:
+        text = name.decode()
+    except UnicodeDecodeError as error:
+        raise WireError("the name of its NIXL agent is no text") from error
+    if not is_name(text, _AGENT_CHARS_MAX):
+        raise WireError(f"the name of its NIXL agent is {text[:80]!a}")
+    return text
+
+
+def _check(metadata: StockMetadata) -> None:
+    """WireError for tables that do not go together."""
+    count = len(metadata.kv_caches_base_addr)
+    if not is_name(metadata.engine_id, ENGINE_ID_CHARS_MAX):
+        raise WireError(f"engine_id {metadata.engine_id[:80]!a} is no name")
+    tables = ("block_lens", "block_strides", "region_num_blocks", "region_group_ids", "region_names")
+    for name in (*tables, "region_mem_types"):
+        table = getattr(metadata, name)
+        if table is not None and len(table) != count:
+            raise WireError(f"{name}: {len(table)} entries, but there are {count} regions")
+    if metadata.region_members and len(metadata.region_members) != count:
+        raise WireError(f"region_members: {len(metadata.region_members)} entries, but there are {count} regions")
+    strides = metadata.block_strides or metadata.block_lens
+    counts = metadata.region_num_blocks or [metadata.num_blocks] * count
+    rows = zip(metadata.kv_caches_base_addr, strides, metadata.block_lens, counts, strict=True)
+    for base, stride, size, blocks in rows:
+        if stride < size or base + stride * blocks >= 1 << 63:
+            raise WireError(f"a region at {base}: {blocks} blocks of {size} bytes, {stride} bytes apart")
+
+
+def _decode(data: bytes, kind: Any, what: str) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"{what}, {len(data)} bytes, does not decode: {str(error)[:200]}") from error

@@ -1,0 +1,57 @@
+"""What a stock engine shows of itself, and what of it would work with kvflow (`kvflow doctor --stock`)."""
+
+from __future__ import annotations
+
+from kvflow.core.protocol.messages import WireError
+from kvflow.core.stock.shape import unread
+from kvflow.core.stock.versions import LINES, line_that_shows
+from kvflow.core.stock.wire import Shown, StockMetadata, agent_of
+from kvflow.doctor.findings import Finding, fail, ok, warn
+from kvflow.errors import KVFlowError
+from kvflow.stock.asking import ask_rank
+
+_ENGINE, _CACHE, _READ = "stock engine", "stock cache", "reading it"
+
+
+async def examine_stock(address: str, timeout_s: float) -> list[Finding]:
+    """Ask the engine's listener for rank 0, which every engine has: it dies of questions about others."""
+    try:
+        shown = await ask_rank(address, timeout_s=timeout_s)
+    except KVFlowError as error:
+        fix = "give VLLM_NIXL_SIDE_CHANNEL_HOST and _PORT of a vLLM with NixlConnector; it must not be older than 0.26"
+        return [fail(_ENGINE, str(error), fix)]
+    return [*judge_stock(shown)]
+
+
+def judge_stock(shown: Shown) -> list[Finding]:
+    """What it is, its hash, its cache, and whether its like is read."""
+    metadata, lines = shown.metadata, [line.version for line in LINES]
+    like = [line.version for line in LINES if line.metadata == line_that_shows(shown.fields).metadata]
+    try:
+        agent = agent_of(metadata.agent_metadata)
+    except WireError as error:
+        return [fail(_ENGINE, str(error), "its NIXL is not one that is known")]
+    versions = like[0] if len(like) == 1 else f"{like[0]} to {like[-1]}"
+    found = [
+        ok(_ENGINE, f"{metadata.engine_id}, agent {agent}, metadata as of vLLM {versions}"),
+        ok("its compatibility hash", shown.compatibility_hash),
+        ok(_CACHE, geometry(metadata)),
+    ]
+    problems = unread(metadata)
+    if problems:
+        return [*found, fail(_READ, "; ".join(problems), "dense models with full attention and MLA are read")]
+    unknown = sorted(shown.fields - set(LINES[-1].metadata))
+    if unknown:
+        what = f"it shows what vLLM {lines[-1]} does not: {', '.join(unknown)[:200]}"
+        return [*found, warn(_READ, what, "it may be newer than what is spoken with; try it on a test fleet")]
+    return [*found, ok(_READ, "pin its hash (StockPeers.hashes, or stock.hashes of KVFlowConnector)")]
+
+
+def geometry(metadata: StockMetadata) -> str:
+    """Its cache in a line."""
+    split = metadata.physical_blocks_per_logical_kv_block
+    blocks = f"{metadata.num_blocks} blocks of {metadata.block_size} tokens"
+    kernel = f" ({split} are one of vLLM's)" if split > 1 else ""
+    kinds = ", ".join(sorted(set(metadata.region_mem_types or ["memory unknown"])))
+    regions = f"{len(metadata.kv_caches_base_addr)} regions of {blocks}{kernel}, {metadata.block_lens[0]} bytes each"
+    return f"{regions}, {metadata.kv_cache_layout}, {metadata.attn_backend_name}, {kinds}"

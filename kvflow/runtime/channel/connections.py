@@ -1,0 +1,319 @@
+"""Connections to listeners: a new one for a first question, kept for a while for those that follow.
+
+A connection belongs to the one question that it was opened for until that is answered. If the answer says which
+question it is for, others may share the connection, several at once, and it is kept for some time after the last of
+them; each answer goes to the question that it names, and one whose question is over goes to nobody. A listener that
+does not number its answers gets a connection for every question.
+
+A question that ends without an answer, because its time is up or nobody wants to know any more, spends its connection:
+what waits on it may go on, but whoever asks next gets a new one. So a connection that has gone dead in silence costs
+one question, as it would if none was kept.
+
+A kept socket has no task and no timer of its own: the loop hears of it when ZeroMQ has something for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvflow.core.protocol import messages
+from kvflow.limits import Limits
+from kvflow.runtime.channel.keyring import KeyPair
+
+QUESTIONS_MAX = 8
+"""Over one connection at once: a listener lets as many answers wait for their connection."""
+
+_TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
+_NOTICED = (
+    zmq.Event.CONNECT_RETRIED
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.DISCONNECTED
+)
+
+Heard: TypeAlias = "list[bytes] | zmq.Event"
+"""The frames of an answer, or what has become of the connection: all but CONNECT_RETRIED are its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """To a listener: its address in numbers and, with CURVE, its public key and our pair."""
+
+    endpoint: str
+    server_key: bytes = b""
+    own: KeyPair | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Question:
+    """One that waits for its answer."""
+
+    number: int
+    heard: asyncio.Queue[Heard] = field(default_factory=asyncio.Queue)
+    answered: bool = False
+    """Whether an answer has come that names it."""
+
+
+class Connection:
+    """A DEALER, its monitor, and the questions that wait on it."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        way: Way,
+        answer_bytes_max: int,
+        over: Callable[[Connection], None],
+    ) -> None:
+        """`over` is called when it has come to its end by itself. Raises ZMQError."""
+        self.way = way
+        self.waiting: dict[int, Question] = {}
+        self.spent = False
+        """Whether a question over it was left without an answer."""
+        self.closed = False
+        self._over = over
+        self._numbers = itertools.count(1)
+        self._asked = 0
+        self._loop = asyncio.get_running_loop()
+        self._socket = context.socket(zmq.DEALER)
+        try:
+            self._monitor = context.socket(zmq.PAIR)
+        except zmq.ZMQError:
+            self._socket.close(linger=0)
+            raise
+        try:
+            self._set_up(way, answer_bytes_max)
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._files = [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
+        for file, look in zip(self._files, (self._look, self._look_at_monitor), strict=True):
+            self._loop.add_reader(file, look)
+        self._loop.call_soon(self._look_at_monitor)  # of what came before, the loop may not hear
+
+    def ask(self, fingerprint: bytes, body: bytes) -> Question:
+        """Send a question. Raises ZMQError."""
+        question = Question(next(self._numbers))
+        header = messages.encode(messages.our_header(fingerprint, question.number))
+        with suppress(zmq.Again):  # it has failed already, and the monitor is about to say how
+            self._socket.send_multipart([header, body], flags=zmq.NOBLOCK)
+        self._asked += 1
+        self.waiting[question.number] = question
+        self._look()  # sending takes notice of what has come, so the loop does not
+        return question
+
+    def close(self) -> None:
+        """Closing twice is fine."""
+        if self.closed:
+            return
+        self.closed = True
+        if not self._loop.is_closed():
+            for file in self._files:
+                self._loop.remove_reader(file)
+        self._close_sockets()
+
+    def _set_up(self, way: Way, answer_bytes_max: int) -> None:
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, 0),  # see `listening`
+            (zmq.SNDHWM, 0),
+            (zmq.MAXMSGSIZE, answer_bytes_max),
+            (zmq.IPV6, int("[" in way.endpoint)),
+        ):
+            self._socket.setsockopt(option, value)
+        if way.own is not None:
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, way.server_key)
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, way.own.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, way.own.secret)
+        told = f"inproc://failures-{id(self)}"
+        self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's thread, and closing with it
+        self._socket.monitor(told, _NOTICED)
+        self._monitor.connect(told)
+        self._socket.connect(way.endpoint)
+
+    def _close_sockets(self) -> None:
+        self._socket.disable_monitor()  # before the monitor's end closes: ZeroMQ would wait for it to take an event
+        self._socket.close(linger=0)
+        self._monitor.close(linger=0)
+
+    def _look(self) -> None:
+        """Take what has come. ZeroMQ tells the loop of a change once, so all of it, or look again soon."""
+        for _ in range(_TAKEN_AT_ONCE):
+            frames = None if self.closed else _received(self._socket)
+            if frames is None:
+                return
+            self._take(frames)
+        self._loop.call_soon(self._look)
+
+    def _take(self, frames: list[bytes]) -> None:
+        number = _number_of(frames)
+        if number:
+            question = self.waiting.get(number)
+            if question is not None:  # else it was given up
+                question.answered = True
+                question.heard.put_nowait(frames)
+        elif self._asked > 1:
+            self._end(zmq.Event.DISCONNECTED)  # whose answer is it? Each asks again, by itself
+        else:
+            self._tell(frames)
+
+    def _look_at_monitor(self) -> None:
+        while not self.closed and (frames := _received(self._monitor)) is not None:
+            event = zmq.Event(parse_monitor_message(frames)["event"])
+            if event == zmq.Event.CONNECT_RETRIED:
+                self._tell(event)
+            else:
+                self._look()  # an answer and its connection's end may come together
+                self._end(event)
+
+    def _end(self, event: zmq.Event) -> None:
+        self.close()
+        self._tell(event)
+        self._over(self)
+
+    def _tell(self, heard: Heard) -> None:
+        for question in self.waiting.values():
+            question.heard.put_nowait(heard)
+
+
+class Connections:
+    """All that one engine has, to whomever it asks."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._open: set[Connection] = set()
+        self._shared: dict[Way, Connection] = {}
+        """Those that further questions may use: one for each way."""
+        self._idle: OrderedDict[Connection, float] = OrderedDict()
+        """Those of them that nobody uses, and since when; the oldest comes first."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def shared(self, way: Way) -> Connection | None:
+        """One that has answered before, and has room for a question."""
+        found = self._shared.get(way)
+        return None if found is None or len(found.waiting) >= QUESTIONS_MAX else found
+
+    def open(self, way: Way) -> Connection:
+        """A new one, for one question. Raises ZMQError, such as for too many open files."""
+        if self._context is None:
+            self._context = zmq.Context()
+            self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+        try:
+            connection = Connection(self._context, way, self._limits.side_channel_message_bytes_max, self._forget)
+        except BaseException:
+            self._end_if_done()
+            raise
+        self._open.add(connection)
+        return connection
+
+    @contextmanager
+    def asking(self, connection: Connection, fingerprint: bytes, body: bytes) -> Iterator[Question]:
+        """Ask over a connection, which is `shared` or has just been opened. Raises ZMQError."""
+        self._idle.pop(connection, None)
+        question = None
+        try:
+            question = connection.ask(fingerprint, body)
+            yield question
+        finally:
+            if question is not None:
+                del connection.waiting[question.number]
+            self._ended(connection, answered=question is not None and question.answered)
+
+    def close(self) -> None:
+        """Keep none any more; those in use are closed after their last question."""
+        self._closed = True
+        for connection in list(self._idle):
+            self._drop(connection)
+        self._end_if_done()
+
+    def abandon(self) -> None:
+        """Close all at once, without the loop, which is gone."""
+        self._closed = True
+        for connection in list(self._open):
+            connection.close()
+            self._forget(connection)
+
+    def _ended(self, connection: Connection, *, answered: bool) -> None:
+        """A question has ended."""
+        way = connection.way
+        if not answered:
+            connection.spent = True
+        if connection.spent and self._shared.get(way) is connection:
+            del self._shared[way]
+        if not (connection.spent or connection.closed or self._closed):
+            self._shared.setdefault(way, connection)
+        if connection.waiting:
+            return
+        if self._shared.get(way) is not connection or self._closed:
+            self._drop(connection)
+            return
+        self._idle[connection] = asyncio.get_running_loop().time()
+        if len(self._idle) > self._limits.side_channel_kept_max:
+            self._drop(next(iter(self._idle)))
+        self._set_timer()
+
+    def _drop(self, connection: Connection) -> None:
+        connection.close()
+        self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        """It is closed."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+        if self._shared.get(connection.way) is connection:
+            del self._shared[connection.way]
+        self._end_if_done()
+
+    def _end_if_done(self) -> None:
+        """End ZeroMQ's threads once nobody asks any more."""
+        if not self._closed or self._open:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        context, self._context = self._context, None
+        if context is not None:
+            context.term()
+
+    def _set_timer(self) -> None:
+        if self._timer is None and self._idle:
+            since_s = next(iter(self._idle.values()))
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(since_s + self._limits.side_channel_idle_s, self._look_at_idle)
+
+    def _look_at_idle(self) -> None:
+        """Close those that were not used for long."""
+        self._timer = None
+        over_s = asyncio.get_running_loop().time() - self._limits.side_channel_idle_s
+        for connection, since_s in list(self._idle.items()):
+            if since_s > over_s:
+                break
+            self._drop(connection)
+        self._set_timer()
+
+
+def _received(socket: zmq.Socket[bytes]) -> list[bytes] | None:
+    """The next message, if there is one."""
+    try:
+        return socket.recv_multipart(flags=zmq.NOBLOCK)
+    except zmq.Again:
+        return None
+
+
+def _number_of(frames: Sequence[bytes]) -> int:
+    """Which question an answer is for; 0 if it does not say."""
+    try:
+        return messages.decode_header(frames[0]).question
+    except messages.WireError:
+        return 0

@@ -1,0 +1,237 @@
+"""What a load is told of the leases that it reads under, beside what their seals say.
+
+Each rank whose lease is still to come to an end is asked one question, which it answers when the lease is complete or
+over, or when it has blocks that we do not know; after the last kind of answer it is asked again. That makes a load
+look at the seal at once, and it is where blocks come from that no ticket names, and payloads. It vouches for nothing: a
+load that needs neither of these ends as well if no answer ever comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from kvflow.core.cache.groups import tokens_held
+from kvflow.core.plan.descriptors import BlockIds, Chunks, check_block_ids
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.messages import LeaseNews
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
+from kvflow.runtime.consumer.flight import SourceRead
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
+
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.01, 0.5
+_UNREACHABLE_MAX = 3  # in a row
+
+
+class LeaseOver(Exception):
+    """The lease has ended, and what was waited for will not come."""
+
+
+class _Unknown(NamedTuple):
+    """Block ids of a load that may not be known yet: where they belong, which of the lease's they are, and these."""
+
+    ids: BlockIds
+    positions: BlockIds
+    table: BlockIds
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """What was told of one rank's lease."""
+
+    source: Source
+    tables: Sequence[BlockIds]
+    """Its blocks, by group; -1 stands for those that are not known."""
+    known: list[int]
+    """How many are, by group."""
+    num_tokens: int
+    end: asyncio.Future[LeaseNews]
+    """How it has ended, or an error: it will not be known."""
+    wake: Callable[[], object]
+    """Told of every answer."""
+    read: SourceRead | None = None
+    payload: bytes = b""
+    failed: str = ""
+    """In words, once it is told that the prompt could not be computed."""
+    unknown: list[_Unknown] = field(default_factory=list)
+
+    def attach(self, read: SourceRead, wanted: Sequence[Chunks]) -> None:
+        """A load reads this from the rank. `wanted` has, instead of block ids, their positions, for who learns them."""
+        self.read, read.known_tokens = read, self.known_tokens
+        for (block_map, chunks), some in zip(read.chunks, wanted, strict=True):
+            self.unknown.append(_Unknown(chunks.remote_ids, some.remote_ids, self.tables[block_map.remote_group]))
+
+    @property
+    def known_tokens(self) -> int:
+        """How many tokens of the prompt the blocks hold that are known."""
+        groups, counts = self.source.connection.groups, tuple(map(len, self.tables))
+        return tokens_held(groups, self.known, counts, self.num_tokens)
+
+    def take(self, news: messages.News, payload_bytes_max: int) -> None:
+        """Note what was told. Raises ProtocolError, and changes nothing then."""
+        added = [ids for ids in news.more_block_ids if ids]
+        if added:
+            self._add(news.more_block_ids)
+        if len(news.payload) > payload_bytes_max:
+            size = f"{len(news.payload)} bytes, at most {payload_bytes_max} (payload_bytes_max)"
+            raise self.source.peer.at.failure(ProtocolError, f"its payload has {size}")
+        if news.state is LeaseNews.COMPLETE and self.known_tokens < self.num_tokens:
+            told = f"its blocks hold {self.known_tokens} of {self.num_tokens} tokens"
+            raise self.source.peer.at.failure(ProtocolError, f"its lease is complete, but {told}")
+        self.payload = news.payload
+        over = news.state is LeaseNews.ENDED or news.state is LeaseNews.FAILED
+        if over and self.read is not None and self.known_tokens < self.num_tokens:
+            self.read.freshness.watched(None, -math.inf)  # nobody may look at its seal any more
+        if news.state is LeaseNews.FAILED:
+            why = words(news.reason) or "it does not say why"
+            self.failed = f"its producer could not compute the prompt: {why}"
+        if news.state is not LeaseNews.OPEN and not self.end.done():
+            self.end.set_result(news.state)
+
+    def fail(self, error: KVFlowError) -> None:
+        """Nothing will be told any more."""
+        if not self.end.done():
+            self.end.set_exception(error)
+            self.end.exception()  # seen: who needs nothing of it goes on
+        if self.read is not None and self.known_tokens < self.num_tokens:
+            self.read.problem = error
+        self.wake()
+
+    def _add(self, more: tuple[tuple[int, ...], ...]) -> None:
+        at = self.source.peer.at
+        if len(more) != len(self.tables):
+            raise at.failure(ProtocolError, f"more blocks of {len(more)} groups, it has {len(self.tables)}")
+        tables = []
+        for ids, table, known, count in zip(
+            more, self.tables, self.known, self.source.connection.num_blocks, strict=True
+        ):
+            if known + len(ids) > len(table):
+                raise at.failure(
+                    ProtocolError, f"{known + len(ids)} blocks of a lease that has {len(table)} in the end"
+                )
+            try:
+                all_ids = [*table[:known].tolist(), *ids]
+                tables.append(check_block_ids(all_ids, num_blocks=count, what="blocks of its lease"))
+            except RequestError as error:
+                raise at.failure(ProtocolError, str(error)) from error
+        for index, found in enumerate(tables):
+            self.known[index] = len(found)
+            self.tables[index][: len(found)] = found
+        for one in self.unknown:
+            one.ids[:] = one.table[one.positions]
+        if self.read is not None:
+            self.read.known_tokens = self.known_tokens
+
+
+class Following:
+    """The questions of one load, from `Follower.follow` to `close`."""
+
+    def __init__(self, followed: Sequence[Followed]) -> None:
+        self.followed = followed
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def close(self) -> None:
+        """Nobody wants to know any more."""
+        for task in self.tasks:
+            task.cancel()
+
+    async def payload(self) -> bytes:
+        """What comes with the end of the leases that promise it, once all of them have it.
+
+        Raises LeaseOver, or why it will not be known.
+        """
+        found = b""
+        for one in self.followed:
+            if one.source.lease.payload:
+                if await asyncio.shield(one.end) is not LeaseNews.COMPLETE:
+                    raise LeaseOver
+                found = found or one.payload
+        return found
+
+
+class Follower:
+    """Asks for news, for all loads of one rank."""
+
+    def __init__(self, context: RankContext, local: LocalRank, reach: Reaching) -> None:
+        self._limits = context.config.limits
+        self._spawn = context.spawn
+        self._reader = local.reader
+        self._reach = reach
+
+    def follow(self, ticket: Ticket, sources: Sequence[Source], wake: Callable[[Source], object]) -> Following:
+        """Ask these ranks from now on; `wake` is called at every answer. Raises RuntimeUnavailable."""
+        loop = asyncio.get_running_loop()
+        following = Following(
+            [
+                Followed(
+                    source=source,
+                    tables=known_so_far(ticket, source),
+                    known=[len(ids) for ids in source.lease.block_tables or ticket.block_tables],
+                    num_tokens=ticket.num_tokens,
+                    end=loop.create_future(),
+                    wake=partial(wake, source),
+                )
+                for source in sources
+            ]
+        )
+        for one in following.followed:
+            following.tasks.append(self._spawn(self._ask(ticket, one), name=f"kvflow-news {ticket.request_id}"))
+        return following
+
+    async def _ask(self, ticket: Ticket, one: Followed) -> None:
+        """The body of a task: until there is nothing more to be told, or nobody tells."""
+        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
+        peer, lease = one.source.peer, one.source.lease
+        while True:
+            begun_s, wait_s, known = loop.time(), self._limits.question_wait_s, tuple(one.known)
+            question = messages.NewsRequest(
+                reader=self._reader,
+                target=peer.at.target,
+                request_id=ticket.request_id,
+                lease_id=lease.lease_id,
+                known=known,
+                wait_s=wait_s,
+            )
+            try:
+                reply = await self._reach.ask_patiently(peer, question)
+                if not isinstance(reply, messages.News):
+                    raise peer.at.failure(ProtocolError, f"expected News, got {type(reply).__name__}")
+                one.take(reply, self._limits.payload_bytes_max)
+                unreachable = 0
+            except PeerError as error:
+                unreachable += 1
+                if unreachable == _UNREACHABLE_MAX or not isinstance(error, PeerUnreachable):
+                    one.fail(error)
+                    return
+            else:
+                one.wake()
+                if reply.state is not LeaseNews.OPEN:
+                    return
+                if tuple(one.known) != known:
+                    pause_s = _PAUSE_FIRST_S
+                    continue
+            if loop.time() - begun_s < wait_s / 2:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
+
+
+def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
+    """A rank's blocks, by group, with room for those that are not known yet. RequestError if they cannot be right."""
+    what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+    tables = []
+    given = source.lease.block_tables or ticket.block_tables
+    for ids, count, total in zip(given, source.connection.num_blocks, ticket.block_counts, strict=True):
+        if total > count:
+            raise RequestError(f"{what}: {total} blocks in the end, but there are {count}")
+        table = np.full(total, -1, dtype=np.int64)
+        table[: len(ids)] = check_block_ids(ids, num_blocks=count, what=what)
+        tables.append(table)
+    return tables

@@ -1,0 +1,57 @@
+"""Engines of another make: what a rank is given to read from them and to be read by them. Protocols only; see `stock`.
+
+A rank that has nobody of the kind is given nothing, and has nothing of it. One that has is given other ways to the same
+ends: its loads find their sources by a `Reaching` that knows both kinds of tickets, and keep and report by a `Keeping`
+that does. Peers, loads, leases and their books are the same objects for all.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from kvflow.core.protocol import messages
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.handshake import Handshakes
+from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching
+from kvflow.runtime.peers.table import Handshaking, Peers
+
+
+class Ways(NamedTuple):
+    """How loads find their sources, and what becomes of the leases."""
+
+    reach: Reaching
+    leases: Keeping
+
+
+class Leases(Protocol):
+    """This rank's own leases, as readers of another make need them; see `producer.serving.Serving`."""
+
+    def lease_id_of(self, request_id: str) -> str | None: ...
+
+    def on_notification(self, payload: bytes) -> None: ...
+
+
+class Service(Protocol):
+    """What readers of another make are answered."""
+
+    def answer(self, question: bytes) -> list[bytes] | None:
+        """The frames of an answer; None if there is none. Never waits, and never raises."""
+
+    def hears(self, payload: bytes) -> bool:
+        """Take a notification if it is of theirs; whether it is."""
+
+
+@runtime_checkable
+class Foreign(Protocol):
+    """Engines of another make, as a runtime is told of them."""
+
+    def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> Handshaking:
+        """How peers of both kinds are asked who they are."""
+
+    def ways(self, context: RankContext, local: LocalRank, peers: Peers, own: Ways) -> Ways:
+        """The ways of both kinds."""
+
+    def service(
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
+    ) -> Service | None:
+        """Who answers their readers; None if nobody is to. ConfigError if they cannot be answered."""

@@ -1,0 +1,315 @@
+"""Lanes: how a load is cut into spans of the prompt where that matters: it needs buffers, or the leases grow.
+
+A lane is read in prompt order. Of a lease that grows a span is cut when it is read, at what is there then, and only
+when that is worth a read. Ranks that advance unevenly have lanes of their own, unless their bytes meet in a buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import NamedTuple
+
+from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import BlockIds, Chunks
+from kvflow.core.policy.history import History
+from kvflow.runtime.consumer.flight import SourceRead
+from kvflow.runtime.memory.host_buffers import HostBuffers
+from kvflow.runtime.memory.scratch import Permutation
+
+_WORTH_S = 1e-3
+_WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
+_GOLDEN = 0.618  # multiples of it, but for their whole part, never come close to each other
+
+
+class Part(NamedTuple):
+    """What a load reads of one set of a rank's layers, and how it gets there through scratch memory; None: straight."""
+
+    source: SourceRead
+    block_map: BlockMap
+    chunks: Sequence[Chunks]
+    permutation: Permutation | None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSpan:
+    """A stretch of the prompt: whole blocks of both sides, of which the first and the last may be written in part."""
+
+    local_ids: BlockIds
+    start_token: int
+    stop_token: int
+    read_tokens: range
+    """The tokens of the whole load: all of the prompt that is offered, or the end of it."""
+
+    @property
+    def partly_written(self) -> list[int]:
+        """Positions among `local_ids` of blocks that keep some of what they hold."""
+        ends = {0: self.start_token < self.read_tokens.start, -1: self.stop_token > self.read_tokens.stop}
+        return sorted({at % len(self.local_ids) for at, partly in ends.items() if partly})
+
+    def chunks_of(self, part: Part) -> Iterator[Chunks]:
+        size = part.block_map.chunk_tokens
+        for some in part.chunks:
+            yield some.between(self.start_token // size, -(-self.stop_token // size))
+
+
+class GroupSpan(NamedTuple):
+    """A span of one lane."""
+
+    lane: Lane
+    span: PromptSpan
+
+    def stop_token(self) -> int:
+        return self.span.stop_token
+
+
+class Grouping:
+    """How a load of one group of layers is cut: by units of the larger block where whole remote blocks are read, else
+    by ours.
+    """
+
+    def __init__(self, parts: Sequence[Part], staging: HostBuffers | None) -> None:
+        self._local_tokens = parts[0].block_map.local.block.tokens
+        permuted = [part for part in parts if part.permutation is not None]
+        self._unit = math.lcm(self._local_tokens, *(part.block_map.remote.block.tokens for part in permuted))
+        self._host_blocks = None if staging is None else staging.pool.size
+        self._first = min(some.first * part.block_map.chunk_tokens for part in parts for some in part.chunks)
+        self._last = max(
+            (some.first + len(some) - 1) * part.block_map.chunk_tokens + some.tokens
+            for part in parts
+            for some in part.chunks
+        )
+        self._unit_bytes = sum(part.block_map.token_size_bytes for part in parts) * self._unit
+        self.scratch_bytes = sum(
+            part.permutation.whole_blocks.block_bytes * (self._unit // part.block_map.remote.block.tokens)
+            for part in permuted
+            if part.permutation is not None
+        )
+        """Scratch memory that a unit takes."""
+
+    @property
+    def local_blocks(self) -> int:
+        """Blocks of ours in a unit."""
+        return self._unit // self._local_tokens
+
+    def fits(self, slot_bytes: int) -> bool:
+        """Whether the smallest group has room: scratch memory, where a tail takes a second unit, and host blocks."""
+        host_blocks_do = self._host_blocks is None or self.local_blocks <= self._host_blocks
+        return 2 * self.scratch_bytes <= slot_bytes and host_blocks_do
+
+    def units(self, group_bytes: int, slot_bytes: int) -> int:
+        """How many units make a group: not too large for one turn, the scratch buffer, and half the host buffers."""
+        units = group_bytes // self._unit_bytes
+        if self.scratch_bytes:
+            units = min(units, slot_bytes // self.scratch_bytes - 1)
+        if self._host_blocks is not None:
+            units = min(units, self._host_blocks // (2 * self.local_blocks))
+        return max(units, 1)
+
+    @property
+    def begin(self) -> int:
+        """The first token of the first block that is written."""
+        return self._first // self._local_tokens * self._local_tokens
+
+    @property
+    def end(self) -> int:
+        """The token behind the last block that is written."""
+        return -(-self._last // self._local_tokens) * self._local_tokens
+
+    @property
+    def tokens(self) -> range:
+        """What is read."""
+        return range(self._first, self._last)
+
+    def upto(self, there: int) -> int:
+        """How far may be read when so many tokens are there: whole units, and the end of it."""
+        return self.end if there >= self._last else there // self._unit * self._unit
+
+    def size_bytes(self, tokens: int) -> int:
+        """What so many tokens are to read."""
+        return tokens * self._unit_bytes // self._unit
+
+    def spans(self, local_ids: BlockIds, units: int, start: int, stop: int) -> Iterator[PromptSpan]:
+        """Spans in prompt order, from one cut to another; `local_ids` end with the block of the last token."""
+        size, step = self._local_tokens, units * self._unit
+        first_block = self.end // size - len(local_ids)
+        while start < stop:
+            until = min((start // step + 1) * step, stop)
+            ids = local_ids[start // size - first_block : until // size - first_block]
+            yield PromptSpan(ids, start, until, range(self._first, self._last))
+            start = until
+
+
+class Lane:
+    """What is read in prompt order, span after span: one group of layers, of one rank or of several."""
+
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        staging: HostBuffers | None,
+        grouping: Grouping,
+        local_ids: BlockIds,
+        units: int,
+    ) -> None:
+        """`units` make a span at most."""
+        self.parts = parts
+        """What is read of it from each rank."""
+        self.staging = staging
+        """The group's host blocks, if it has some."""
+        self.landed_upto = grouping.begin
+        """The first token that is not in our blocks yet."""
+        self._landed: dict[int, int] = {}
+        """Spans that have landed behind it, from token to token."""
+        self._grouping = grouping
+        self._local_ids = local_ids
+        self._units = units
+        self._at = grouping.begin
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it was taken."""
+        return self._at >= self._grouping.end
+
+    @property
+    def sources(self) -> list[SourceRead]:
+        return [part.source for part in self.parts]
+
+    @property
+    def tokens(self) -> range:
+        """What is read in all."""
+        return self._grouping.tokens
+
+    def there(self, num_tokens: int) -> int:
+        """How many of the lease's tokens may be read from all its ranks."""
+        return min(part.source.there(num_tokens) for part in self.parts)
+
+    def size_bytes(self, tokens: int) -> int:
+        """What so many tokens are to read."""
+        return self._grouping.size_bytes(tokens)
+
+    def readable_bytes(self, num_tokens: int) -> int:
+        """What may be read by now and was not taken."""
+        return self._grouping.size_bytes(max(self._grouping.upto(self.there(num_tokens)) - self._at, 0))
+
+    def take(self, num_tokens: int) -> Iterator[GroupSpan]:
+        """What may be read by now: it counts as taken at once."""
+        return self._take(max(self._grouping.upto(self.there(num_tokens)), self._at))
+
+    def rest(self) -> Iterator[GroupSpan]:
+        """All that was not taken, of leases that do not grow."""
+        return self._take(self._grouping.end)
+
+    def _take(self, stop: int) -> Iterator[GroupSpan]:
+        start, self._at = self._at, stop
+        return map(GroupSpan, repeat(self), self._grouping.spans(self._local_ids, self._units, start, stop))
+
+    def note_landed(self, span: PromptSpan) -> None:
+        """All of a span is in our blocks."""
+        self._landed[span.start_token] = span.stop_token
+        while self.landed_upto in self._landed:
+            self.landed_upto = self._landed.pop(self.landed_upto)
+
+
+def by_group(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
+    """Parts that fill the same group of layers, with its number."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.block_map.local_group, []).append(part)
+    return sorted(found.items())
+
+
+def by_source(parts: Sequence[Part]) -> Iterable[list[Part]]:
+    """Parts that are read from the same rank."""
+    found: dict[int, list[Part]] = {}
+    for part in parts:
+        found.setdefault(id(part.source), []).append(part)
+    return found.values()
+
+
+class Growth:
+    """When what has grown is worth a read, of one load.
+
+    Loads of leases that advance in step would all read in the same turn of the loop, so their first reads differ.
+    """
+
+    def __init__(self, num_tokens: int, slice_bytes: int, number: int) -> None:
+        """`number` tells loads apart."""
+        self._num_tokens = num_tokens
+        self._slice_bytes = slice_bytes
+        self._share = 0.5 + (number * _GOLDEN) % 1.0
+
+    def due(self, lanes: Sequence[Lane]) -> list[Lane]:
+        """What is to be read now: all of what is complete, and the rest if it is worth a read.
+
+        If nothing is, the ranks are asked to wake the load when that may have changed.
+        """
+        tokens, due, rest, size_bytes = self._num_tokens, [], [], 0
+        for lane in lanes:
+            readable = lane.readable_bytes(tokens)
+            if readable and lane.there(tokens) >= tokens:
+                due.append(lane)
+            elif readable:
+                rest.append(lane)
+                size_bytes += readable
+        sources = {id(source): source for lane in lanes for source in lane.sources}.values()
+        worth = int(worth_bytes(sources, self._slice_bytes) * self._share)
+        if rest and size_bytes >= worth:
+            due += rest
+            self._share = 1.0
+        if not due:
+            more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
+            for source in sources:
+                source.wake_at_missing = tokens - source.there(tokens) - more
+        return due
+
+
+def worth_bytes(sources: Iterable[SourceRead], slice_bytes: int) -> int:
+    """How much makes a read: what ranks deliver in about a millisecond, so that what is left at the end is no more.
+
+    A reader of many leases that advance in small steps has few reads to post then.
+    """
+    speed = sum(source.speed for source in sources)
+    return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), slice_bytes)
+
+
+class Frontier:
+    """How much of the prompt, from the first token on, has landed in all lanes and is vouched for.
+
+    That takes a look that has found the leases open, and was posted after the last byte had landed, or so shortly
+    before that the blocks were held until then anyway: the arguments of `core.protocol.freshness`.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], tell: Callable[[int, int], None], history: History | None = None) -> None:
+        """`tell` is given how many tokens, and of how many; `history` what has landed, vouched for or not."""
+        self._lanes = lanes
+        self._sources = list({id(source): source for lane in lanes for source in lane.sources}.values())
+        self._tell = tell
+        self._history = history
+        self._first = min(lane.tokens.start for lane in lanes)
+        self._last = max(lane.tokens.stop for lane in lanes)
+        self._told = self._first
+        self._upto = self._first
+        """Landed, and not vouched for when it had."""
+        self._landed_s = -math.inf
+
+    def note_landed(self, one: GroupSpan, now_s: float) -> None:
+        """A span is in our blocks."""
+        one.lane.note_landed(one.span)
+        self.look()
+        self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
+        self._landed_s = now_s
+        if self._history is not None:
+            self._history.note(self._upto)
+        self.look()
+
+    def look(self) -> None:
+        """Tell of what is vouched for by now."""
+        if self._upto > self._told and all(map(self._vouches, self._sources)):
+            self._told = self._upto
+            self._tell(self._upto - self._first, self._last - self._first)
+
+    def _vouches(self, source: SourceRead) -> bool:
+        quick_s = source.origin.connection.quick_read_max_s
+        return not source.freshness.over and self._landed_s - source.seen_s < quick_s

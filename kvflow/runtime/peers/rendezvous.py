@@ -1,0 +1,184 @@
+"""From a rendezvous to a ticket: the ranks are asked what they offer, and wait with their answers until they know.
+
+A rendezvous (`Ticket.rendezvous`) names an engine's ranks and a request that the engine may have yet to hear of. Each
+rank that we read from or report to is connected, which may go on while the prompt is computed, and asked for its offer:
+one first, and when that one knows, the others, which may take as long. All have to offer the same. What comes of it is
+a ticket as any other, with the leases of all ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import msgspec
+
+from kvflow.config import split_address
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
+from kvflow.errors import LeaseExpired, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.1
+_UNREACHABLE_MAX = 3  # in a row: a listener that has too many connections drops all of them
+_SAME = ("num_tokens", "block_ids", "extends", "prompt_digest")
+
+
+class Ways(Protocol):
+    """How ranks are found, connected and asked; see `reach.Reach` and `table.Peers`."""
+
+    async def check(self, ticket: Ticket) -> None: ...
+
+    async def walk(
+        self, ticket: Ticket, visit: Callable[[Address], Coroutine[Any, Any, messages.Offer | None]]
+    ) -> list[messages.Offer | None]: ...
+
+    def whereabouts(self, ticket: Ticket) -> list[Address]: ...
+
+    def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source: ...
+
+    async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]: ...
+
+    async def ask_patiently(self, peer: Peer, question: messages.WaitingRequest) -> messages.Reply: ...
+
+
+class Rendezvous:
+    """Waits for offers."""
+
+    def __init__(self, context: RankContext, local: LocalRank, ways: Ways) -> None:
+        self._limits = context.config.limits
+        self._local = local
+        self._ways = ways
+
+    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None], wait_s: float = math.inf) -> Ticket:
+        """The ticket of what is offered under a rendezvous, once there is one.
+
+        `found` gets each lease, and its `ttl_s`, as soon as it is known, while others are still waited for: for the
+        ticket's own `ttl_s` at most, or for `wait_s`. Raises PrefillFailed if the engine declines, or opens
+        no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such as
+        PeerNotReady if the engine drains; RequestError if the ticket, or what is offered, cannot be right. Cancelling
+        stops the waiting; handshakes that have begun go on.
+        """
+        give_up_s = asyncio.get_running_loop().time() + min(ticket.ttl_s, wait_s)
+
+        async def visit(at: Address) -> messages.Offer | None:
+            peer, connection = await self._ways.connected(ticket, at)
+            check_parallelism(ticket, peer, connection)
+            if connection.report_share.numerator == 0:
+                return None
+            offer = await self._offer(ticket, peer, give_up_s)
+            if offer.lease is None:
+                if any(offer.block_ids) or offer.extends:
+                    raise at.failure(ProtocolError, "an offer of blocks without a lease")
+            elif not 0.0 < offer.ttl_s < math.inf or not math.isfinite(offer.lease.expires_s):
+                times = f"{offer.ttl_s} s, until {offer.lease.expires_s} s on its clock"
+                raise at.failure(ProtocolError, f"an offer for {times}")
+            else:
+                found(self._ways.source(ticket, peer, connection, _lease(at, offer.lease)), offer.ttl_s)
+            return offer
+
+        await self._ways.check(ticket)
+        ranks = self._ways.whereabouts(ticket)
+        offers = await self._ways.walk(ticket, visit)
+        return self._agreed(ticket, [(at, offer) for at, offer in zip(ranks, offers, strict=True) if offer is not None])
+
+    async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> messages.Offer:
+        """What one rank offers. A question that comes back without an answer is put again, after a pause if soon."""
+        loop, pause_s, unreachable = asyncio.get_running_loop(), _PAUSE_FIRST_S, 0
+        while True:
+            begun_s = loop.time()
+            question = messages.OfferRequest(
+                reader=self._local.reader,
+                target=peer.at.target,
+                request_id=ticket.request_id,
+                wait_s=min(max(give_up_s - begun_s, 0.0), self._limits.question_wait_s),
+            )
+            try:
+                reply = await self._ways.ask_patiently(peer, question)
+                unreachable = 0
+            except PeerUnreachable:
+                unreachable += 1
+                if unreachable == _UNREACHABLE_MAX:
+                    raise
+                reply = messages.NoLease(ended=False)
+            match reply:
+                case messages.Offer():
+                    return reply
+                case messages.Declined():
+                    raise _failure(PrefillFailed, ticket, peer, f"it will not serve it: {words(reply.reason)}")
+                case messages.NoLease(ended=True):
+                    raise _failure(LeaseExpired, ticket, peer, "its lease has ended: compute the prompt again")
+                case messages.NoLease():
+                    if loop.time() >= give_up_s:
+                        raise _failure(PrefillFailed, ticket, peer, "it has opened no lease for it in time")
+                case _:
+                    raise peer.at.failure(ProtocolError, f"expected an Offer, got {type(reply).__name__}")
+            if loop.time() - begun_s < question.wait_s / 2:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MOST_S)
+            else:
+                pause_s = _PAUSE_FIRST_S
+
+    def _agreed(self, ticket: Ticket, offers: list[tuple[Address, messages.Offer]]) -> Ticket:
+        """The ticket of what all ranks offer."""
+        if not offers:
+            raise RequestError(f"ticket of request {ticket.request_id!r}: none of its ranks has anything for us")
+        (first_at, first), *others = offers
+        for at, other in others:
+            for name in _SAME:
+                ours, theirs = getattr(first, name), getattr(other, name)
+                if ours != theirs:
+                    both = f"{first_at.rank} says {str(ours)[:80]}, {at.rank} says {str(theirs)[:80]}"
+                    raise at.failure(ProtocolError, f"its ranks offer different things: {name}: {both}")
+        leases = {(at.rank.pp, at.rank.tp): _lease(at, offer.lease) for at, offer in offers if offer.lease is not None}
+        ranks = [leases.pop((rank.pp_rank, rank.tp_rank), rank) for rank in ticket.ranks]
+        tables = first.block_ids or ((),)
+        try:
+            return read_ticket(
+                msgspec.structs.replace(
+                    ticket,
+                    awaited=False,
+                    block_ids=tables[0],
+                    more_block_ids=tables[1:],
+                    num_tokens=first.num_tokens,
+                    ttl_s=min(offer.ttl_s for _, offer in offers),
+                    extends=first.extends,
+                    prompt_digest=first.prompt_digest,
+                    ranks=(*ranks, *leases.values()),
+                ),
+                self._limits.block_ids_max,
+            )
+        except RequestError as error:
+            raise first_at.failure(ProtocolError, f"what it offers cannot be right: {error}") from error
+
+
+def _lease(at: Address, found: messages.LeaseFound) -> RankLease:
+    host, port = split_address(at.address, what="peer")
+    return RankLease(
+        pp_rank=at.rank.pp,
+        tp_rank=at.rank.tp,
+        lease_id=found.lease_id,
+        seal_index=found.seal_index,
+        incarnation=found.incarnation,
+        expires_s=found.expires_s,
+        host=host,
+        port=port,
+        block_ids=found.block_ids,
+        more_block_ids=found.more_block_ids,
+        pending=found.pending,
+        payload=found.payload,
+    )
+
+
+def _failure(
+    kind: type[PrefillFailed] | type[LeaseExpired], ticket: Ticket, peer: Peer, why: str
+) -> PrefillFailed | LeaseExpired:
+    what = f"request {ticket.request_id!r} from {peer.label}"
+    return kind(f"{what}: {why}", request_id=ticket.request_id, peer=peer.address)

@@ -1,0 +1,116 @@
+"""Questions of readers that wait until there is something to tell: how many may, and for how long.
+
+A question waits under its request id. It is settled exactly once: by what happens to the request, by the time that its
+reader gave it, or by the end of all. One for which there is no room is answered at once that there is nothing yet, so
+its reader asks again a little later: whoever fills the room with questions slows others down, but keeps nobody from an
+answer that there is already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvflow.core.protocol import messages
+from kvflow.limits import Limits
+from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.clock import Clock, Timer
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """A question that waits."""
+
+    question: messages.WaitingRequest
+    reply: asyncio.Future[messages.Reply]
+    due_s: float
+
+
+class WaitingQuestions:
+    """All that wait at one rank."""
+
+    def __init__(
+        self, limits: Limits, clock: Clock, nothing_yet: Callable[[messages.WaitingRequest], messages.Reply]
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._nothing_yet = nothing_yet
+        self._of_request: dict[str, dict[_Waiting, None]] = {}
+        """In the order in which they came."""
+        self._of_reader: Counter[str] = Counter()
+        self._count = 0
+        self._due: list[tuple[float, int, _Waiting]] = []
+        """A heap. Some of it is out of date: questions that are settled."""
+        self._numbers = itertools.count()
+        self._timer: Timer | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def wait(self, question: messages.WaitingRequest) -> Answered:
+        """The answer, promised for when there is one; at once if there is no room to wait."""
+        reader, limits = messages.asked_by(question), self._limits
+        others = self._of_request.get(question.request_id, ())
+        room = self._count < limits.questions_waiting_max and len(others) < limits.request_questions_waiting_max
+        if not room or self._of_reader[reader] >= limits.reader_questions_waiting_max or not question.wait_s:
+            return self._nothing_yet(question)
+        due_s = self._clock.now_s() + min(question.wait_s, limits.question_wait_s)
+        waiting = _Waiting(question, asyncio.get_running_loop().create_future(), due_s)
+        self._of_request.setdefault(question.request_id, {})[waiting] = None
+        self._of_reader[reader] += 1
+        self._count += 1
+        heapq.heappush(self._due, (due_s, next(self._numbers), waiting))
+        self._set_timer()
+        return waiting.reply
+
+    def settle(self, request_id: str, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
+        """Something has happened to a request: those that get an answer now wait no more."""
+        for waiting in list(self._of_request.get(request_id, ())):
+            reply = answer(waiting.question)
+            if reply is not None:
+                self._end(waiting, reply)
+        self._set_timer()
+
+    def settle_all(self, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
+        """The same for all requests."""
+        for request_id in list(self._of_request):
+            self.settle(request_id, answer)
+
+    def _end(self, waiting: _Waiting, reply: messages.Reply) -> None:
+        request_id, reader = waiting.question.request_id, messages.asked_by(waiting.question)
+        del self._of_request[request_id][waiting]
+        if not self._of_request[request_id]:
+            del self._of_request[request_id]
+        self._of_reader[reader] -= 1
+        if not self._of_reader[reader]:
+            del self._of_reader[reader]
+        self._count -= 1
+        if not waiting.reply.done():
+            waiting.reply.set_result(reply)
+
+    def _set_timer(self) -> None:
+        """Look again when the next question has waited for long enough; never if there is none."""
+        while self._due and self._is_settled(self._due[0][2]):
+            heapq.heappop(self._due)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._due:
+            self._timer = self._clock.call_later(max(self._due[0][0] - self._clock.now_s(), 0.0), self._look)
+
+    def _is_settled(self, waiting: _Waiting) -> bool:
+        return waiting not in self._of_request.get(waiting.question.request_id, ())
+
+    def _look(self) -> None:
+        """The timer: answer those whose time is over."""
+        self._timer = None
+        now_s = self._clock.now_s()
+        while self._due and self._due[0][0] <= now_s:
+            waiting = heapq.heappop(self._due)[2]
+            if not self._is_settled(waiting):
+                self._end(waiting, self._nothing_yet(waiting.question))
+        self._set_timer()

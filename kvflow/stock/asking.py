@@ -1,0 +1,60 @@
+"""Asks a stock engine's listener for the metadata of one of its ranks: the one question that there is.
+
+The listener is one thread of the engine's scheduler, and it ends for good on any message but this one. So nothing else
+can be sent from here, and every question has a socket of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import zmq
+import zmq.asyncio
+
+from kvflow.config import split_address
+from kvflow.core.protocol.messages import WireError
+from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
+from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
+from kvflow.runtime.channel.lookups import Lookups
+
+
+async def ask_rank(address: str, *, pp_rank: int = 0, tp_rank: int = 0, timeout_s: float, engine_id: str = "") -> Shown:
+    """What the rank of the engine that listens at `tcp://host:port` shows of itself.
+
+    **The rank has to exist**: vLLM's listener dies of the question about another one. Every engine has rank 0, 0.
+    Raises PeerUnreachable if nobody answers within `timeout_s`, ProtocolError if what answers is no stock vLLM,
+    RequestError for what is no address. Cancelling gives the question up.
+    """
+    host, port = split_address(address, what="stock address", error=RequestError)
+    question, where = (
+        encode_question(pp_rank, tp_rank),
+        f"stock engine {engine_id!r} at {address}" if engine_id else f"stock engine at {address}",
+    )
+    try:
+        async with asyncio.timeout(timeout_s):
+            endpoint = f"tcp://{await Lookups().find(host)}:{port}"
+            frames = await _exchange(endpoint, question)
+    except TimeoutError:
+        why = f"{where}: no answer within {timeout_s} s"
+        raise PeerUnreachable(why, peer=address, engine_id=engine_id) from None
+    except (OSError, ValueError, zmq.ZMQError) as error:
+        raise PeerUnreachable(f"{where}: {error}", peer=address, engine_id=engine_id) from error
+    try:
+        if not frames or frames[0] != b"":
+            raise WireError(f"{len(frames)} frames without a delimiter")
+        return decode_answer(frames[1:])
+    except WireError as error:
+        why = f"{where}: the answer is not vLLM's: {error}"
+        raise ProtocolError(why, peer=address, engine_id=engine_id) from error
+
+
+async def _exchange(endpoint: str, question: bytes) -> list[bytes]:
+    context = zmq.asyncio.Context.instance()
+    with context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, METADATA_BYTES_MAX)
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        socket.connect(endpoint)
+        await socket.send_multipart([b"", question])
+        frames: list[bytes] = await socket.recv_multipart()
+        return frames

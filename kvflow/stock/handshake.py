@@ -1,0 +1,165 @@
+"""The handshake with a stock rank: its one question, judged like the answer of any other peer.
+
+A peer of this kind has its address with "stock+" before it, and behind it how many ranks its engine is said to have. So
+it is never taken for one of ours at the same port, and one that was lied about is nobody else's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import NamedTuple
+
+from kvflow.core.plan import topology
+from kvflow.core.plan.topology import Rank
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.addresses import Address
+from kvflow.core.protocol.messages import WireError
+from kvflow.core.stock.shape import OurCache, Unfit, check_tp_size, metadata_of
+from kvflow.core.stock.versions import Counting, Line, line_that_shows
+from kvflow.core.stock.wire import Shown, agent_of
+from kvflow.errors import PeerIncompatible, PeerUnreachable, ProtocolError
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
+from kvflow.stock.asking import ask_rank
+from kvflow.transport.base import AgentName, PeerGone, TransportError
+
+_MARK = "stock+"
+_LOOK_AGAIN_S = 2.0  # no engine restarts as fast
+
+
+class Whereabouts(NamedTuple):
+    """Where a stock engine listens, and how many tensor-parallel ranks it is said to have."""
+
+    address: str
+    tp_size: int
+
+    def of_rank(self, engine_id: str, tp_rank: int) -> Address:
+        """The peer that such a rank is."""
+        return Address(engine_id, Rank(0, 0, tp_rank), f"{_MARK}{self.address}/{self.tp_size}")
+
+
+def whereabouts(peer: Peer) -> Whereabouts | None:
+    """None for a peer of our own make."""
+    if not peer.address.startswith(_MARK):
+        return None
+    address, _, tp_size = peer.address.removeprefix(_MARK).rpartition("/")
+    return Whereabouts(address, int(tp_size))
+
+
+class StockConnection(Connection):
+    """A stock rank after its handshake."""
+
+    line: Line
+    split: int
+    """How many of its blocks are one of vLLM's, whose numbers parameters have."""
+    reporters: int
+    """What we say in a notification of how many of us read."""
+    seen_s: float
+    """When it last showed that it lives."""
+
+
+class StockHandshakes:
+    """Asks peers of both kinds on behalf of one rank; see `runtime.peers.table.Handshaking`."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        local: LocalRank,
+        own: Handshakes,
+        ours: OurCache,
+        hashes: Collection[str],
+        tp_sizes: Collection[int],
+    ) -> None:
+        self._context = context
+        self._local = local
+        self._own = own
+        self._ours = ours
+        self._hashes = hashes
+        self._tp_sizes = {*tp_sizes, local.cache_shares[0].tp_size}
+        self.ask_clock = own.ask_clock
+        self.leave, self.gone = own.leave, own.gone
+
+    async def connect(self, peer: Peer, request_id: str | None) -> Connection:
+        """See `Handshakes.connect`."""
+        where = whereabouts(peer)
+        if where is None:
+            return await self._own.connect(peer, request_id)
+        async with asyncio.timeout(self._context.config.handshake_timeout_s):
+            return await self._connect(peer, where)
+
+    async def ask(self, peer: Peer, request: messages.Request, timeout_s: float | None = None) -> messages.Reply:
+        """See `Handshakes.ask`. ProtocolError for a stock rank: its listener would die of a question of ours."""
+        if whereabouts(peer) is not None:
+            raise peer.at.failure(ProtocolError, "a stock engine is asked for its metadata, and nothing else")
+        return await self._own.ask(peer, request, timeout_s)
+
+    async def lives(self, peer: Peer, connection: StockConnection) -> bool:
+        """Whether a rank is still the one that we know. Raises a PeerError; cancelling stops the asking."""
+        now_s = self._context.clock.now_s
+        if now_s() - connection.seen_s < _LOOK_AGAIN_S:
+            return True
+        where, asked_s = whereabouts(peer), now_s()
+        assert where is not None, "a stock rank"
+        shown = await self._ask(peer, where)
+        if _agent(peer, shown) != connection.agent:
+            return False
+        connection.seen_s = max(connection.seen_s, asked_s)
+        return True
+
+    async def _connect(self, peer: Peer, where: Whereabouts) -> Connection:
+        at, asked_s = peer.at, self._context.clock.now_s()
+        shown = await self._ask(peer, where)
+        if shown.compatibility_hash not in self._hashes:
+            known = ", ".join(one[:12] for one in self._hashes)
+            why = (
+                f"compatibility hash: ours {known}, theirs {shown.compatibility_hash} (another model, version or cache)"
+            )
+            raise at.failure(PeerIncompatible, why)
+        agent = _agent(peer, shown)
+        try:
+            metadata = metadata_of(shown, agent, self._ours, tp_rank=peer.rank.tp, tp_size=where.tp_size)
+            check_tp_size(metadata.cache_shares[0].kv_heads, where.tp_size, self._ours, self._tp_sizes)
+        except Unfit as error:
+            raise at.failure(PeerIncompatible, str(error)) from error
+        except WireError as error:
+            raise at.failure(ProtocolError, str(error)) from error
+        regions = judge(at, metadata, self._local)
+        known_already = await self._own.agents.find(agent)
+        if known_already is not None:
+            return known_already
+        share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
+        maps = tuple(block_maps(metadata, self._local, regions))
+        connection = StockConnection(agent, metadata, regions, maps, share)
+        connection.line = line_that_shows(shown.fields)
+        connection.split = shown.metadata.physical_blocks_per_logical_kv_block
+        connection.reporters = self._reporters(metadata, connection.line)
+        connection.seen_s = asked_s
+        try:
+            name = await self._own.agents.add(connection, metadata.agent_metadata)
+        except PeerGone as error:
+            raise at.failure(PeerUnreachable, str(error)) from error
+        except TransportError as error:
+            raise at.failure(ProtocolError, str(error)) from error
+        if name != agent:
+            raise at.failure(ProtocolError, f"agent name: its metadata says {agent!r}, NIXL {name[:80]!r}")
+        return connection
+
+    async def _ask(self, peer: Peer, where: Whereabouts) -> Shown:
+        timeout_s = self._context.config.handshake_timeout_s
+        return await ask_rank(where.address, tp_rank=peer.rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id)
+
+    def _reporters(self, metadata: messages.Metadata, line: Line) -> int:
+        mine, theirs = self._local.cache_shares[0], metadata.cache_shares[0]
+        if line.counting is Counting.ENGINE:
+            return mine.tp_size
+        source = topology.source_at(mine, theirs)
+        return source.reporters if source is not None else 1
+
+
+def _agent(peer: Peer, shown: Shown) -> AgentName:
+    try:
+        return AgentName(agent_of(shown.metadata.agent_metadata))
+    except WireError as error:
+        raise peer.at.failure(ProtocolError, str(error)) from error

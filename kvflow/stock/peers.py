@@ -1,0 +1,123 @@
+"""StockPeers: what a runtime is told of the stock engines of its fleet, and what it is given to get on with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import CLOCK_BOOTTIME, clock_gettime
+
+from kvflow import checks
+from kvflow.config import RANKS_MAX
+from kvflow.core.protocol import messages
+from kvflow.core.stock.deadline import Arrival, Terms
+from kvflow.core.stock.hashing import HASH
+from kvflow.core.stock.shape import OurCache, Unfit, our_cache
+from kvflow.core.stock.versions import Line, UnknownLine, line_of
+from kvflow.errors import ConfigError
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.foreign import Leases, Service, Ways
+from kvflow.runtime.peers.handshake import Handshakes
+from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.peers.reach import Reach
+from kvflow.runtime.peers.table import Peers
+from kvflow.stock.handshake import StockHandshakes
+from kvflow.stock.leases import BothLeases, StockLeases
+from kvflow.stock.reach import BothReach, StockReach
+from kvflow.stock.service import Pose, StockService
+from kvflow.stock.sights import Sights
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAME_CHARS_MAX = 1024
+
+
+def machine_id() -> str:
+    """Which run of which machine this is: processes that have the same one have the same clock."""
+    try:
+        return _BOOT_ID.read_text("ascii").strip()
+    except OSError:
+        return ""
+
+
+def arrival() -> Arrival:
+    """The moment at which parameters have come, for `StockTicket.arrived`: now, on this machine's clock."""
+    return Arrival(machine_id(), clock_gettime(CLOCK_BOOTTIME))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockPeers:
+    """The stock engines that a runtime reads from, and is read by. ConfigError names a field that cannot be.
+
+    It takes part in what stock engines do, so it is as safe as they are: neither side proves who it is, and what is
+    read from one is believed by arithmetic (`Terms`). Loads from engines of our own make lose nothing.
+    """
+
+    hashes: tuple[str, ...]
+    """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
+    shown to readers. `kvflow doctor --stock` says which one an engine has."""
+    terms: Terms = field(default_factory=Terms)
+    tp_sizes: tuple[int, ...] = ()
+    """Sizes of tensor parallelism that there are. One that the heads of a first rank prove need not be named."""
+    serve_version: str = ""
+    """The version of vLLM whose engines read from this one, such as "0.32.0"; without it none is served."""
+    attn_backend_name: str = ""
+    """What readers are shown, which compare it with theirs."""
+    region_names: tuple[str, ...] = ()
+    """The same, of the layers in their order; () shows none."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.hashes, tuple) or not self.hashes:
+            raise ConfigError(f"stock hashes: expected one or more, got {checks.shown(self.hashes)}")
+        for one in self.hashes:
+            if not isinstance(one, str) or not HASH.fullmatch(one):
+                raise ConfigError(f"stock hashes: expected 64 hexadecimal digits, got {checks.shown(one)}")
+        checks.instance(self.terms, Terms, "stock terms", error=ConfigError)
+        for size in self.tp_sizes:
+            checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
+        for name in ("serve_version", "attn_backend_name"):
+            checks.text(getattr(self, name), f"stock {name}", most=_NAME_CHARS_MAX, error=ConfigError)
+        for name in self.region_names:
+            checks.text(name, "stock region_names", most=_NAME_CHARS_MAX, error=ConfigError)
+        if self.serve_version:
+            _ = self.serve_line
+
+    @property
+    def serve_line(self) -> Line:
+        """Whose readers are served. ConfigError if they are not spoken with."""
+        try:
+            return line_of(self.serve_version)
+        except UnknownLine as error:
+            raise ConfigError(f"stock serve_version: {error}") from error
+
+    def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
+        """See `runtime.foreign.Foreign`. ConfigError for a cache that is not exchanged with stock engines."""
+        return StockHandshakes(context, local, own, _our_cache(local), self.hashes, self.tp_sizes)
+
+    def ways(self, context: RankContext, local: LocalRank, peers: Peers, own: Ways) -> Ways:
+        """See `runtime.foreign.Foreign`."""
+        handshakes = peers.handshakes
+        assert isinstance(handshakes, StockHandshakes), "as they were given"
+        assert isinstance(own.reach, Reach), "of our own make"
+        sights = Sights(self.terms, machine_id(), context)
+        reach = StockReach(context, peers, own.reach, sights, handshakes)
+        leases = StockLeases(context, reach, sights)
+        return Ways(BothReach(own.reach, reach), BothLeases(own.leases, leases))
+
+    def service(
+        self, context: RankContext, local: LocalRank, metadata: messages.Metadata, leases: Leases
+    ) -> Service | None:
+        """See `runtime.foreign.Foreign`."""
+        config = context.config
+        if not self.serve_version:
+            return None
+        if config.tp_size > 1 or metadata.staged or config.curve_secret_key_file is not None:
+            why = "tp_size 1, a cache that peers read itself, and no CURVE: vLLM's readers have none"
+            raise ConfigError(f"stock serve_version: stock readers are served with {why}")
+        pose = Pose(self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names)
+        return StockService(context, _our_cache(local), metadata, leases, pose)
+
+
+def _our_cache(local: LocalRank) -> OurCache:
+    try:
+        return our_cache(local.cache_shares, local.regions, local.groups)
+    except Unfit as error:
+        raise ConfigError(f"stock peers: {error}") from error

@@ -1,0 +1,149 @@
+"""Being read by stock engines: what their question is answered, and what their notifications mean for our leases.
+
+A stock reader believes what it is told. So what it is told is what it needs and nothing that it would die of: a rank's
+metadata with one region for each layer, in its own line's fields. It reports by a request's id, so the id has to be a
+secret, as it is in every ticket whose ranks are asked for their leases.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvflow.core.cache.layout import BlockShape
+from kvflow.core.cache.regions import Regions
+from kvflow.core.protocol import messages
+from kvflow.core.protocol.messages import WireError
+from kvflow.core.stock.shape import OurCache
+from kvflow.core.stock.texts import Heartbeat, Read, decode_text, is_text
+from kvflow.core.stock.versions import Line
+from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
+from kvflow.errors import ConfigError
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.foreign import Leases
+
+logger = logging.getLogger(__name__)
+
+_TALLIES_MAX = 1 << 14
+_NOBODYS = "f" * messages.LEASE_ID_CHARS
+_MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
+
+
+class Pose(NamedTuple):
+    """What stock readers see in us."""
+
+    compatibility_hash: str
+    line: Line
+    attn_backend_name: str
+    region_names: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Tally:
+    """How many have told that they have read, of so many readers."""
+
+    readers: int
+    told: int = 0
+
+
+class StockService:
+    """See `runtime.foreign.Service`: for one rank that is all of its engine."""
+
+    def __init__(
+        self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Leases, pose: Pose
+    ) -> None:
+        self._clock = context.clock
+        self._leases = leases
+        self._hash = pose.compatibility_hash
+        self._metadata = encode_metadata(shown_of(ours, metadata, pose), pose.line)
+        self._tallies: OrderedDict[str, _Tally] = OrderedDict()
+        """Of open leases that have been read."""
+        self.refused = 0
+        """Questions that had no answer, and texts that said nothing."""
+
+    def answer(self, question: bytes) -> list[bytes] | None:
+        try:
+            asked = decode_question(question)
+            if asked != (0, 0):
+                raise WireError(f"rank {asked.pp_rank}, {asked.tp_rank}: there is 0, 0")
+        except WireError as error:
+            self.refused += 1
+            logger.info("a stock reader's question has no answer: %s", error)
+            return None
+        return encode_answer(self._hash, self._metadata, self._clock.now_s())
+
+    def hears(self, payload: bytes) -> bool:
+        if not is_text(payload):
+            return False
+        try:
+            heard = decode_text(payload)
+        except WireError as error:
+            self.refused += 1
+            logger.info("dropped a stock reader's notification: %s", error)
+            return True
+        if isinstance(heard, Heartbeat):
+            for request_id in heard.request_ids:
+                self._renew(request_id)
+        else:
+            self._read(heard)
+        return True
+
+    def _renew(self, request_id: str) -> None:
+        lease_id = self._leases.lease_id_of(request_id) or _NOBODYS
+        self._leases.on_notification(messages.encode(messages.Renew(lease_ids=(lease_id,), reader="stock")))
+
+    def _read(self, heard: Read) -> None:
+        """One of so many readers has read. Readers do not say who they are, so all that is known is how many told."""
+        lease_id = self._leases.lease_id_of(heard.request_id)
+        tally = self._tallies.setdefault(heard.request_id, _Tally(heard.readers))
+        if lease_id is None or len(self._tallies) > _TALLIES_MAX:
+            self._tallies.popitem(last=lease_id is None)
+        if tally.readers != heard.readers:
+            self.refused += 1
+            logger.info("stock readers of one request say that they are %s, and %s", tally.readers, heard.readers)
+            return
+        tally.told += 1
+        message = messages.ReadDone(
+            lease_id=lease_id or _NOBODYS, reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
+        )
+        self._leases.on_notification(messages.encode(message))
+
+
+def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMetadata:
+    """Our rank as a stock reader expects one. ConfigError for a cache that it cannot read."""
+    regions = ours.regions
+    if regions.parts not in (("KV",), ("latent",)):
+        raise ConfigError(f"stock serve_version: stock readers take K and V together, ours are apart: {regions.parts}")
+    count = len(regions)
+    if pose.region_names and len(pose.region_names) != count:
+        raise ConfigError(f"stock region_names: {len(pose.region_names)}, but there are {count} layers")
+    order = sorted(range(count), key=lambda at: ours.share.layers[at])
+    return StockMetadata(
+        engine_id=metadata.engine_id,
+        agent_metadata=metadata.agent_metadata,
+        kv_caches_base_addr=[int(regions.bases[at]) for at in order],
+        device_id=regions.device.number,
+        num_blocks=regions.num_blocks,
+        block_lens=[regions.block_size_bytes] * count,
+        block_strides=[int(regions.strides[at]) for at in order],
+        kv_cache_layout=_layout_name(regions, pose.line),
+        block_size=regions.block.tokens,
+        ssm_sizes=(0, 0),
+        attn_backend_name=pose.attn_backend_name,
+        physical_blocks_per_logical_kv_block=1,
+        region_num_blocks=[regions.num_blocks] * count,
+        region_group_ids=[0] * count,
+        region_names=[pose.region_names[at] for at in order] if pose.region_names else None,
+        region_mem_types=[_MEMORY[regions.device.kind]] * count,
+    )
+
+
+def _layout_name(regions: Regions, line: Line) -> str:
+    """What vLLM calls the order inside a block; before 0.29 by older names."""
+    block: BlockShape = regions.block
+    heads_first = block.head_stride >= block.token_stride
+    if line.number < (0, 29):
+        return "HND" if heads_first else "NHD"
+    return "LBHNC" if heads_first else "LBNHC"

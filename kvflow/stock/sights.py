@@ -1,0 +1,80 @@
+"""What is known of stock requests: when their parameters came, of which life of a rank, and whether they were used."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from kvflow.core.plan.topology import Rank
+from kvflow.core.stock.deadline import Deadline, Terms
+from kvflow.core.stock.params import StockTicket
+from kvflow.errors import LeaseExpired
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.peers.peer import Peer
+
+_SEEN_MAX = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class Sight:
+    """One request of a stock engine."""
+
+    request_id: str
+    arrived_s: float
+    lives: dict[Rank, str] = field(default_factory=dict)
+    """The NIXL agent of each rank when we first met it for this request: another one is another life."""
+    deadlines: dict[Rank, Deadline] = field(default_factory=dict)
+    told: bool = False
+    """Whether its producer was told that it was read, or is not needed: it holds nothing for us any more."""
+
+
+class Sights:
+    """All that have been seen lately, the latest last."""
+
+    def __init__(self, terms: Terms, machine: str, context: RankContext) -> None:
+        self.terms = terms
+        self._machine = machine
+        self._clock = context.clock
+        self._transport = context.transport
+        self._seen: OrderedDict[tuple[str, str, str], Sight] = OrderedDict()
+
+    def of(self, ticket: StockTicket) -> Sight:
+        """What is known of a ticket's request; a first look at it is its arrival, unless it says when that was.
+
+        Raises LeaseExpired if it has been read here, or arrived by another machine's clock.
+        """
+        key = (ticket.engine_id, ticket.address, ticket.request_id)
+        sight = self._seen.get(key)
+        if sight is None:
+            sight = self._seen[key] = Sight(ticket.request_id, self._arrived_s(ticket))
+            if len(self._seen) > _SEEN_MAX:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(key)
+        if sight.told:
+            raise expired(ticket, "its producer was told that it has been read")
+        return sight
+
+    def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> Deadline:
+        """How long a rank may be believed for this request. LeaseExpired if it is another life of that rank."""
+        if sight.lives.setdefault(peer.rank, life) != life:
+            raise expired(ticket, f"{peer.label} has restarted since its parameters came")
+        if peer.rank not in sight.deadlines:
+            sight.deadlines[peer.rank] = Deadline(sight.arrived_s, self.terms, self._clock.now_s, self._unsent)
+        return sight.deadlines[peer.rank]
+
+    def _unsent(self) -> int:
+        return self._transport.statistics.notifications_failed
+
+    def _arrived_s(self, ticket: StockTicket) -> float:
+        now_s = self._clock.now_s()
+        if ticket.arrived is None:
+            return now_s
+        if ticket.arrived.machine != self._machine:
+            raise expired(ticket, "when it came is known by the clock of another machine only")
+        return min(ticket.arrived.now_s, now_s)
+
+
+def expired(ticket: StockTicket, why: str) -> LeaseExpired:
+    """The error for a ticket that nothing can be read for."""
+    what = f"request {ticket.request_id!r} of stock engine {ticket.engine_id!r}"
+    return LeaseExpired(f"{what}: {why}", request_id=ticket.request_id, peer=ticket.address)

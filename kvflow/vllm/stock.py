@@ -1,0 +1,63 @@
+"""`stock_peers`: what vLLM's own configuration and code say of a fleet that has engines with its own NixlConnector."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+
+from kvflow.config import Config
+from kvflow.connector.scheduler import Dialect
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.stock.params import is_stock, read_stock, stock_params
+from kvflow.errors import ConfigError
+from kvflow.stock import StockPeers, Terms, arrival
+from kvflow.vllm.settings import Extra
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_UNTELLABLE = re.compile(r"[^!-+\--~]|:")
+
+
+def peers_of(vllm_config: VllmConfig, extra: Extra) -> StockPeers:
+    """The engines that one rank gets on with; its own hash is the one that the installed vLLM makes. ConfigError."""
+    backend = get_current_attn_backends(vllm_config)[0].get_name()
+    own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
+    shown = given.serve_hash or own
+    return StockPeers(
+        hashes=tuple(dict.fromkeys((shown, own, *given.hashes))),
+        terms=Terms(lease_s=given.lease_s, router_s=given.router_s),
+        tp_sizes=given.tp_sizes,
+        serve_version=_serve_version(extra) if vllm_config.parallel_config.tensor_parallel_size == 1 else "",
+        attn_backend_name=backend,
+    )
+
+
+def dialect_of(extra: Extra, config: Config, *, groups: int) -> Dialect:
+    """How the scheduler's half reads parameters of both kinds, and writes such as both kinds read. ConfigError."""
+    if groups != 1 or extra.full_blocks_only:
+        raise ConfigError(
+            "stock_peers: one group of full attention is exchanged, and whole prompts: no full_blocks_only"
+        )
+    version, lease_s = _serve_version(extra), extra.stock.lease_s
+    ids_max = config.limits.block_ids_max
+    serves = config.tp_size == 1
+
+    def read_ticket(params: Mapping[str, Any]) -> Ticket:
+        if is_stock(params):
+            return read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max)
+        return Ticket.from_params(params)
+
+    def params_of(ticket: Ticket) -> dict[str, Any]:
+        return stock_params(ticket, version) if serves else ticket.to_params()
+
+    return Dialect(read_ticket, params_of, lambda request_id: _UNTELLABLE.sub("_", request_id))
+
+
+def _serve_version(extra: Extra) -> str:
+    return extra.stock.serve_version or vllm.__version__

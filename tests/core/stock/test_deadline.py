@@ -1,0 +1,107 @@
+"""How long a stock producer's blocks may be believed in: never longer than its own rules say, however late it takes
+what it is told."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.core.protocol.freshness import Step
+from kvflow.core.stock.deadline import Deadline, Terms
+from kvflow.errors import ConfigError
+
+TERMS = Terms()
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.unsent = 0
+
+    def deadline(self, terms: Terms = TERMS) -> Deadline:
+        return Deadline(100.0, terms, lambda: self.now_s, lambda: self.unsent)
+
+
+def test_without_heartbeats_it_is_the_lease_without_the_routers_share() -> None:
+    watch = Watch()
+    deadline = watch.deadline()
+    watch.now_s = 124.9
+    assert (deadline.next_step(watch.now_s), deadline.judge(1.0)) == (Step.POST, Step.FRESH)
+    watch.now_s = 125.0
+    assert (deadline.next_step(watch.now_s), deadline.judge(1.0)) == (Step.STALE, Step.STALE)
+    assert deadline.judge(None) is Step.STALE, "what it was is what it stays"
+
+
+def test_heartbeats_move_it_once_the_producer_knows_of_the_request() -> None:
+    watch = Watch()
+    deadline = watch.deadline()
+    deadline.beat()
+    watch.now_s = 105.0
+    deadline.beat()
+    assert deadline.surely_until_s() == 125.0, "these may have been dropped"
+    watch.now_s = 110.0
+    deadline.beat()
+    assert deadline.surely_until_s() == 125.0, "it may be under way"
+    watch.now_s = 111.0
+    assert deadline.surely_until_s() == 110.0 + 20.0 - 1.0
+
+
+def test_a_gap_ends_it_for_good() -> None:
+    watch = Watch()
+    deadline = watch.deadline()
+    watch.now_s = 124.5  # too late to get there for sure
+    deadline.beat()
+    watch.now_s = 130.0
+    deadline.beat()
+    watch.now_s = 135.0
+    assert deadline.surely_until_s() == 125.0
+    assert deadline.judge(1.0) is Step.STALE
+
+
+def test_one_message_that_was_not_sent_ends_it_for_good() -> None:
+    watch = Watch()
+    deadline = watch.deadline()
+    watch.now_s = 110.0
+    deadline.beat()
+    watch.unsent = 1
+    watch.now_s = 115.0
+    deadline.beat()
+    watch.now_s = 118.0
+    assert deadline.surely_until_s() == 125.0
+
+
+@pytest.mark.parametrize(
+    "values", [{"lease_s": 5.0}, {"router_s": 30.0}, {"lease_s": -1.0}, {"settle_s": float("nan")}]
+)
+def test_terms_that_leave_nothing_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="|".join([*values, "router_s"])):
+        Terms(**values)
+
+
+@given(
+    router_s=st.floats(0.0, 5.0),
+    steps=st.lists(st.tuples(st.floats(0.01, 12.0), st.floats(0.0, 1.0)), max_size=40),
+    knows_after_s=st.floats(0.0, 10.0),
+)
+def test_it_never_outlives_what_the_producer_holds(
+    router_s: float, steps: list[tuple[float, float]], knows_after_s: float
+) -> None:
+    """The producer's own arithmetic beside it, with any delays that the terms allow: a request that ended up to
+    `router_s` before, heartbeats that are dropped at first, and each up to `allowance_s` under way."""
+    watch = Watch()
+    deadline = watch.deadline()
+    held_until_s = 100.0 - router_s + TERMS.lease_s
+    on_the_way: list[float] = []
+    for pause_s, delay_s in steps:
+        watch.now_s += pause_s
+        for arrives_s in [at for at in on_the_way if at <= watch.now_s]:
+            on_the_way.remove(arrives_s)
+            if arrives_s >= 100.0 + knows_after_s and arrives_s < held_until_s:
+                held_until_s = max(held_until_s, arrives_s + TERMS.extension_s)
+        if deadline.judge(0.0) is Step.FRESH:
+            assert watch.now_s < held_until_s
+        assert deadline.surely_until_s() <= max([held_until_s, *(at + TERMS.extension_s for at in on_the_way)])
+        deadline.beat()
+        on_the_way.append(watch.now_s + delay_s)
+        on_the_way.sort()

@@ -1,0 +1,105 @@
+"""What we make and read is byte for byte what vLLM 0.32's own encoders make (tests_vllm/stock_bytes.py)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvflow.core.protocol.messages import WireError, decode_notification
+from kvflow.core.stock.hashing import compatibility_hash
+from kvflow.core.stock.params import is_stock, read_stock
+from kvflow.core.stock.texts import Heartbeat, Read, decode_text, heartbeat_texts, is_text, read_text
+from kvflow.core.stock.versions import line_of
+from kvflow.core.stock.wire import (
+    Question,
+    StockMetadata,
+    agent_of,
+    decode_answer,
+    decode_question,
+    encode_answer,
+    encode_metadata,
+    encode_question,
+)
+
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
+VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}
+METADATA = msgspec.convert(VALUES, StockMetadata)
+PAYLOAD = bytes.fromhex(GOLDEN["payload"])
+
+
+def test_the_fixture_is_of_the_newest_line_that_was_installed() -> None:
+    assert line_of(GOLDEN["vllm"]).protocol == GOLDEN["protocol"] == 14
+
+
+@pytest.mark.parametrize(("pp_rank", "tp_rank", "frame"), GOLDEN["questions"])
+def test_questions(pp_rank: int, tp_rank: int, frame: str) -> None:
+    assert encode_question(pp_rank, tp_rank).hex() == frame
+    assert decode_question(bytes.fromhex(frame)) == Question(pp_rank, tp_rank)
+
+
+def test_metadata() -> None:
+    assert encode_metadata(METADATA, line_of("0.32.0")).hex() == GOLDEN["metadata"]
+
+
+@pytest.mark.parametrize(("clock_s", "frame"), GOLDEN["clocks"])
+def test_answers(clock_s: float, frame: str) -> None:
+    frames = [PAYLOAD, bytes.fromhex(frame)]
+    assert encode_answer("ab" * 32, bytes.fromhex(GOLDEN["metadata"]), clock_s) == frames
+    shown = decode_answer(frames)
+    assert (shown.metadata, shown.compatibility_hash, shown.clock_s) == (METADATA, "ab" * 32, clock_s)
+    assert shown.fields == set(line_of("0.32").metadata)
+
+
+def test_texts() -> None:
+    request_id, readers, text = GOLDEN["read"]
+    assert read_text(request_id, readers).hex() == text
+    assert decode_text(bytes.fromhex(text)) == Read(request_id, readers)
+    named, text = GOLDEN["heartbeat"]
+    (beat,) = heartbeat_texts(named)
+    assert beat.hex() == text
+    assert decode_text(beat) == Heartbeat(tuple(named))
+    for payload in (beat, read_text(request_id, readers)):
+        assert is_text(payload)
+        with pytest.raises(WireError):
+            decode_notification(payload)
+
+
+def test_params() -> None:
+    params = GOLDEN["params"]
+    assert tuple(sorted(params)) == tuple(sorted(line_of("0.32").params))
+    assert is_stock(params)
+    ticket = read_stock(params, arrived=None, lease_s=30.0, block_ids_max=100)
+    assert ticket.block_tables == ((4, 9, 2),)
+    assert (ticket.num_tokens, ticket.offered_tokens, ticket.tp_size) == (300, 300, 1)
+    assert ticket.address == "tcp://10.0.0.7:5600"
+    assert (ticket.engine_id, ticket.request_id) == ("prefill-1", "cmpl-9d2f-0-0a1b2c3d")
+    assert ticket.least_line == "0.29"
+    assert ticket.to_params() == params
+
+
+@pytest.mark.parametrize("vector", GOLDEN["hashes"])
+def test_hashes(vector: dict[str, Any]) -> None:
+    values = {"model": "/m", "dtype": "torch.bfloat16", "heads": 3, "head_size": 64, "layers": 30, **vector["values"]}
+    factors = {
+        "vllm_version": "0.32.0",
+        "model": values["model"],
+        "dtype": values["dtype"],
+        "num_kv_heads": values["heads"],
+        "head_size": values["head_size"],
+        "num_hidden_layers": values["layers"],
+        "attn_backend_name": "CPU_ATTN",
+        "cache_dtype": "auto",
+        "is_hma_enabled": True,
+        "speculative_config": None,
+        "transfer_mode": "pull",
+    }
+    # The fixture's dtype is a text here, and torch's own name there: str() of both is the same.
+    assert compatibility_hash(factors) == vector["hash"]
+
+
+def test_the_agent_is_named_in_its_metadata() -> None:
+    assert agent_of(METADATA.agent_metadata) == "abcd"

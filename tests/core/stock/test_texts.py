@@ -1,0 +1,110 @@
+"""Notifications: what would end a stock producer's engine is not made, and what ends nothing of ours is refused."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.config import RANKS_MAX
+from kvflow.core.protocol.messages import ReadDone, Renew, WireError, encode
+from kvflow.core.stock.texts import (
+    TEXT_BYTES_MAX,
+    Heartbeat,
+    Read,
+    can_be_told,
+    decode_text,
+    heartbeat_texts,
+    is_text,
+    read_text,
+)
+
+UNTELLABLE = ["", "a,b", "HB:x", "PUSH_REG:x", "\n", "é", "x" * 1025, "\ud800"]
+
+
+def as_stock_reads(payload: bytes) -> tuple[str, int] | list[str]:
+    """A stock producer's own steps (pull_worker._get_new_notifs): what raises here ends its engine."""
+    text = payload.decode("utf-8")
+    if text.startswith("HB:"):
+        return text[3:].split(",")
+    request_id, readers = text.rsplit(":", 1)
+    return request_id, int(readers)
+
+
+@pytest.mark.parametrize("request_id", UNTELLABLE)
+def test_an_id_that_no_text_can_name_is_never_sent(request_id: str) -> None:
+    assert not can_be_told(request_id)
+    with pytest.raises(ValueError, match="can"):
+        read_text(request_id, 1)
+    with pytest.raises(ValueError, match="can"):
+        list(heartbeat_texts([request_id]))
+
+
+@pytest.mark.parametrize("readers", [0, -1, RANKS_MAX + 1])
+def test_a_number_of_readers_that_cannot_be_is_never_sent(readers: int) -> None:
+    with pytest.raises(ValueError, match=str(readers)):
+        read_text("id", readers)
+
+
+@given(st.text(max_size=40), st.integers(-5, 2000))
+def test_whatever_is_sent_is_read_by_a_stock_producer_as_it_was_meant(request_id: str, readers: int) -> None:
+    if can_be_told(request_id) and 1 <= readers <= RANKS_MAX:
+        assert as_stock_reads(read_text(request_id, readers)) == (request_id, readers)
+        assert decode_text(read_text(request_id, readers)) == Read(request_id, readers)
+
+
+@given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(can_be_told), max_size=60))
+def test_heartbeats_name_all_of_many_in_bounded_texts(names: list[str]) -> None:
+    texts = list(heartbeat_texts(names))
+    assert all(len(text) <= TEXT_BYTES_MAX for text in texts)
+    assert [name for text in texts for name in as_stock_reads(text)] == names
+    heard = [decode_text(text) for text in texts]
+    assert [name for one in heard if isinstance(one, Heartbeat) for name in one.request_ids] == names
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"no colon",
+        b":1",
+        b"id:",
+        b"id:x",
+        b"id:-1",
+        b"id:0",
+        b"id:1.0",
+        b"id:9999999",
+        b"HB:",
+        b"HB:a,,b",
+        b"\xff:1",
+        b"PUSH_REG:\x80",
+        b"x" * (TEXT_BYTES_MAX + 1),
+        "id:٣".encode(),
+    ],
+)
+def test_a_text_that_says_nothing_is_refused(payload: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_text(payload)
+
+
+def test_our_own_notifications_are_told_from_texts_by_their_first_byte() -> None:
+    for message in (ReadDone("0" * 32, "reader", 1, 2), Renew(lease_ids=("0" * 32,), reader="reader")):
+        assert not is_text(encode(message))
+    assert is_text(b"id:1")
+    assert is_text(b"HB:id")
+
+
+def test_noise_is_refused_or_read() -> None:
+    rng = Random(7)
+    for _ in range(20_000):
+        payload = bytearray(rng.choice([b"cmpl-1-0-aabbccdd:1", b"HB:a,b", msgspec.msgpack.encode(["HB"])]))
+        for _ in range(rng.randrange(4)):
+            payload[rng.randrange(len(payload))] = rng.randrange(256)
+        try:
+            found = decode_text(bytes(payload))
+        except WireError:
+            continue
+        assert all(map(can_be_told, found.request_ids if isinstance(found, Heartbeat) else (found.request_id,)))

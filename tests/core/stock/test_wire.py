@@ -1,0 +1,153 @@
+"""Messages of the stock side channel: strict, bounded, and the same from every line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from fuzz.mutants import bent, torn
+from tests_support import each
+
+from kvflow.core.protocol.messages import WireError
+from kvflow.core.stock.versions import LINES, Line, line_that_shows
+from kvflow.core.stock.wire import (
+    METADATA_BYTES_MAX,
+    Shown,
+    StockMetadata,
+    agent_of,
+    decode_answer,
+    decode_question,
+    encode_answer,
+    encode_metadata,
+    encode_question,
+)
+
+GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
+VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}
+METADATA = msgspec.convert(VALUES, StockMetadata)
+HASH = "ab" * 32
+LINE = LINES[-2]
+
+
+def answer_with(**values: Any) -> list[bytes]:
+    metadata = msgspec.msgpack.encode({**msgspec.to_builtins(METADATA), "agent_metadata": b"x", **values})
+    return encode_answer(HASH, metadata, 1.0)
+
+
+@pytest.mark.parametrize("line", LINES, ids=[line.version for line in LINES])
+def test_metadata_of_every_line_is_read(line: Line) -> None:
+    shown = decode_answer(encode_answer(HASH, encode_metadata(METADATA, line), 2.5))
+    assert shown.fields == set(line.metadata)
+    assert line_that_shows(shown.fields).metadata == line.metadata
+    assert shown.metadata.kv_caches_base_addr == METADATA.kv_caches_base_addr
+    assert (shown.metadata.block_strides is None) == (line.number < (0, 29))
+    assert (shown.metadata.region_names is None) == (line.number < (0, 30))
+
+
+@pytest.mark.parametrize("rank", [(-1, 0), (0, -1), (1 << 20, 0)])
+def test_no_question_is_made_for_what_is_no_rank(rank: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="no rank"):
+        encode_question(*rank)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"get_meta_msg",
+        msgspec.msgpack.encode([b"get_meta_msg", 0]),
+        msgspec.msgpack.encode(["get_meta_msg", 0, 0]),
+        msgspec.msgpack.encode([b"get_meta_msg", 0, 0, 0]),
+        msgspec.msgpack.encode([b"other", 0, 0]),
+        msgspec.msgpack.encode([b"get_meta_msg", -1, 0]),
+        msgspec.msgpack.encode([b"get_meta_msg", 0.0, 0]),
+        msgspec.msgpack.encode([b"get_meta_msg" * 10, 0, 0]),
+        msgspec.msgpack.encode({"a": 1}),
+    ],
+)
+def test_another_question_is_refused(frame: bytes) -> None:
+    with pytest.raises(WireError):
+        decode_question(frame)
+
+
+WRONG: dict[str, list[Any]] = {
+    "engine_id": ["", None, 3, "a b", "x" * 300, "\0"],
+    "kv_caches_base_addr": [[], [0] * 3, [-1] * 3, [1 << 63] * 3, None, ["a"], [(1 << 63) - 5] * 3],
+    "device_id": [-1, None, "0"],
+    "num_blocks": [0, -1, 1 << 40],
+    "block_lens": [[], [0] * 3, [98304] * 2, None],
+    "block_strides": [[1] * 3, [98304] * 2, [-1] * 3, [1 << 62] * 3],
+    "block_size": [0, None, 1.5],
+    "ssm_sizes": [[0], [0, 0, 0], None],
+    "physical_blocks_per_logical_kv_block": [0, -1],
+    "region_num_blocks": [[364], [0] * 3],
+    "region_group_ids": [[0], ["a"] * 3],
+    "region_names": [["a"], [0] * 3, ["x" * 2000] * 3],
+    "region_mem_types": [["DRAM"]],
+    "region_members": [[["a"]], [[0]] * 3],
+    "dcp_size": [0, None],
+    "packed_member_layouts": [{"a": [1]}, [1]],
+}
+
+
+@each(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_a_value_that_cannot_be_is_refused(name: str, value: Any) -> None:
+    assert isinstance(decode_answer(answer_with()), Shown)
+    with pytest.raises(WireError):
+        decode_answer(answer_with(**{name: value}))
+
+
+@pytest.mark.parametrize("name", METADATA.__struct_fields__[:11])
+def test_a_field_that_every_line_has_is_needed(name: str) -> None:
+    values = {key: value for key, value in VALUES.items() if key != name}
+    with pytest.raises(WireError):
+        decode_answer(encode_answer(HASH, msgspec.msgpack.encode(values), 1.0))
+
+
+def test_frames_that_are_no_answer_are_refused() -> None:
+    payload, clock = answer_with()
+    wrong = [[], [payload], [payload, clock, b""], [b"", clock], [payload, b""], [payload, msgspec.msgpack.encode("a")]]
+    wrong += [[payload, msgspec.msgpack.encode(float("nan"))], [b"\0" * (METADATA_BYTES_MAX + 1), clock]]
+    wrong += [encode_answer("short", b"", 1.0), encode_answer("AB" * 32, b"", 1.0)]
+    for frames in wrong:
+        with pytest.raises(WireError):
+            decode_answer(frames)
+
+
+@pytest.mark.parametrize(
+    "blob",
+    [
+        b"",
+        b"x" * 100,
+        b"nixlSerDes|Agent" + bytes(8) + b"|",
+        b"nixlSerDes|Agent" + b"\xff" * 8 + b"abc|",
+        b"nixlSerDes|Agent\x04" + bytes(7) + b"ab\x00d|",
+        b"nixlSerDes|Agent\x02" + bytes(7) + b"\xff\xff|",
+    ],
+)
+def test_metadata_of_no_agent_is_refused(blob: bytes) -> None:
+    with pytest.raises(WireError):
+        agent_of(blob)
+
+
+def test_hostile_answers_are_refused_or_read() -> None:
+    rng, plain = Random(3), {**msgspec.to_builtins(METADATA), "agent_metadata": VALUES["agent_metadata"]}
+    for _ in range(3000):
+        if rng.random() < 0.5:
+            metadata = torn(rng, encode_metadata(METADATA, LINE))
+        else:
+            try:
+                metadata = msgspec.msgpack.encode(bent(rng, plain))
+            except (TypeError, ValueError, OverflowError, RecursionError):
+                continue
+        frames = encode_answer(HASH, metadata, 1.0)
+        frames[rng.randrange(2)] = torn(rng, frames[rng.randrange(2)]) if rng.random() < 0.3 else frames[0]
+        with contextlib.suppress(WireError):
+            assert isinstance(decode_answer(frames), Shown)
+        with contextlib.suppress(WireError):
+            decode_question(torn(rng, encode_question(0, 1)))

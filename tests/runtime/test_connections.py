@@ -1,0 +1,355 @@
+"""Connections of the side channel that are kept: who shares one, whose answer it is, and when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+import zmq
+import zmq.asyncio
+from side_channels import ANSWER, PLAIN, REQUEST, address_of, asking, listening, seen
+from tests_support import limited, until
+
+from kvflow.core.protocol import messages
+from kvflow.errors import PeerUnreachable
+from kvflow.runtime.channel.asking import ZmqSideChannel
+from kvflow.runtime.channel.connections import QUESTIONS_MAX, Connection
+from kvflow.testing import ManualClock
+
+BRIEF = replace(PLAIN, handshake_timeout_s=0.05)
+
+
+class Scripted:
+    """A listener in the hands of a test: questions wait until it answers them, in the order that it likes."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self._socket = socket
+
+    async def next(self) -> tuple[bytes, messages.Header, messages.Request]:
+        """The next question, and the connection that it came over."""
+        sender, header, body = await self._socket.recv_multipart()
+        return sender, messages.decode_header(header), messages.decode_request(body)
+
+    async def answer(self, sender: bytes, question: int, clock_s: float) -> None:
+        reply = messages.ClockShown(incarnation="i", clock_s=clock_s)
+        await self._socket.send_multipart([sender, *messages.encode_frames(messages.our_header(b"", question), reply)])
+
+
+@contextlib.asynccontextmanager
+async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
+    """One, and its address."""
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        socket.linger = 0
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        yield Scripted(socket), f"tcp://127.0.0.1:{port}"
+
+
+def numbered(index: int) -> messages.ClockRequest:
+    """A question that can be told from others."""
+    return messages.ClockRequest(reader=str(index), target=REQUEST.target)
+
+
+def start(channel: ZmqSideChannel, address: str, index: int = 0) -> asyncio.Task[messages.Reply]:
+    return asyncio.create_task(channel.ask(address, numbered(index), fingerprint=b""))
+
+
+def shown(clock_s: float) -> messages.ClockShown:
+    return messages.ClockShown(incarnation="i", clock_s=clock_s)
+
+
+async def acquainted(peer: Scripted, channel: ZmqSideChannel, address: str) -> bytes:
+    """A first question, so that there is a connection to share: the peer's name for it."""
+    first = start(channel, address)
+    sender, header, _ = await peer.next()
+    await peer.answer(sender, header.question, 0.5)
+    assert await first == shown(0.5)
+    return sender
+
+
+async def put(channel: ZmqSideChannel, peer: Scripted, address: str, count: int) -> dict[str, tuple[bytes, int]]:
+    """Wait until so many questions have come: over which connection each, and its number there, by who asks."""
+    found = {}
+    for _ in range(count):
+        sender, header, request = await peer.next()
+        assert isinstance(request, messages.ClockRequest)
+        found[request.reader] = sender, header.question
+    return found
+
+
+async def test_questions_share_a_connection_and_answers_may_come_in_any_order() -> None:
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            kept = await acquainted(peer, channel, address)
+            asked = [start(channel, address, index) for index in range(QUESTIONS_MAX)]
+            came = await put(channel, peer, address, QUESTIONS_MAX)
+            assert {sender for sender, _ in came.values()} == {kept}
+            for reader in sorted(came, reverse=True):
+                await peer.answer(*came[reader], float(reader))
+            assert await asyncio.gather(*asked) == [shown(index) for index in range(QUESTIONS_MAX)]
+
+
+async def test_no_more_questions_share_a_connection_than_answers_may_wait_there() -> None:
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            kept = await acquainted(peer, channel, address)
+            count = QUESTIONS_MAX + 2
+            asked = [start(channel, address, index) for index in range(count)]
+            came = await put(channel, peer, address, count)
+            assert sum(sender == kept for sender, _ in came.values()) == QUESTIONS_MAX
+            assert len({sender for sender, _ in came.values()}) == 3
+            for reader, where in came.items():
+                await peer.answer(*where, float(reader))
+            assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]
+
+
+async def test_the_first_question_shares_with_nobody() -> None:
+    """Nothing is known of who is there: one of them may be the only one that is answered."""
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            asked = [start(channel, address, index) for index in range(2)]
+            came = await put(channel, peer, address, 2)
+            assert len({sender for sender, _ in came.values()}) == 2
+            await peer.answer(*came["1"], 1.0)
+            assert await asked[1] == shown(1.0)
+            await peer.answer(*came["0"], 2.0)
+            assert await asked[0] == shown(2.0)
+
+
+async def test_one_is_given_up_while_another_waits() -> None:
+    """Its answer comes all the same and is nobody's; who asks next does so over a new connection."""
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            kept = await acquainted(peer, channel, address)
+            given_up, waiting = (start(channel, address, index) for index in range(2))
+            came = await put(channel, peer, address, 2)
+            given_up.cancel()
+            await asyncio.wait([given_up])
+            later = start(channel, address, 2)
+            late = await put(channel, peer, address, 1)
+            assert late["2"][0] != kept
+            await peer.answer(*came["0"], 7.0)
+            await peer.answer(kept, came["1"][1] + 1, 8.0)  # a number that nobody has
+            await peer.answer(*came["1"], 1.0)
+            await peer.answer(*late["2"], 2.0)
+            assert (await waiting, await later) == (shown(1.0), shown(2.0))
+
+
+async def test_a_question_that_got_no_answer_spends_its_connection() -> None:
+    """It may have gone dead in silence; the next question finds out by a connection of its own."""
+    async with scripted() as (peer, address):
+        with asking(BRIEF) as channel:
+            kept = await acquainted(peer, channel, address)
+            with pytest.raises(PeerUnreachable, match=r"within 0\.05 s"):
+                await start(channel, address)
+            await put(channel, peer, address, 1)
+            assert await acquainted(peer, channel, address) != kept
+
+
+async def test_a_question_may_wait_longer_or_shorter_than_others() -> None:
+    async with scripted() as (peer, address):
+        with asking(BRIEF) as channel:
+            await acquainted(peer, channel, address)
+            ask = channel.ask(address, numbered(1), fingerprint=b"", timeout_s=60.0)
+            long = asyncio.create_task(ask)
+            came = await put(channel, peer, address, 1)
+            with pytest.raises(PeerUnreachable, match=r"within 0\.05 s"):
+                await start(channel, address)
+            with pytest.raises(PeerUnreachable, match=r"within 0\.01 s"):
+                await channel.ask(address, numbered(3), fingerprint=b"", timeout_s=0.01)
+            await peer.answer(*came["1"], 1.0)
+            assert await long == shown(1.0)
+
+
+async def test_a_peer_that_does_not_number_its_answers_gets_a_connection_for_each_question() -> None:
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            senders = set()
+            for index in range(3):
+                asked = start(channel, address, index)
+                sender, _, _ = await peer.next()
+                senders.add(sender)
+                await peer.answer(sender, 0, float(index))
+                assert await asked == shown(index)
+            assert len(senders) == 3
+
+
+async def test_an_answer_without_a_number_is_not_guessed() -> None:
+    """Over a connection that was asked more than once: all that wait there ask again, each by itself."""
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            kept = await acquainted(peer, channel, address)
+            asked = [start(channel, address, index) for index in range(2)]
+            await put(channel, peer, address, 2)
+            await peer.answer(kept, 0, 9.0)
+            again = await put(channel, peer, address, 2)
+            assert kept not in {sender for sender, _ in again.values()}
+            for reader, where in again.items():
+                await peer.answer(*where, float(reader))
+            assert await asyncio.gather(*asked) == [shown(0.0), shown(1.0)]
+
+
+async def test_an_answer_that_comes_twice_is_the_first() -> None:
+    async with scripted() as (peer, address):
+        with asking() as channel:
+            asked = start(channel, address)
+            sender, header, _ = await peer.next()
+            for clock_s in (1.0, 2.0):
+                await peer.answer(sender, header.question, clock_s)
+            assert await asked == shown(1.0)
+            again = start(channel, address)
+            came = await put(channel, peer, address, 1)
+            await peer.answer(*came["0"], 3.0)
+            assert await again == shown(3.0)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_peer_that_has_restarted_is_asked_again(noticed: bool) -> None:
+    """Whether or not the loop has heard of its end when the next question is put."""
+    async with contextlib.AsyncExitStack() as stack:
+        channel = stack.enter_context(asking())
+        async with listening(PLAIN) as listener:
+            address = address_of(listener)
+            assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
+            assert open_connections(channel) == 1
+        if noticed:
+            await until(lambda: open_connections(channel) == 0)
+        again = replace(PLAIN, listen=address)
+        listener = await stack.enter_async_context(listening(again))
+        assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
+        await seen(listener, connections=1)
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+async def test_a_peer_that_has_gone_refuses_the_connection(noticed: bool) -> None:
+    with asking() as channel:
+        async with listening(PLAIN) as listener:
+            address = address_of(listener)
+            assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
+        if noticed:
+            await until(lambda: open_connections(channel) == 0)
+        with pytest.raises(PeerUnreachable, match=r"[Cc]onnect"):
+            await channel.ask(address, REQUEST, fingerprint=b"")
+
+
+async def test_a_listener_that_drops_all_connections_is_asked_again() -> None:
+    config = limited(PLAIN, side_channel_connections_max=4)
+    async with listening(config) as listener:
+        with asking() as channel:
+            ask = channel.ask(address_of(listener), REQUEST, fingerprint=b"")
+            assert await ask == ANSWER
+            raw = [await asyncio.open_connection("127.0.0.1", listener.port) for _ in range(4)]
+            assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+            await seen(listener, recycled=1)
+            for _, writer in raw:
+                writer.close()
+            assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+
+
+async def test_a_connection_is_kept_for_a_while_only() -> None:
+    config = limited(PLAIN, side_channel_idle_s=0.2)
+    async with listening(PLAIN) as listener:
+        with asking(config) as channel:
+            for _ in range(3):
+                assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+                assert open_connections(channel) == 1
+            await seen(listener, connections=1)
+            await until(lambda: open_connections(channel) == 0)
+            await seen(listener, connections=0)
+            assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+
+
+async def test_of_many_peers_those_used_last_are_kept() -> None:
+    config = limited(PLAIN, side_channel_kept_max=3)
+    everywhere = replace(PLAIN, listen="tcp://0.0.0.0:0", advertise_host="127.0.0.1")
+    async with listening(everywhere) as listener:
+        with asking(config) as channel:
+
+            async def ask(host: int) -> None:
+                address = f"tcp://127.0.0.{host}:{listener.port}"
+                assert await channel.ask(address, REQUEST, fingerprint=b"") == ANSWER
+
+            await asyncio.gather(*(ask(host) for host in range(1, 41)))
+            assert open_connections(channel) == 3
+            await seen(listener, connections=3)
+            for host in (1, 2, 3, 1, 4):  # 2 was not used for longest
+                await ask(host)
+            kept = {way.endpoint.split(":")[1][2:] for way in channel._connections._shared}
+            assert kept == {"127.0.0.3", "127.0.0.1", "127.0.0.4"}
+
+
+async def test_closing_leaves_nothing_of_what_was_kept() -> None:
+    gc.collect()
+    before = files(), threads()
+    async with listening(PLAIN) as listener:
+        of_listener = threads()
+        channel = ZmqSideChannel(PLAIN, ManualClock().now_s)
+        assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+        assert open_connections(channel) == 1
+        channel.close()
+        channel.close()
+        await until(lambda: threads() == of_listener)
+        await seen(listener, connections=0)
+    await until(lambda: (files(), threads()) <= before)
+
+
+async def test_an_abandoned_channel_leaves_nothing_either() -> None:
+    async with scripted() as (peer, address):
+        of_peer = threads()
+        channel = ZmqSideChannel(PLAIN, ManualClock().now_s)
+        await acquainted(peer, channel, address)
+        waiting = start(channel, address)
+        await peer.next()
+        channel.abandon()
+        assert open_connections(channel) == 0
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        await until(lambda: threads() == of_peer)
+
+
+async def test_a_kept_connection_does_not_wake_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    woken = 0
+
+    def counted(name: str) -> None:
+        real = getattr(Connection, name)
+
+        def look(connection: Connection) -> None:
+            nonlocal woken
+            woken += 1
+            real(connection)
+
+        monkeypatch.setattr(Connection, name, look)
+
+    counted("_look")
+    counted("_look_at_monitor")
+    loop = asyncio.get_running_loop()
+    async with listening(PLAIN) as listener:
+        with asking() as channel:
+            assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
+            for _ in range(10):  # what the question has left behind
+                await asyncio.sleep(0)
+            before, rested = woken, loop.create_future()
+            start_s = time.process_time()
+            loop.call_later(0.2, rested.set_result, None)
+            await rested
+            assert before > 0
+            assert woken == before
+            assert time.process_time() - start_s < 0.1
+
+
+def open_connections(channel: ZmqSideChannel) -> int:
+    return len(channel._connections._open)
+
+
+def threads() -> int:
+    """Of this process, ZeroMQ's included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def files() -> int:
+    return len(os.listdir("/proc/self/fd"))

@@ -1,0 +1,365 @@
+"""Leases that get their blocks later: readers learn of them by asking, and read nothing that they do not know."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, Ticket, blocking
+from kvflow.core.policy.ledger import BlockCounts
+from kvflow.core.protocol import messages
+from kvflow.errors import BlocksBusy, LeaseExpired, PeerError, ProtocolError, RequestError, UsageError
+from kvflow.testing import CacheSize, InprocCluster, InprocPair, assert_quiet, inproc_pair, nixl_pair, run_virtual
+from tests.budgets import examples
+from tests.group_hand_overs import GroupHandOver, Part, request_ids, run
+from tests.pairs import known
+from tests.runtime.test_groups import FAMILIES
+from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, Cleared, landed, pair_of
+from tests.scripted import ScriptedSideChannel
+from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, until
+
+
+def opened(pair: InprocPair, block_ids: Sequence[int] = (), tokens: int = 16, **more: Any) -> Lease:
+    """A lease that has few blocks yet, of which nothing is computed."""
+    for tensor in pair.producer.kv_caches.values():
+        tensor[:, BLOCKS] = 0.0
+    request = ServeRequest("req", block_ids, num_tokens=tokens, computed_tokens=0, **more)
+    return pair.producer.runtime.serve_blocks(request)
+
+
+def wanted(lease: Lease, block_ids: Sequence[int] = TAKEN, **more: Any) -> LoadRequest:
+    ticket = Ticket.from_params(msgspec.json.decode(msgspec.json.encode(lease.ticket.to_params())))
+    return LoadRequest("req", ticket, block_ids, **more)
+
+
+def blocks_of(pair: InprocPair) -> BlockCounts:
+    return known(pair.producer.runtime.statistics().blocks)
+
+
+def asked_of(channel: ScriptedSideChannel) -> list[messages.NewsRequest]:
+    return [one for one in channel.asked if isinstance(one, messages.NewsRequest)]
+
+
+@each("staging", ["never", "always"])
+@each("first", [0, 1, 2])
+@in_virtual_time
+async def test_blocks_come_with_the_chunks(staging: str, first: int) -> None:
+    async with pair_of(staging) as pair:
+        lease = opened(pair, BLOCKS[:first])
+        before = lease.ticket
+        load = pair.consumer.runtime.start_load(wanted(lease))
+        for count in range(first + 1, 5):
+            lease.extend(BLOCKS[count - 1 : count])
+            assert blocks_of(pair).leased == count
+            pair.producer.cache.fill(BLOCKS[:count])
+            lease.advance(4 * count)
+            await asyncio.sleep(0.1)
+            if count < 4:
+                assert landed(pair) == TAKEN[:count]
+        assert (await load).tokens == 16
+        pair.assert_loaded(TAKEN, BLOCKS)
+        assert lease.ticket == before
+        assert lease.block_ids == tuple(BLOCKS)
+        assert await lease is LeaseOutcome.READ
+        assert blocks_of(pair).leased == 0
+        for runtime in (pair.producer.runtime, pair.consumer.runtime):
+            assert_quiet(runtime.statistics())
+
+
+@in_virtual_time
+async def test_one_question_for_each_extend_at_most() -> None:
+    channel, cluster = ScriptedSideChannel(), InprocCluster()
+    world = cluster.world()
+    channel.beneath = world.side_channel
+    reader = replace(world, side_channel=channel)
+    async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=reader) as pair:
+        lease = opened(pair)
+        load = pair.consumer.runtime.start_load(wanted(lease))
+        await asyncio.sleep(0.5)
+        assert [one.known for one in asked_of(channel)] == [(0,)]
+        for count in (1, 2, 3):
+            lease.extend(BLOCKS[count - 1 : count])
+            for tokens in range(4 * count - 3, 4 * count + 1):
+                lease.advance(tokens)
+                await asyncio.sleep(0.02)
+        lease.extend(BLOCKS[3:])
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await load
+        assert [one.known for one in asked_of(channel)] == [(count,) for count in range(5)]
+        assert channel.asked[-1] is asked_of(channel)[-1]
+
+
+@in_virtual_time
+async def test_a_reader_that_comes_when_all_is_there() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair)
+        lease.extend(BLOCKS)
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await pair.consumer.runtime.load_blocks(wanted(lease))
+        pair.assert_loaded(TAKEN, BLOCKS)
+
+
+@in_virtual_time
+async def test_the_tail_of_what_is_extended() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair)
+        load = pair.consumer.runtime.start_load(wanted(lease, TAKEN[:2]))
+        for count in (1, 2, 3, 4):
+            lease.extend(BLOCKS[count - 1 : count])
+            pair.producer.cache.fill(BLOCKS[:count])
+            lease.advance(4 * count)
+            await asyncio.sleep(0.05)
+        assert (await load).tokens == 8
+        pair.assert_loaded(TAKEN[:2], BLOCKS[2:])
+
+
+@examples(25, 150)
+@given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
+def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str) -> None:
+    """Each rank gets its blocks, and computes, in its own time; nothing of a token is there before it is told."""
+    case = in_the_end(data.draw(FAMILIES[family]))
+    steps = st.lists(st.integers(0, case.num_tokens), max_size=3)
+
+    async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
+        cleared = [Cleared(case, rank) for rank in producers]
+        given_blocks = [[0] * len(case.parts) for _ in producers]
+        plans = [[*sorted(data.draw(steps)), case.num_tokens] for _ in producers]
+        while any(plans):
+            at = data.draw(st.sampled_from([at for at, plan in enumerate(plans) if plan]))
+            tokens = plans[at].pop(0)
+            before, more = given_blocks[at], [blocks_upto(case, part, tokens) for part in case.parts]
+            given_blocks[at] = more = [max(one, two) for one, two in zip(before, more, strict=True)]
+            leases[at].extend(request_ids(case, 0, list(map(slice, before, more))))
+            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.01])))
+            cleared[at].fill(tokens)
+            leases[at].advance(tokens)
+            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.05])))
+
+    run_virtual(run(case, InprocCluster().world(), compute, extends=True))
+
+
+def in_the_end(case: GroupHandOver) -> GroupHandOver:
+    """Without blocks of windows before the window: a lease that is extended has no room for them."""
+    if case.merged[0]:
+        return case
+    parts = []
+    for part in case.parts:
+        size = part.producer.block_size
+        needed = -(-case.num_tokens // size) - part.attention.first_block(case.num_tokens, size)
+        parts.append(replace(part, offered=part.offered[len(part.offered) - needed :]))
+    return replace(case, parts=tuple(parts))
+
+
+def blocks_upto(case: GroupHandOver, part: Part, tokens: int) -> int:
+    """How many of a part's offered blocks hold tokens before that one."""
+    size = part.producer.block_size
+    first = -(-case.num_tokens // size) - len(part.offered)
+    return min(max(-(-tokens // size) - first, 0), len(part.offered))
+
+
+@in_virtual_time
+async def test_advance_before_extend_is_refused() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair, BLOCKS[:2])
+        for tokens in (9, 16):
+            with pytest.raises(
+                RequestError, match=rf"'req': advance\(\) to {tokens} tokens: its blocks hold 8, extend"
+            ):
+                lease.advance(tokens)
+        with pytest.raises(RequestError, match="'req': advance"):
+            lease.complete()
+        lease.advance(8)
+        lease.extend(BLOCKS[2:])
+        lease.advance(16)
+        await lease.revoke()
+        with pytest.raises(RequestError, match="'early': computed_tokens is 5, its blocks hold 4"):
+            pair.producer.runtime.serve_blocks(ServeRequest("early", [1], num_tokens=16, computed_tokens=5))
+        assert blocks_of(pair).leased == 0
+        pair.offer([1], "next").revoke()
+
+
+@in_virtual_time
+async def test_extensions_that_cannot_be() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair, BLOCKS[:2])
+        for ids, problem in (
+            ([1], "block id 1 is given twice"),
+            ([99], "block id 99 is not in"),
+            ([4, 6, 7], r"'req': extend\(\): 5 block ids in all, but 16 tokens need 4 of 4"),
+            ([6, 6], "block id 6 is given twice"),
+            ("no", "block_ids"),
+        ):
+            with pytest.raises(RequestError, match=problem):
+                lease.extend(ids)
+        assert lease.block_ids == (1, 2)
+        assert blocks_of(pair).leased == 2
+        serve = pair.producer.runtime.serve_blocks
+        with pytest.raises(RequestError, match="'x': extends: computed_tokens has to say"):
+            serve(ServeRequest("x", [7], num_tokens=16, extends=True))
+        whole = serve(ServeRequest("whole", [7], num_tokens=4))
+        with pytest.raises(RequestError, match="2 block ids in all, but 4 tokens need 1"):
+            whole.extend([8])
+        await lease.revoke()
+        lease.extend([3])
+        assert lease.block_ids == (1, 2)
+        whole.revoke()
+
+
+async def test_only_on_the_loop_that_has_the_lease() -> None:
+    async with inproc_pair() as pair:
+        lease = opened(pair, BLOCKS[:1])
+        for act in (lease.extend, lease.complete):
+            with pytest.raises(UsageError, match=rf"'req': {act.__name__}\(\)"):
+                await asyncio.to_thread(act, [3])  # type: ignore[arg-type]
+        lease.revoke()
+
+
+@in_virtual_time
+async def test_a_last_block_that_is_partly_filled_may_follow() -> None:
+    """Without `extends` four blocks of 18 tokens are an offer of full blocks only."""
+    async with pair_of() as pair:
+        lease = opened(pair, BLOCKS, tokens=18, extends=True)
+        assert lease.ticket.extends
+        with pytest.raises(RequestError, match="its blocks hold 16"):
+            lease.advance(17)
+        lease.extend([8])
+        lease.advance(18)
+        await lease.revoke()
+
+
+@in_virtual_time
+async def test_blocks_that_are_being_loaded_are_not_taken() -> None:
+    async with pair_of() as pair:
+        pair.producer.transport.faults.hold = True
+        other = pair.consumer.runtime.serve_blocks(ServeRequest("other", [3], num_tokens=4))
+        into = pair.producer.runtime.start_load(LoadRequest("other", other.ticket, [7]))
+        await until(lambda: pair.producer.transport.held)
+        lease = opened(pair, BLOCKS[:1])
+        with pytest.raises(BlocksBusy):
+            lease.extend([7])
+        pair.producer.transport.faults.hold = False
+        pair.producer.transport.perform()
+        await into
+        lease.extend([7])
+        lease.revoke()
+
+
+@each("end", ["revoke", "expire"])
+@in_virtual_time
+async def test_the_lease_ends_while_blocks_are_waited_for(end: str) -> None:
+    async with pair_of(lease_lifetime_s=0.5) as pair:
+        lease = opened(pair, BLOCKS[:1], ttl_s=0.5)
+        load = pair.consumer.runtime.start_load(wanted(lease, deadline_s=9.0))
+        await asyncio.sleep(0.1)
+        if end == "revoke":
+            lease.revoke()
+        with pytest.raises(LeaseExpired):
+            await load
+        await lease
+        assert not [task for task in asyncio.all_tasks() if "kvflow-news" in task.get_name()]
+
+
+@in_virtual_time
+async def test_a_producer_that_tells_wrong_blocks() -> None:
+    channel = ScriptedSideChannel()
+    world = InprocCluster().world()
+    channel.beneath = world.side_channel
+    reader = replace(world, side_channel=channel)
+
+    async def fails(told: object, error: type[Exception], match: str) -> None:
+        async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=reader) as pair:
+            await pair.consumer.runtime.prewarm([pair.offer([6], "warm").ticket])
+            lease = opened(pair)
+            channel.script.append(told)  # type: ignore[arg-type]
+            with pytest.raises(error, match=match):
+                await pair.consumer.runtime.load_blocks(wanted(lease, deadline_s=5.0))
+            for one in ("req", "warm"):
+                pair.producer.runtime._supervisor.cache.serving.open_lease(one).lease.revoke()
+
+    def news(*ids: tuple[int, ...], payload: bytes = b"") -> messages.News:
+        return messages.News(state=messages.LeaseNews.OPEN, more_block_ids=ids, payload=payload)
+
+    await fails(news((1, 99)), ProtocolError, "block id 99")
+    await fails(news((1, 1)), ProtocolError, "given twice")
+    await fails(news((1, -1)), ProtocolError, "block id -1")
+    await fails(news((1, 2, 3, 4, 5)), ProtocolError, "5 blocks of a lease that has 4")
+    await fails(news((1,), (2,)), ProtocolError, "more blocks of 2 groups")
+    await fails(news(payload=bytes(1 << 13)), ProtocolError, "payload_bytes_max")
+    await fails(messages.News(state=messages.LeaseNews.COMPLETE), ProtocolError, "blocks hold 0 of 16 tokens")
+    await fails(messages.Ack(), ProtocolError, "expected News, got Ack")
+
+
+@in_virtual_time
+async def test_blocks_that_nobody_tells() -> None:
+    """Without an answer a load that needs no more blocks ends as well; one that does fails, typed and soon."""
+    channel = ScriptedSideChannel()
+    world = InprocCluster().world()
+    channel.beneath, channel.mute = world.side_channel, (messages.NewsRequest,)
+    reader = replace(world, side_channel=channel)
+    async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=reader) as pair:
+        lease = opened(pair, BLOCKS)
+        load = pair.consumer.runtime.start_load(wanted(lease))
+        await asyncio.sleep(5.0)
+        pair.producer.cache.fill(BLOCKS)
+        lease.advance(16)
+        await load
+        pair.assert_loaded(TAKEN, BLOCKS)
+        await lease
+        pair.consumer.cache.fill()
+        lease = opened(pair, BLOCKS[:1])
+        lease.extend(BLOCKS[1:])
+        lease.advance(16)
+        with pytest.raises(PeerError, match="'req'"):
+            await pair.consumer.runtime.load_blocks(wanted(lease, deadline_s=30.0))
+        assert landed(pair) == TAKEN[:1], "what it has no blocks of is not read, whatever the seal says"
+        lease.revoke()
+
+
+@pytest.mark.nixl
+async def test_extending_over_real_nixl() -> None:
+    async with nixl_pair(config=replace(PATIENT, listen="tcp://127.0.0.1:0"), size=CacheSize(num_blocks=8)) as pair:
+        for tensor in pair.producer.kv_caches.values():
+            tensor[:, BLOCKS] = 0.0
+        request = ServeRequest("req", [], num_tokens=16, computed_tokens=0, payload=True)
+        lease = pair.producer.runtime.serve_blocks(request)
+        load = pair.consumer.runtime.start_load(pair.wanted(lease, TAKEN))
+        for at in range(4):
+            reads = pair.consumer.transport.statistics.reads
+            lease.extend(BLOCKS[at : at + 1])
+            pair.producer.cache.fill(BLOCKS[at : at + 1])
+            lease.advance(4 * at + 4)
+            await until(lambda reads=reads: pair.consumer.transport.statistics.reads > reads)  # type: ignore[misc]
+        assert not load.done
+        lease.complete(b"first token")
+        assert (await load).payload == b"first token"
+        pair.assert_loaded(TAKEN, BLOCKS)
+        await lease
+
+
+@pytest.mark.nixl
+def test_extending_in_a_callers_thread() -> None:
+    kv_caches, cache = CacheSize().make("prefill")
+    with blocking.Runtime(replace(CONFIG, engine_id="prefill")) as producer:
+        producer.register_kv_caches(kv_caches, cache.layout)
+        request = ServeRequest("req", BLOCKS[:1], num_tokens=16, ttl_s=60.0, computed_tokens=0, payload=True)
+        lease = producer.serve_blocks(request)
+        with pytest.raises(RequestError, match="its blocks hold 4"):
+            lease.advance(16)
+        lease.extend(BLOCKS[1:])
+        assert lease.block_ids == tuple(BLOCKS)
+        lease.complete(b"token")
+        with pytest.raises(RequestError, match="another one of 5 bytes was given before"):
+            lease.complete(b"other")
+        with pytest.raises(RequestError, match="decline: it is being served"):
+            producer.decline("req")
+        producer.decline("other", "no room")
+        assert lease.revoke().wait(WAIT_S) is LeaseOutcome.REVOKED

@@ -1,0 +1,124 @@
+"""Prefills that break: `lease.fail` ends a lease, its readers learn why at once, and its blocks come back."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from kvflow import LeaseOutcome, ServeRequest, blocking
+from kvflow.core.protocol.freshness import FAILED
+from kvflow.errors import LeaseExpired, PrefillFailed, RequestError, UsageError
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.testing import CacheSize, assert_quiet, inproc_pair
+from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, opened, pair_of, wanted
+from tests.tests_support import WAIT_S, each, in_virtual_time
+
+
+class Kept:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.leases: list[LeaseRecord] = []
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        self.leases.append(record)
+
+    def load_ended(self, record: LoadRecord) -> None:
+        pass
+
+
+@each("staging", ["never", "always"])
+@each("tokens", [0, 8, 16])
+@in_virtual_time
+async def test_a_prefill_that_breaks_ends_its_loads(staging: str, tokens: int) -> None:
+    """Whatever has landed: before the first token, in the middle, and also when all were there."""
+    async with pair_of(staging) as pair:
+        lease = opened(pair)
+        load = pair.consumer.runtime.start_load(wanted(pair, lease, deadline_s=9.0))
+        if tokens < 16:
+            lease.advance(tokens)
+            await asyncio.sleep(0.1)
+            assert len(landed(pair)) == tokens // 4
+        assert lease.fail("out of memory") is lease
+        with pytest.raises(PrefillFailed, match=r"request 'req' from 'producer' at .*could not compute the prompt"):
+            await load
+        assert await lease is LeaseOutcome.FAILED
+        lease.fail("again")
+        lease.advance(16)
+        lease.revoke()
+        assert (lease.state, pair.producer.runtime.statistics().serving.failed) == ("failed", 1)  # type: ignore[union-attr]
+        for engine in (pair.producer, pair.consumer):
+            assert_quiet(engine.runtime.statistics())
+        pair.offer(BLOCKS, "next").revoke()
+
+
+@in_virtual_time
+async def test_the_seal_says_so_until_the_hold_is_over() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair)
+        seals, index = pair.producer.runtime._supervisor._seals, lease.ticket.first.seal_index
+        secret = lease.ticket.first.lease_id
+        lease.fail()
+        assert seals.tokens_missing(index, secret) == FAILED
+        late = pair.consumer.runtime.start_load(wanted(pair, lease))
+        with pytest.raises(PrefillFailed):
+            await late
+        await lease
+        assert seals.tokens_missing(index, secret) is None
+        assert seals.used == 0
+        with pytest.raises(LeaseExpired):
+            await pair.consumer.runtime.load_blocks(wanted(pair, lease))
+
+
+@in_virtual_time
+async def test_a_load_of_a_complete_lease_that_fails_is_no_success() -> None:
+    """A ticket that was made when all was there: its load finds out by the seal that comes with its first read."""
+    async with pair_of() as pair:
+        lease = pair.offer(BLOCKS)
+        lease.fail("the device was lost")
+        with pytest.raises(PrefillFailed):
+            await pair.consumer.runtime.load_blocks(pair.wanted(lease, TAKEN))
+        assert await lease is LeaseOutcome.FAILED
+
+
+@in_virtual_time
+async def test_what_is_recorded() -> None:
+    async with pair_of() as pair:
+        kept = Kept()
+        with pair.producer.runtime.observed_by(kept):
+            await opened(pair).fail("out of memory")
+        assert [(one.outcome, one.reason) for one in kept.leases] == [("failed", "out of memory")]
+
+
+@in_virtual_time
+async def test_one_rank_that_fails_is_enough() -> None:
+    """... and the lease of another request is not concerned."""
+    async with pair_of() as pair:
+        broken = opened(pair)
+        whole = pair.offer([8], "whole")
+        broken.fail()
+        await pair.consumer.runtime.load_blocks(pair.wanted(whole, [1]))
+        assert (await whole, await broken) == (LeaseOutcome.READ, LeaseOutcome.FAILED)
+
+
+async def test_what_is_no_reason_and_no_loop() -> None:
+    async with inproc_pair() as pair:
+        lease = opened(pair)
+        with pytest.raises(RequestError, match="'req': fail: reason"):
+            lease.fail(7)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"'req': fail\(\)"):
+            await asyncio.to_thread(lease.fail)
+        with pytest.raises(RequestError, match="num_tokens"):
+            pair.producer.runtime.serve_blocks(ServeRequest("many", [7], num_tokens=FAILED))
+        lease.revoke()
+
+
+@pytest.mark.nixl
+def test_in_a_callers_thread() -> None:
+    kv_caches, cache = CacheSize().make("prefill")
+    with blocking.Runtime(replace(CONFIG, engine_id="prefill")) as producer:
+        producer.register_kv_caches(kv_caches, cache.layout)
+        lease = producer.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, ttl_s=60.0, computed_tokens=0))
+        assert lease.fail("out of memory").wait(WAIT_S) is LeaseOutcome.FAILED

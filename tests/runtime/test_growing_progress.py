@@ -1,0 +1,189 @@
+"""`async for progress in load`: tokens as they land, vouched for, in prompt order, until the load has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow import Lease, Load, LoadRequest, Progress, ServeRequest, blocking
+from kvflow.errors import LeaseExpired, PrefillFailed
+from kvflow.testing import CacheSize, InprocCluster, InprocPair, Weather, inproc_pair, run_virtual
+from tests.budgets import examples
+from tests.group_hand_overs import GroupHandOver, run
+from tests.runtime.test_groups import FAMILIES
+from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
+from tests.tests_support import WAIT_S, each, in_virtual_time
+
+
+async def follow(load: Load, seen: list[int]) -> None:
+    async for progress in load:
+        seen.append(progress.tokens)
+
+
+def grow(pair: InprocPair, lease: Lease, tokens: int) -> None:
+    pair.producer.cache.fill(BLOCKS[: -(-tokens // 4)])
+    lease.advance(tokens)
+
+
+@each("staging", ["never", "always"])
+@in_virtual_time
+async def test_tokens_as_they_land(staging: str) -> None:
+    async with pair_of(staging) as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        following = [asyncio.create_task(follow(load, seen)) for _ in range(2)]
+        for tokens in (3, 4, 9, 13, 16):
+            grow(pair, lease, tokens)
+            await asyncio.sleep(0.1)
+            assert set(seen) <= {4, 8, 12, 16}, "whole blocks"
+            assert max(seen, default=0) == tokens // 4 * 4
+        await asyncio.gather(*following)
+        assert (await load).tokens == 16
+        assert sorted(seen) == [4, 4, 8, 8, 12, 12, 16, 16]
+        assert [one async for one in load] == [Progress(16, 16)], "what is over has a last progress"
+
+
+@in_virtual_time
+async def test_a_part_of_a_cached_prompt_counts_from_its_own_first_token() -> None:
+    async with pair_of() as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease, block_ids=TAKEN[2:]))
+        following = asyncio.create_task(follow(load, seen))
+        for tokens in (8, 12, 16):
+            grow(pair, lease, tokens)
+            await asyncio.sleep(0.1)
+        await following
+        assert (seen, (await load).tokens) == ([4, 8], 8)
+
+
+@examples(15, 100)
+@given(data=st.data(), family=st.sampled_from(list(FAMILIES)))
+def test_whatever_the_groups_ranks_and_buffers_are(data: st.DataObject, family: str) -> None:
+    """What is told never goes back, is never more than is computed on every rank, and ends with what the report has."""
+    case: GroupHandOver = data.draw(FAMILIES[family])
+    steps = st.lists(st.integers(0, case.num_tokens), max_size=3)
+
+    async def compute(producers: Sequence[Any], leases: Sequence[Lease]) -> None:
+        plans = [[*sorted(data.draw(steps)), case.num_tokens] for _ in producers]
+        while any(plans):
+            at = data.draw(st.sampled_from([at for at, plan in enumerate(plans) if plan]))
+            leases[at].advance(plans[at].pop(0))
+            await asyncio.sleep(data.draw(st.sampled_from([0.0, 0.05])))
+
+    told: dict[Load, list[tuple[int, int]]] = {}
+    real = Load.note_progress
+
+    def note(self: Load, tokens: int, tokens_in_all: int) -> None:
+        told.setdefault(self, []).append((tokens, tokens_in_all))
+        real(self, tokens, tokens_in_all)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Load, "note_progress", note)
+        run_virtual(run(case, InprocCluster().world(), compute))
+    for steps_told in told.values():
+        tokens = [one for one, _ in steps_told]
+        assert tokens == sorted(set(tokens)), "it grows"
+        assert tokens[-1] <= steps_told[-1][1] <= case.num_tokens
+
+
+@in_virtual_time
+async def test_nothing_is_told_that_no_look_vouches_for() -> None:
+    """Reads that take longer than half of the hold: a part is told once a later look has found the lease open."""
+    world = InprocCluster(seed=1, weather=Weather(read_s=0.2)).world()
+    async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        following = asyncio.create_task(follow(load, seen))
+        grow(pair, lease, 8)
+        await asyncio.sleep(3.0)
+        assert seen[-1:] == [8]
+        lease.revoke()
+        with pytest.raises(LeaseExpired):
+            await following
+        assert max(seen) == 8
+
+
+@in_virtual_time
+async def test_it_raises_what_the_load_raises() -> None:
+    async with pair_of() as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        following = [asyncio.create_task(follow(load, seen)) for _ in range(2)]
+        grow(pair, lease, 8)
+        await asyncio.sleep(0.1)
+        lease.fail()
+        for one in following:
+            with pytest.raises(PrefillFailed):
+                await one
+        with pytest.raises(PrefillFailed):
+            await follow(load, seen)
+        assert set(seen) == {4, 8} or set(seen) == {8}
+
+
+@in_virtual_time
+async def test_who_iterates_may_stop_midway_and_be_cancelled() -> None:
+    async with pair_of() as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        grow(pair, lease, 4)
+        async for progress in load:
+            assert progress == Progress(4, 16)
+            break
+        waiting = asyncio.create_task(follow(load, seen))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert not load.done
+        grow(pair, lease, 16)
+        assert (await load).tokens == 16
+
+
+@in_virtual_time
+async def test_a_load_that_is_cancelled_and_one_that_was_never_begun() -> None:
+    async with pair_of() as pair:
+        lease = opened(pair)
+        for moment_s in (None, 0.1):
+            load = pair.consumer.runtime.start_load(wanted(pair, lease))
+            following = asyncio.create_task(follow(load, []))
+            if moment_s:
+                await asyncio.sleep(moment_s)
+            load.cancel()
+            await asyncio.wait([following])
+            assert following.cancelled()
+        lease.revoke()
+
+
+@in_virtual_time
+async def test_loads_of_leases_that_do_not_grow_and_of_nothing() -> None:
+    async with pair_of() as pair:
+        lease = pair.offer(BLOCKS)
+        load = pair.consumer.runtime.start_load(pair.wanted(lease, TAKEN))
+        assert [one async for one in load] == [Progress(16, 16)]
+        nothing = pair.producer.runtime.serve_blocks(ServeRequest("nothing", [], num_tokens=3))
+        load = pair.consumer.runtime.start_load(replace(pair.wanted(nothing, [])))
+        assert [one async for one in load] == [Progress(0, 0)]
+
+
+@pytest.mark.nixl
+def test_in_a_callers_thread() -> None:
+    caches = {name: CacheSize().make(name) for name in ("prefill", "decode")}
+    config = replace(CONFIG, listen="tcp://127.0.0.1:0")
+    with (
+        blocking.Runtime(replace(config, engine_id="prefill")) as producer,
+        blocking.Runtime(replace(config, engine_id="decode")) as consumer,
+    ):
+        for runtime, (kv_caches, cache) in zip((producer, consumer), caches.values(), strict=True):
+            runtime.register_kv_caches(kv_caches, cache.layout)
+        lease = producer.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=16, ttl_s=60.0, computed_tokens=4))
+        load = consumer.start_load(LoadRequest("req", lease.ticket, TAKEN))
+        steps = iter(load)
+        assert next(steps) == Progress(4, 16)
+        lease.advance(16)
+        assert [one.tokens for one in steps][-1:] == [16]
+        assert load.result(WAIT_S).tokens == 16

@@ -1,0 +1,527 @@
+"""Rendezvous: a ticket is made before either engine has begun. Either leg comes first, fails, or never comes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, Ticket, blocking, merge_tickets
+from kvflow.core.protocol import messages
+from kvflow.errors import (
+    DeadlineExceeded,
+    KVFlowError,
+    LeaseExpired,
+    PeerNotReady,
+    PeerUnreachable,
+    PrefillFailed,
+    PromptMismatch,
+    ProtocolError,
+    RequestError,
+)
+from kvflow.runtime.consumer.load import Load
+from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair
+from tests.pairs import cache_of, known
+from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
+from tests.runtime.test_ranks import Engines, engines
+from tests.scripted import ScriptedSideChannel
+from tests.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, limited, turns, until
+
+SECRET = "secret-0f2a"
+PROMPT = list(range(100, 116))
+
+
+def rendezvous(pair: Any, request_id: str = SECRET, **more: Any) -> dict[str, Any]:
+    """What a router makes of what the producer has said of itself when it started; as JSON has it."""
+    hello = pair.producer.runtime.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket.to_params()
+    made = Ticket.rendezvous(json.loads(json.dumps(hello)), request_id, **more)
+    params: dict[str, Any] = json.loads(json.dumps(made.to_params()))
+    return params
+
+
+def start(pair: Any, ticket: dict[str, Any], **more: Any) -> Load:
+    request = LoadRequest("local", ticket, more.pop("block_ids", TAKEN), **more)
+    load: Load = pair.consumer.runtime.start_load(request)
+    return load
+
+
+def offer(pair: Any, **more: Any) -> Lease:
+    pair.producer.cache.fill(BLOCKS)
+    name, block_ids = more.pop("request_id", SECRET), more.pop("block_ids", BLOCKS)
+    request = ServeRequest(name, block_ids, num_tokens=more.pop("num_tokens", 16), **more)
+    lease: Lease = pair.producer.runtime.serve_blocks(request)
+    return lease
+
+
+def assert_nothing_left(pair: InprocPair) -> None:
+    for engine in (pair.producer, pair.consumer):
+        assert_quiet(engine.runtime.statistics())
+        assert cache_of(engine.runtime).serving.news.waiting == 0
+    assert not [task for task in asyncio.all_tasks() if "kvflow-news" in task.get_name()]
+
+
+@each("first", ["load", "lease"])
+@each("grows", [False, True])
+@each("staging", ["never", "always"])
+@in_virtual_time
+async def test_either_leg_may_come_first(first: str, grows: bool, staging: str) -> None:
+    async with pair_of(staging) as pair:
+        ticket, load = rendezvous(pair), None
+        if first == "load":
+            load = start(pair, ticket, prompt=PROMPT)
+            await asyncio.sleep(15.0)
+            assert not load.done
+        more = {"block_ids": BLOCKS[:1], "computed_tokens": 0, "payload": True} if grows else {}
+        lease = offer(pair, prompt=PROMPT, **more)
+        load = load or start(pair, ticket, prompt=PROMPT)
+        if grows:
+            await asyncio.sleep(0.1)
+            lease.extend(BLOCKS[1:])
+            lease.advance(9)
+            await asyncio.sleep(0.1)
+            lease.complete(b"token")
+        report = await load
+        assert (report.tokens, report.payload) == (16, b"token" if grows else b"")
+        pair.assert_loaded(TAKEN, BLOCKS)
+        assert await lease is LeaseOutcome.READ
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_it_is_known_at_once_when_the_lease_is_opened() -> None:
+    async with pair_of() as pair:
+        load = start(pair, rendezvous(pair))
+        await asyncio.sleep(1.2345)
+        offer(pair)
+        opened_s = asyncio.get_running_loop().time()
+        await load
+        assert asyncio.get_running_loop().time() - opened_s < 0.001
+
+
+@in_virtual_time
+async def test_a_cached_prefix_and_a_full_hit() -> None:
+    async with pair_of() as pair:
+        for blocks, tokens in (([7, 6], 8), ([], 0)):
+            load = start(pair, rendezvous(pair, f"of {tokens}"), block_ids=blocks)
+            await asyncio.sleep(1.0)
+            lease = offer(pair, request_id=f"of {tokens}")
+            assert (await load).tokens == tokens
+            assert await lease is LeaseOutcome.READ
+        pair.assert_loaded([7, 6], BLOCKS[2:])
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_a_payload_without_blocks() -> None:
+    """All is cached, or the prompt is shorter than a block: what comes with the end comes all the same."""
+    async with pair_of() as pair:
+        for given in ({"block_ids": BLOCKS}, {"block_ids": [], "num_tokens": 3}):
+            name = str(given)
+            load = start(pair, rendezvous(pair, name), block_ids=[])
+            lease = offer(pair, request_id=name, payload=True, **given)
+            await asyncio.sleep(1.0)
+            assert not load.done
+            assert not lease.done
+            lease.complete(b"token")
+            assert (await load).payload == b"token"
+            assert await lease is LeaseOutcome.READ
+        assert_nothing_left(pair)
+
+
+@each("late", [False, True])
+@in_virtual_time
+async def test_an_offer_of_nothing(late: bool) -> None:
+    async with pair_of() as pair:
+        ticket = rendezvous(pair)
+        if late:
+            offer(pair, block_ids=[], num_tokens=3)
+        load = start(pair, ticket)
+        if not late:
+            await asyncio.sleep(1.0)
+            offer(pair, block_ids=[], num_tokens=3)
+        report = await load
+        assert (report.tokens, report.blocks) == (0, 0)
+
+
+@in_virtual_time
+async def test_the_producer_never_opens_it() -> None:
+    async with pair_of() as pair:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        with pytest.raises(PrefillFailed, match=f"'{SECRET}' .*it has opened no lease for it in time") as caught:
+            await start(pair, rendezvous(pair, ttl_s=3.0))
+        assert caught.value.retryable
+        assert loop.time() - begun_s == pytest.approx(3.0, abs=0.1)
+        with pytest.raises(DeadlineExceeded, match=r"'local' .*in phase 'handshake'"):
+            await start(pair, rendezvous(pair), deadline_s=2.0)
+        assert loop.time() - begun_s == pytest.approx(5.0, abs=0.1)
+        await asyncio.sleep(10.0)
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_the_consumer_never_comes() -> None:
+    async with pair_of(lease_lifetime_s=1.0) as pair:
+        lease = offer(pair, ttl_s=1.0, block_ids=BLOCKS[:1], computed_tokens=0, payload=True)
+        lease.extend(BLOCKS[1:])
+        assert await lease is LeaseOutcome.EXPIRED
+        with pytest.raises(LeaseExpired, match="its lease has ended"):
+            await start(pair, rendezvous(pair))
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_a_producer_that_declines() -> None:
+    async with pair_of() as pair:
+        loads = [start(pair, rendezvous(pair)) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        pair.producer.runtime.decline(SECRET, "the prompt is too long")
+        loads.append(start(pair, rendezvous(pair)))
+        for load in loads:
+            with pytest.raises(PrefillFailed, match="it will not serve it: the prompt is too long"):
+                await load
+        lease = offer(pair)
+        with pytest.raises(RequestError, match=f"'{SECRET}': decline: it is being served already"):
+            pair.producer.runtime.decline(SECRET)
+        await start(pair, rendezvous(pair))
+        await lease
+        for wrong in ("", 7, "x" * 2000):
+            with pytest.raises(RequestError):
+                pair.producer.runtime.decline(wrong)  # type: ignore[arg-type]
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_another_prompt() -> None:
+    async with pair_of() as pair:
+        load = start(pair, rendezvous(pair), prompt=PROMPT[::-1])
+        lease = offer(pair, prompt=PROMPT)
+        with pytest.raises(PromptMismatch):
+            await load
+        await lease.revoke()
+
+
+@each("grows", [False, True])
+@each("expected", [0, 12, 15, 16, 17])
+@in_virtual_time
+async def test_an_offer_of_another_length(grows: bool, expected: int) -> None:
+    """The reader has made room before it could know: what does not fit that is found out before a byte lands."""
+    async with pair_of() as pair:
+        load = start(pair, rendezvous(pair), num_tokens=expected)
+        lease = offer(pair, computed_tokens=16 if grows else None)
+        if expected == 16:
+            assert (await load).tokens == 16
+            return
+        with pytest.raises(PromptMismatch, match=rf"'local': {expected} tokens are expected, 'producer' .* offers 16"):
+            await load
+        assert landed(pair) == []
+        with pytest.raises(PromptMismatch):
+            await pair.consumer.runtime.load_blocks(LoadRequest("late", lease.ticket, TAKEN, num_tokens=expected))
+        await lease.revoke()
+
+
+@each("end", ["drain", "unregister", "close", "revoke"])
+@in_virtual_time
+async def test_what_waits_is_told_when_the_producer_goes(end: str) -> None:
+    async with pair_of() as pair:
+        unknown = start(pair, rendezvous(pair, "unknown"))
+        ticket = rendezvous(pair)
+        lease = offer(pair, block_ids=BLOCKS[:1], computed_tokens=0)
+        growing = start(pair, ticket)
+        await asyncio.sleep(1.0)
+        begun_s = asyncio.get_running_loop().time()
+        runtime = pair.producer.runtime
+        gone: list[Any] = [None]
+        match end:
+            case "drain":
+                gone = [asyncio.ensure_future(runtime.drain(0.5))]
+            case "unregister":
+                gone = [asyncio.ensure_future(runtime.unregister())]
+            case "close":
+                gone = [asyncio.ensure_future(runtime.aclose())]
+            case "revoke":
+                lease.revoke()
+        with pytest.raises(LeaseExpired):
+            await growing
+        if end == "revoke":
+            unknown.cancel()
+            await unknown.settled()
+        else:
+            with pytest.raises((PeerNotReady, PeerUnreachable)):
+                await unknown
+            assert asyncio.get_running_loop().time() - begun_s < 3.0
+            await asyncio.wait(gone)
+
+
+@in_virtual_time
+async def test_a_load_that_is_cancelled_leaves_the_request_to_the_next() -> None:
+    async with pair_of() as pair:
+        for waits in (True, False):
+            load = start(pair, rendezvous(pair))
+            lease = None if waits else offer(pair, computed_tokens=0)
+            await asyncio.sleep(0.5)
+            load.cancel()
+            await load.settled()
+            lease = lease or offer(pair)
+            if not waits:
+                lease.advance(16)
+            await start(pair, rendezvous(pair))
+            assert await lease is LeaseOutcome.READ
+        await asyncio.sleep(12.0)
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_giving_up_and_keeping() -> None:
+    async with pair_of() as pair:
+        reader, ticket = pair.consumer.runtime, rendezvous(pair)
+        assert not await reader.release_blocks(ticket)
+        lease = offer(pair)
+        assert await reader.release_blocks(ticket)
+        assert await lease is LeaseOutcome.READ
+        with reader.keep_leases(ticket):
+            await asyncio.sleep(0.5)
+        ticket = rendezvous(pair, "kept")
+        with reader.keep_leases(ticket):
+            await asyncio.sleep(0.5)
+            lease = pair.producer.runtime.serve_blocks(ServeRequest("kept", BLOCKS, num_tokens=16, ttl_s=0.3))
+            await asyncio.sleep(3.0)
+            assert not lease.done
+        await start(pair, ticket)
+        await lease
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_questions_of_strangers_keep_no_honest_one_from_its_answer() -> None:
+    world = InprocCluster().world()
+    config = limited(CONFIG, questions_waiting_max=8, request_questions_waiting_max=2, reader_questions_waiting_max=4)
+    async with inproc_pair(config=config, producer_world=world, consumer_world=world) as pair:
+        news = cache_of(pair.producer.runtime).serving.news
+        local = cache_of(pair.producer.runtime).local
+
+        def ask(reader: str, request_id: str) -> Any:
+            target = local.caller.target
+            question = messages.OfferRequest(reader=reader, target=target, request_id=request_id, wait_s=9.0)
+            return news.answer(question)
+
+        waits = [isinstance(ask("evil/0.0.0#1", f"x{at}"), asyncio.Future) for at in range(6)]
+        assert waits == [True] * 4 + [False] * 2, "of one reader"
+        assert [isinstance(ask("other/0.0.0#1", "x0"), asyncio.Future) for _ in range(3)] == [True, False, False]
+        for at in range(20):
+            ask(f"evil{at}/0.0.0#1", f"y{at}")
+        assert news.waiting == 8
+        load = start(pair, rendezvous(pair))
+        await asyncio.sleep(1.0)
+        lease = offer(pair)
+        await load
+        await lease
+        await asyncio.sleep(10.0)
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_how_long_a_question_waits() -> None:
+    async with pair_of() as pair:
+        cache = cache_of(pair.producer.runtime)
+
+        def ask(wait_s: float, request_id: str = "x") -> Any:
+            target = cache.local.caller.target
+            return cache.serving.news.answer(
+                messages.OfferRequest(reader="r/0.0.0#1", target=target, request_id=request_id, wait_s=wait_s)
+            )
+
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        short, long = ask(1.0), ask(99.0)
+        assert await short == messages.NoLease(ended=False)
+        assert loop.time() - begun_s == pytest.approx(1.0)
+        assert await long == messages.NoLease(ended=False)
+        assert loop.time() - begun_s == pytest.approx(10.0)
+        assert ask(0.0) == messages.NoLease(ended=False)
+        for wrong in (-1.0, float("nan"), float("inf"), 1e9):
+            with pytest.raises(messages.WireError, match="waits for"):
+                ask(wrong)
+        with pytest.raises(messages.WireError, match="a request id of 2000 characters"):
+            ask(1.0, "x" * 2000)
+
+
+@in_virtual_time
+async def test_offers_that_cannot_be() -> None:
+    channel, world = ScriptedSideChannel(), InprocCluster().world()
+    channel.beneath = world.side_channel
+    reader = replace(world, side_channel=channel)
+
+    async def fails(change: Any, error: type[KVFlowError], match: str) -> None:
+        async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=reader) as pair:
+            lease = offer(pair)
+            await pair.consumer.runtime.prewarm([lease.ticket])
+            channel.script.append(change)
+            with pytest.raises(error, match=match):
+                await start(pair, rendezvous(pair))
+            lease.revoke()
+
+    def changed(**changes: Any) -> Any:
+        return lambda reply: msgspec.structs.replace(reply, **changes)
+
+    await fails(messages.Ack(), ProtocolError, "expected an Offer, got Ack")
+    await fails(changed(lease=None), ProtocolError, "an offer of blocks without a lease")
+    await fails(changed(num_tokens=-1), ProtocolError, "cannot be right")
+    await fails(changed(num_tokens=1 << 60, extends=True), ProtocolError, "block_ids_max")
+    await fails(changed(ttl_s=float("nan")), ProtocolError, "an offer for nan s")
+    await fails(changed(block_ids=((1 << 70,),)), ProtocolError, "cannot be right")
+    await fails(changed(block_ids=((99, 98, 97, 96),)), RequestError, "block id 99")
+    await fails(messages.Declined(reason="no\nroom" + "x" * 9999), PrefillFailed, r"no\\nroom")
+
+
+def of_ranks(both: Engines, **more: Any) -> dict[str, Any]:
+    """A rendezvous with an engine of two ranks that have introduced themselves."""
+    hello = [rank.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket for rank in both.ranks]
+    return Ticket.rendezvous(merge_tickets(hello).to_params(), SECRET, **more).to_params()
+
+
+def waiting(both: Engines, rank: int) -> int:
+    count: int = cache_of(both.ranks[rank]).serving.news.waiting
+    return count
+
+
+@pytest.mark.parametrize("fixed_ports", [True, False])
+@pytest.mark.parametrize("late", [0, 1])
+async def test_every_rank_is_asked_and_may_be_late(fixed_ports: bool, late: int) -> None:
+    async with engines(fixed_ports=fixed_ports) as both:
+        params = of_ranks(both)
+        if fixed_ports:
+            del params["kvflow"]["ranks"][1]
+        load = both.reader.start_load(LoadRequest("req", params, [5, 6]))
+        await until(lambda: waiting(both, 0))
+        request = ServeRequest(SECRET, [1], num_tokens=8, computed_tokens=0, payload=True)
+        leases = {1 - late: both.ranks[1 - late].serve_blocks(request)}
+        await until(lambda: waiting(both, late))
+        leases[late] = both.ranks[late].serve_blocks(request)
+        leases[0].extend([2])
+        leases[0].complete(b"token")
+        await until(lambda: waiting(both, 1))
+        assert not load.done
+        leases[1].advance(4)
+        leases[1].extend([2])
+        leases[1].complete(b"token")
+        assert (await load).payload == b"token"
+        await both.assert_loaded(leases[0], leases[1])
+
+
+async def test_the_lease_of_a_rank_is_renewed_while_another_is_waited_for() -> None:
+    clock = ManualClock()
+    async with engines(clock=lambda: clock, lease_ttl_s=30.0) as both:
+        load = both.reader.start_load(LoadRequest("req", of_ranks(both), [5, 6]))
+        first = both.offer(0, name=SECRET)
+        await until(lambda: waiting(both, 1))
+        for _ in range(20):
+            clock.advance(5.0)
+            await turns(5)
+        assert (first.done, load.done) == (False, False)
+        second = both.offer(1, name=SECRET)
+        await load
+        clock.advance(1.0)
+        await both.assert_loaded(first, second)
+
+
+async def test_ranks_that_differ_or_decline() -> None:
+    async with engines() as both:
+        for blocks, tokens, what in ([1, 3], 8, "block_ids"), ([1, 2], 7, "num_tokens"):
+            leases = [both.offer(0, name=SECRET), both.offer(1, blocks, tokens, name=SECRET)]
+            with pytest.raises(ProtocolError, match=f"its ranks offer different things: {what}"):
+                await both.reader.load_blocks(LoadRequest("req", of_ranks(both), [5, 6]))
+            for lease in leases:
+                await lease.revoke()
+        leases = [both.offer(0, name=SECRET)]
+        load = both.reader.start_load(LoadRequest("req", of_ranks(both), [5, 6]))
+        both.ranks[1].decline(SECRET, "no room")
+        with pytest.raises(PrefillFailed, match=r"tp 1\) at .*no room"):
+            await load
+        leases[0].revoke()
+
+
+@in_virtual_time
+async def test_a_prefill_that_breaks() -> None:
+    async with pair_of() as pair:
+        ticket = rendezvous(pair)
+        for block_ids in (BLOCKS[:1], BLOCKS):
+            load = start(pair, ticket)
+            lease = offer(pair, block_ids=block_ids, computed_tokens=0, payload=True)
+            await asyncio.sleep(0.5)
+            lease.fail("out of memory")
+            with pytest.raises(PrefillFailed, match="could not compute the prompt: out of memory"):
+                await load
+            with pytest.raises(PrefillFailed, match="out of memory"):
+                await start(pair, ticket)
+            assert await lease is LeaseOutcome.FAILED
+        full = start(pair, rendezvous(pair, "full"), block_ids=[])
+        lease = offer(pair, request_id="full", payload=True)
+        await asyncio.sleep(0.5)
+        lease.fail("out of memory")
+        with pytest.raises(PrefillFailed, match="out of memory"):
+            await full
+        await lease
+        assert_nothing_left(pair)
+
+
+def test_what_a_router_makes() -> None:
+    known_ticket = any_ticket()
+    made = Ticket.rendezvous(known_ticket.to_params(), SECRET, ttl_s=4.0)
+    assert Ticket.from_params(json.loads(json.dumps(made.to_params()))) == made
+    assert (made.request_id, made.ttl_s, made.awaited) == (SECRET, 4.0, True)
+    assert (made.num_tokens, any(made.block_tables), made.lease_id) == (0, False, "")
+    for wrong, problem in (
+        ({"request_id": ""}, "request_id"),
+        ({"request_id": 7}, "request_id"),
+        ({"request_id": SECRET, "ttl_s": 0.0}, "ttl_s"),
+        ({"request_id": SECRET, "traceparent": "x"}, "traceparent"),
+    ):
+        with pytest.raises(RequestError, match=problem):
+            Ticket.rendezvous(known_ticket, **wrong)  # type: ignore[arg-type]
+    params = made.to_params()
+    params["kvflow"]["num_tokens"] = 4
+    with pytest.raises(RequestError, match="a rendezvous knows no blocks"):
+        Ticket.from_params(params)
+
+
+@pytest.mark.nixl
+async def test_both_legs_at_once_over_real_nixl() -> None:
+    async with nixl_pair(config=replace(PATIENT, listen="tcp://127.0.0.1:0"), size=CacheSize(num_blocks=8)) as pair:
+        load = start(pair, rendezvous(pair), prompt=PROMPT)
+        await until(lambda: cache_of(pair.producer.runtime).serving.news.waiting)
+        lease = offer(pair, prompt=PROMPT, block_ids=BLOCKS[:2], computed_tokens=0, payload=True)
+        lease.advance(8)
+        lease.extend(BLOCKS[2:])
+        lease.complete(b"token")
+        assert (await load).payload == b"token"
+        pair.assert_loaded(TAKEN, BLOCKS)
+        assert await lease is LeaseOutcome.READ
+
+
+@pytest.mark.nixl
+def test_both_legs_in_callers_threads() -> None:
+    engines = []
+    for name in ("prefill", "decode"):
+        kv_caches, cache = CacheSize().make(name)
+        engines.append((blocking.Runtime(replace(CONFIG, engine_id=name)), kv_caches, cache))
+    (producer, theirs, offered), (consumer, ours, _) = engines
+    with producer, consumer:
+        producer.register_kv_caches(theirs, offered.layout)
+        consumer.register_kv_caches(ours, offered.layout)
+        hello = producer.serve_blocks(ServeRequest("hello", [], num_tokens=0)).ticket
+        load = consumer.start_load(LoadRequest("local", Ticket.rendezvous(hello, SECRET), TAKEN))
+        declined = consumer.start_load(LoadRequest("other", Ticket.rendezvous(hello, "other"), [1]))
+        offered.fill(BLOCKS)
+        lease = producer.serve_blocks(ServeRequest(SECRET, BLOCKS, 16, computed_tokens=0, payload=True))
+        producer.decline("other", "no room")
+        lease.complete(b"token")
+        assert load.result(WAIT_S).payload == b"token"
+        with pytest.raises(PrefillFailed, match="no room"):
+            declined.result(WAIT_S)
+        assert lease.wait(WAIT_S) is LeaseOutcome.READ
+    assert known(producer.statistics().serving).read == 2

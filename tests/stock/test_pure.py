@@ -1,0 +1,166 @@
+"""Parameters and shapes: what is made for stock readers, what of theirs is read, and what is imported for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from stock_engines import LAYERS, MODEL_HEADS, TOKENS, layout_of, stock_cache
+from tests_support import any_ticket, each
+
+from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.core.cache.regions import map_regions
+from kvflow.core.plan.topology import CacheShare
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.core.stock.params import is_stock, read_stock, stock_params
+from kvflow.core.stock.shape import OurCache, Unfit, check_tp_size, expanded, our_cache
+from kvflow.core.stock.versions import LINES
+from kvflow.core.stock.wire import StockMetadata
+from kvflow.doctor.stock import geometry
+from kvflow.errors import RequestError
+
+ROOT = Path(__file__).parents[2]
+CACHE = stock_cache(4)
+SHARE = CacheShare(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    layers=tuple(range(LAYERS)),
+    kv_heads=MODEL_HEADS,
+    model_kv_heads=MODEL_HEADS,
+    latent=False,
+    block_size=TOKENS,
+)
+OURS = OurCache(SHARE, map_regions(layout_of(CACHE), CACHE), GroupFacts(name="all", block_size=TOKENS))
+
+
+def offered(num_tokens: int) -> Ticket:
+    ticket = any_ticket()
+    blocks = range(-(-num_tokens // ticket.block_size))
+    return ticket.without_leases(request_id="secret", block_ids=blocks, num_tokens=num_tokens, ttl_s=9.0)
+
+
+@pytest.mark.parametrize("line", LINES, ids=[line.version for line in LINES])
+def test_params_have_what_their_line_has_and_ours(line: Any) -> None:
+    ticket = offered(7)
+    params = stock_params(ticket, f"{line.version}.0")
+    assert set(params) == {*line.params, "kvflow"}
+    assert params["remote_block_ids"] == [list(ticket.block_ids)]
+    assert Ticket.from_params(params) == ticket
+    assert not is_stock(params), "a reader of ours takes the seal"
+    foreign = {key: value for key, value in params.items() if key != "kvflow"}
+    assert is_stock(foreign)
+    read = read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=100)
+    assert (read.block_ids, read.num_tokens, read.request_id) == (ticket.block_ids, 7, "secret")
+
+
+def test_many_block_ids_are_refused_before_they_are_read() -> None:
+    params = stock_params(offered(7), "0.32.0")
+    foreign = {key: value for key, value in params.items() if key != "kvflow"}
+    with pytest.raises(RequestError, match="at most 1"):
+        read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=1)
+
+
+def test_other_versions_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"0\.25"):
+        stock_params(offered(7), "0.25.0")
+
+
+@each(
+    ("heads", "tp_size", "known", "fits"),
+    [
+        (4, 1, (), True),
+        (2, 2, (), True),
+        (1, 4, (), True),
+        (1, 8, (), False),
+        (1, 8, (8,), True),
+        (4, 2, (), False),
+        (2, 4, (), False),
+        (1, 2, (), False),
+    ],
+)
+def test_a_size_is_believed_where_heads_prove_it(heads: int, tp_size: int, known: tuple[int, ...], fits: bool) -> None:
+    if fits:
+        check_tp_size(heads, tp_size, OURS, known)
+    else:
+        with pytest.raises(Unfit, match="tp_size"):
+            check_tp_size(heads, tp_size, OURS, known)
+
+
+def test_of_mla_no_head_proves_anything() -> None:
+    latent = OURS._replace(share=msgspec.structs.replace(SHARE, latent=True, kv_heads=1, model_kv_heads=0))
+    check_tp_size(1, 1, latent, ())
+    check_tp_size(1, 2, latent, (2,))
+    with pytest.raises(Unfit):
+        check_tp_size(1, 2, latent, ())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shares": (SHARE, SHARE)},
+        {"groups": (GroupFacts(name="w", block_size=4, kind=GroupKind.SLIDING, window=4),)},
+        {"shares": (msgspec.structs.replace(SHARE, pp_size=2),)},
+    ],
+)
+def test_a_cache_that_is_not_exchanged_is_refused(changes: dict[str, Any]) -> None:
+    values = {"shares": (SHARE,), "regions": (OURS.regions,), "groups": (OURS.group,), **changes}
+    with pytest.raises(Unfit, match="our cache"):
+        our_cache(**values)
+
+
+def test_blocks_of_vllm_are_counted_in_kernel_blocks() -> None:
+    assert expanded((3, 0), 1) == (3, 0)
+    assert expanded((3, 0), 3) == (9, 10, 11, 0, 1, 2)
+
+
+def test_a_cache_is_told_in_a_line() -> None:
+    metadata = StockMetadata(
+        engine_id="e",
+        agent_metadata=b"",
+        kv_caches_base_addr=[1],
+        device_id=0,
+        num_blocks=8,
+        block_lens=[64],
+        kv_cache_layout="HND",
+        block_size=4,
+        ssm_sizes=(0, 0),
+        attn_backend_name="A",
+        physical_blocks_per_logical_kv_block=2,
+    )
+    told = "1 regions of 8 blocks of 4 tokens (2 are one of vLLM's), 64 bytes each, HND, A, memory unknown"
+    assert geometry(metadata) == told
+
+
+WITHOUT = """
+import asyncio, sys
+import kvflow, kvflow.blocking, kvflow.connector.worker, kvflow.connector.scheduler
+
+async def main():
+    config = kvflow.Config(engine_id="e", listen="tcp://127.0.0.1:0", transport="inproc")
+    async with kvflow.Runtime(config) as runtime:
+        import torch
+        cache = {"layers.0": torch.zeros(2, 4, 2, 4, 8)}
+        layout = kvflow.CacheLayout.infer(cache, order="HND", block_size=4, style="kv_first")
+        await runtime.register_kv_caches(cache, layout)
+        try:
+            await runtime.load_blocks(kvflow.LoadRequest("r", ticket={"remote_block_ids": [[1]]}, block_ids=[0]))
+        except kvflow.errors.RequestError:
+            print("refused")
+
+asyncio.run(main())
+print(*sorted(name for name in sys.modules if "stock" in name))
+"""
+
+
+def test_who_has_no_stock_peers_imports_nothing_of_them() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused"]

@@ -1,0 +1,218 @@
+"""Being read by stock engines, over real NIXL: what they are answered, and what their texts do to our leases."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+import zmq.asyncio
+from fuzz.mutants import torn
+from stock_engines import HASH, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
+
+from kvflow import Config, LoadRequest, Runtime, ServeRequest
+from kvflow.core.stock.params import stock_params
+from kvflow.core.stock.wire import encode_question
+from kvflow.errors import ConfigError, RequestError
+from kvflow.runtime.producer.lease import LeaseOutcome
+from kvflow.stock import StockPeers, ask_rank
+from kvflow.testing import assert_quiet
+
+CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
+PEERS = StockPeers(hashes=(HASH,), serve_version="0.32.0", attn_backend_name="CPU_ATTN", region_names=NAMES)
+
+
+class Producer:
+    def __init__(self, runtime: Runtime, cache: dict[str, torch.Tensor]) -> None:
+        self.runtime = runtime
+        self.cache = cache
+
+    def offer(self, request_id: str, block_ids: list[int], num_tokens: int, **more: Any) -> tuple[Any, dict[str, Any]]:
+        lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids, num_tokens, **more))
+        return lease, stock_params(lease.ticket, "0.32.0")
+
+
+@asynccontextmanager
+async def producer(peers: StockPeers = PEERS, **values: Any) -> AsyncIterator[Producer]:
+    async with Runtime(replace(CONFIG, **values), foreign=peers) as runtime:
+        cache = stock_cache(16)
+        fill(cache)
+        await runtime.register_kv_caches(cache, layout_of(cache))
+        yield Producer(runtime, cache)
+        assert_quiet(runtime.statistics())
+
+
+@pytest.fixture
+def consumer() -> Iterator[StockConsumer]:
+    made = StockConsumer()
+    yield made
+    made.close()
+
+
+async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockConsumer) -> None:
+    async with producer() as ours:
+        lease, params = ours.offer("cmpl-1-0-aabbccdd#secret", [3, 9, 4], 3 * TOKENS - 1)
+        await consumer.shake_hands(params)
+        await consumer.read(params, [5, 6])
+        assert await lease is LeaseOutcome.READ
+        for layer, tensor in enumerate(consumer.cache.values()):
+            for mine, theirs in ((5, 9), (6, 4)):
+                assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)
+
+
+async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer) -> None:
+    async with producer() as ours:
+        lease, params = ours.offer("two", [3], TOKENS)
+        await consumer.shake_hands(params)
+        await consumer.read(params, [1], readers=2)
+        consumer.say(b"two:3")
+        await wait_for(lambda: ours.runtime._supervisor.cache.strangers.refused == 1)  # type: ignore[union-attr]
+        assert not lease.done
+        await consumer.read(params, [2], readers=2)
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_heartbeats_renew(consumer: StockConsumer) -> None:
+    async with producer() as ours:
+        lease, params = ours.offer("beats", [3], TOKENS, ttl_s=1.0)
+        await consumer.shake_hands(params)
+        for count in range(1, 4):
+            consumer.say(b"HB:unknown,beats")
+            await wait_for(lambda count=count: ours.runtime.statistics().serving.renewals == count)  # type: ignore[misc]
+        lease.revoke()
+        await lease
+
+
+TEXTS = [
+    b"",
+    b"\xff\xfe",
+    b"no colon",
+    b"odd:x",
+    b"odd:0",
+    b"unknown:1",
+    b"HB:",
+    b"HB:\xff",
+    b"PUSH_REG:\x80",
+    b"x" * 60_000,
+]
+
+
+async def test_texts_that_say_nothing_change_nothing(consumer: StockConsumer) -> None:
+    async with producer() as ours:
+        lease, params = ours.offer("odd", [3], TOKENS)
+        await consumer.shake_hands(params)
+        for text in TEXTS:
+            consumer.say(text)
+        await consumer.read(params, [1])
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_both_kinds_of_readers_read_one_offer(consumer: StockConsumer) -> None:
+    """One dict for routers: whoever gets it reads it."""
+    async with producer() as ours, Runtime(replace(CONFIG, engine_id="second")) as second:
+        cache = stock_cache(16)
+        await second.register_kv_caches(cache, layout_of(cache))
+        lease, params = ours.offer("ours", [3], TOKENS)
+        report = await second.load_blocks(LoadRequest("r", ticket=params, block_ids=[0]))
+        assert report.freshness == "seal"
+        assert await lease is LeaseOutcome.READ
+        lease, params = ours.offer("theirs", [3], TOKENS)
+        await consumer.shake_hands(params)
+        await consumer.read(params, [1])
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_what_a_stock_reader_would_die_of_is_not_offered() -> None:
+    async with producer() as ours:
+        lease, params = ours.offer("whole", [3, 4], 2 * TOKENS)
+        assert params["remote_block_ids"] == [[3, 4]], "nested, and all of it"
+        assert params["remote_num_tokens"] == 2 * TOKENS
+        ticket = lease.ticket
+        for wrong in (
+            msgspec.structs.replace(ticket, block_ids=(3,)),
+            msgspec.structs.replace(ticket, block_ids=(3, 4, 5)),
+            msgspec.structs.replace(ticket, request_id="a,b"),
+            msgspec.structs.replace(ticket, request_id="HB:a"),
+            msgspec.structs.replace(ticket, more_block_ids=((1,),)),
+            msgspec.structs.replace(ticket, pp_size=2),
+        ):
+            with pytest.raises(RequestError):
+                stock_params(wrong, "0.32.0")
+        lease.revoke()
+        await lease
+
+
+@pytest.mark.parametrize(
+    ("peers", "values"),
+    [(PEERS, {"tp_size": 2, "num_kv_heads": 8}), (replace(PEERS, region_names=("one",)), {})],
+)
+async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
+    peers: StockPeers, values: dict[str, Any]
+) -> None:
+    async with Runtime(replace(CONFIG, **values), foreign=peers) as runtime:
+        cache = stock_cache(16)
+        with pytest.raises(ConfigError, match="stock"):
+            await runtime.register_kv_caches(cache, layout_of(cache))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hashes": ()},
+        {"hashes": ("AB",)},
+        {"hashes": HASH},
+        {"serve_version": "0.25.0"},
+        {"serve_version": 3},
+        {"terms": 30},
+        {"tp_sizes": (0,)},
+        {"region_names": (3,)},
+    ],
+)
+def test_settings_that_cannot_be_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="stock"):
+        replace(PEERS, **values)
+
+
+async def test_the_shown_rank_is_what_the_doctor_asks_for() -> None:
+    async with producer() as ours:
+        shown = await ask_rank(ours.runtime.address, timeout_s=60)
+        assert shown.compatibility_hash == HASH
+        assert shown.metadata.engine_id == "ours"
+
+
+async def test_a_flood_of_hostile_messages_harms_nobody(consumer: StockConsumer) -> None:
+    """Stock questions gone wrong, at the port that answers both kinds; honest readers of both are served meanwhile."""
+    limits = replace(CONFIG.limits, side_channel_requests_per_s_max=1_000_000)
+    async with producer(limits=limits) as ours, Runtime(replace(CONFIG, engine_id="second")) as second:
+        cache = stock_cache(16)
+        await second.register_kv_caches(cache, layout_of(cache))
+        rng, question = Random(11), encode_question(0, 0)
+        context = zmq.asyncio.Context.instance()
+        with context.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(ours.runtime.address)
+            for turn in range(20):
+                for _ in range(100):
+                    wrong = [b"", torn(rng, question)] if rng.random() < 0.8 else [b"", rng.randbytes(20), b"more"]
+                    await socket.send_multipart(rng.choice((wrong, [b""], [b"", b""], [b"", encode_question(0, 5)])))
+                lease, params = ours.offer(f"honest {turn}", [3], TOKENS)
+                if turn % 2:
+                    await consumer.shake_hands(params)
+                    await consumer.read(params, [1])
+                else:
+                    await second.load_blocks(LoadRequest("r", ticket=params, block_ids=[0]))
+                assert await lease is LeaseOutcome.READ
+        assert ours.runtime.statistics().listener.dropped > 1000  # type: ignore[union-attr]
+
+
+async def wait_for(done: Any) -> None:
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0)

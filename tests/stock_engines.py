@@ -1,0 +1,310 @@
+"""Stock engines, as far as their wire goes: a producer and a consumer with real NIXL agents, and with vLLM's fragility.
+
+They do what vLLM 0.32's NixlPullConnector does with what comes to it, without a guard where it has none: `died` says of
+what a real one would have died. Their caches are of one group of full attention, heads first, K and V together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+import zmq.asyncio
+from nixl import _bindings as nixl
+
+from kvflow.core.cache.layout import CacheLayout
+from kvflow.core.stock.hashing import compatibility_hash
+
+MODEL_HEADS, LAYERS, TOKENS, HEAD = 4, 3, 4, 8
+FACTORS: dict[str, Any] = {
+    "vllm_version": "0.32.0",
+    "model": "/m",
+    "dtype": "torch.float32",
+    "num_kv_heads": MODEL_HEADS,
+    "head_size": HEAD // 2,
+    "num_hidden_layers": LAYERS,
+    "attn_backend_name": "CPU_ATTN",
+    "cache_dtype": "auto",
+    "is_hma_enabled": True,
+    "speculative_config": None,
+    "transfer_mode": "pull",
+}
+HASH = compatibility_hash(FACTORS)
+NAMES = tuple(f"model.layers.{layer}.self_attn.attn" for layer in range(LAYERS))
+
+
+def stock_cache(num_blocks: int, heads: int = MODEL_HEADS, tokens: int = TOKENS) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(num_blocks, heads, tokens, HEAD) for name in NAMES}
+
+
+def layout_of(cache: dict[str, torch.Tensor]) -> CacheLayout:
+    return CacheLayout.infer(cache, order="HND", block_size=next(iter(cache.values())).shape[2])
+
+
+def value_of(layer: int, block: int, head: int) -> float:
+    """What a block of the model's head holds; tokens add hundredths."""
+    return layer * 1000.0 + block * 10.0 + head
+
+
+def fill(cache: dict[str, torch.Tensor], first_head: int = 0) -> None:
+    for layer, tensor in enumerate(cache.values()):
+        for block in range(tensor.shape[0]):
+            for head in range(tensor.shape[1]):
+                tokens = torch.arange(tensor.shape[2]).reshape(-1, 1) / 100.0
+                tensor[block, head] = value_of(layer, block, first_head + head) + tokens
+
+
+class Agent:
+    """A worker's NIXL agent, with its cache registered as one range for each layer."""
+
+    def __init__(self, cache: dict[str, torch.Tensor]) -> None:
+        self.name = str(uuid.uuid4())
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.useListenThread = False
+        self.native = nixl.nixlAgent(self.name, config)
+        self.backends = [self.native.createBackend("UCX", {})]
+        self._cache = cache
+        rows = [(one.data_ptr(), one.nbytes, 0, "") for one in cache.values()]
+        self._registered = nixl.nixlRegDList(nixl.DRAM_SEG, rows)
+        self.native.registerMem(self._registered, self.backends)
+
+    def heard(self) -> list[bytes]:
+        return [bytes(one) for some in self.native.getNotifs({}, []).values() for one in some]
+
+    def close(self) -> None:
+        self.native.deregisterMem(self._registered, self.backends)
+
+
+class StockProducer:
+    """A prefill engine: its listener, and the part of its workers' steps that peers can reach."""
+
+    def __init__(
+        self,
+        engine_id: str = "stock-p",
+        *,
+        tp_size: int = 1,
+        num_blocks: int = 16,
+        split: int = 1,
+        tokens: int = TOKENS,
+    ) -> None:
+        heads = max(MODEL_HEADS // tp_size, 1)
+        self.engine_id, self.tp_size, self.split = engine_id, tp_size, split
+        self.compatibility_hash = HASH
+        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in range(tp_size)]
+        for rank, cache in enumerate(self.caches):
+            fill(cache, rank * MODEL_HEADS // tp_size)
+        self.agents = [Agent(cache) for cache in self.caches]
+        self.held: list[Counter[str]] = [Counter() for _ in range(tp_size)]
+        """Of each rank: the requests whose blocks it holds, and how often they were told to be read."""
+        self.freed: list[list[str]] = [[] for _ in range(tp_size)]
+        self.beats: list[str] = []
+        self.unknown: list[str] = []
+        self.asked: list[tuple[int, int]] = []
+        self.died: BaseException | None = None
+        self.change: dict[str, Any] = {}
+        """Of the metadata that it shows."""
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
+        """A finished prefill: the parameters of its answer."""
+        for held in self.held:
+            held[request_id] = 0
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [list(block_ids)],
+            "remote_engine_id": self.engine_id,
+            "remote_request_id": request_id,
+            "remote_host": "127.0.0.1",
+            "remote_port": self.port,
+            "tp_size": self.tp_size,
+            "dcp_size": 1,
+            "pp_size": 1,
+            "remote_num_tokens": num_tokens,
+            "remote_blocks_expiry_time": None,
+            "transfer_mode": "pull",
+        }
+
+    def metadata(self, rank: int) -> bytes:
+        cache = list(self.caches[rank].values())
+        block_bytes = cache[0].stride(0) * 4
+        values: dict[str, Any] = {
+            "engine_id": self.engine_id,
+            "agent_metadata": bytes(self.agents[rank].native.getLocalMD()),
+            "kv_caches_base_addr": [one.data_ptr() for one in cache],
+            "device_id": 0,
+            "num_blocks": cache[0].shape[0],
+            "block_lens": [block_bytes] * LAYERS,
+            "block_strides": [block_bytes] * LAYERS,
+            "kv_cache_layout": "LBHNC",
+            "block_size": cache[0].shape[2],
+            "ssm_sizes": (0, 0),
+            "attn_backend_name": "CPU_ATTN",
+            "physical_blocks_per_logical_kv_block": self.split,
+            "region_num_blocks": [cache[0].shape[0]] * LAYERS,
+            "region_group_ids": [0] * LAYERS,
+            "region_names": list(NAMES),
+            "region_mem_types": ["DRAM"] * LAYERS,
+            "dcp_size": 1,
+            "pcp_size": 1,
+            "ple_block_len": None,
+            "region_members": [],
+            "packed_member_layouts": {},
+            **self.change,
+        }
+        return msgspec.msgpack.encode(values)
+
+    async def listen(self) -> None:
+        """Its listener's thread: what it does not expect ends it."""
+        with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            self.port = socket.bind_to_random_port("tcp://127.0.0.1")
+            try:
+                while True:
+                    identity, _, message = await socket.recv_multipart()
+                    _, pp_rank, tp_rank = msgspec.msgpack.decode(message)
+                    self.asked.append((pp_rank, tp_rank))
+                    payload = {
+                        (0, rank): {
+                            "compatibility_hash": self.compatibility_hash,
+                            "agent_metadata_bytes": self.metadata(rank),
+                        }
+                        for rank in range(self.tp_size)
+                    }[pp_rank, tp_rank]
+                    clock = msgspec.msgpack.encode(1.5)
+                    await socket.send_multipart([identity, b"", msgspec.msgpack.encode(payload), clock])
+            except Exception as error:  # noqa: BLE001 - what it dies of
+                self.died = error
+
+    def step(self) -> None:
+        """What every rank's worker does in an engine's step; an exception ends the engine."""
+        for rank, agent in enumerate(self.agents):
+            for payload in agent.heard():
+                try:
+                    self._hear(rank, payload)
+                except Exception as error:  # noqa: BLE001 - what it dies of
+                    self.died = error
+
+    def _hear(self, rank: int, payload: bytes) -> None:
+        text = payload.decode("utf-8")
+        if text.startswith("HB:"):
+            self.beats += text[3:].split(",")
+            return
+        request_id, readers = text.rsplit(":", 1)
+        if request_id not in self.held[rank]:
+            self.unknown.append(request_id)
+            return
+        wanted = int(readers)
+        self.held[rank][request_id] += 1
+        if self.held[rank][request_id] == wanted:
+            del self.held[rank][request_id]
+            self.freed[rank].append(request_id)
+
+    def restart(self) -> None:
+        """Another life under the same name: other agents, nothing held."""
+        for agent in self.agents:
+            agent.close()
+        self.agents = [Agent(cache) for cache in self.caches]
+        self.held = [Counter() for _ in range(self.tp_size)]
+
+    async def until(self, done: Callable[[], bool]) -> None:
+        """Step until it is so."""
+        async with asyncio.timeout(60):
+            while not done():
+                self.step()
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
+    """One that listens. It has to be alive at the end."""
+    made = StockProducer(**values)
+    task = asyncio.create_task(made.listen())
+    await asyncio.sleep(0)
+    try:
+        assert made.port
+        yield made
+        made.step()
+        assert made.died is None, f"a stock engine would have died of it: {made.died!r}"
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        for agent in made.agents:
+            agent.close()
+
+
+class StockConsumer:
+    """A decode engine with one rank, as far as its handshake, its read and its notifications go."""
+
+    def __init__(self, num_blocks: int = 16, tokens: int = TOKENS) -> None:
+        self.cache = stock_cache(num_blocks, tokens=tokens)
+        self.agent = Agent(self.cache)
+        self.remote: dict[str, Any] = {}
+
+    async def shake_hands(self, params: dict[str, Any]) -> None:
+        """In its worker's order of checks; an AssertionError fails its requests."""
+        context = zmq.asyncio.Context.instance()
+        with context.socket(zmq.REQ) as socket:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(f"tcp://{params['remote_host']}:{params['remote_port']}")
+            await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
+            async with asyncio.timeout(60):
+                parts = await socket.recv_multipart()
+        assert len(parts) == 2
+        assert isinstance(msgspec.msgpack.decode(parts[1]), float)
+        payload = msgspec.msgpack.decode(parts[0])
+        assert payload["compatibility_hash"] == HASH
+        found = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
+        assert found["engine_id"] == params["remote_engine_id"]
+        mine = [one.stride(0) * 4 for one in self.cache.values()]
+        assert found["block_lens"] == mine
+        assert len(found["kv_caches_base_addr"]) == LAYERS
+        assert found["kv_cache_layout"] == "LBHNC"
+        assert found["region_names"] in (None, list(NAMES))
+        assert found["attn_backend_name"] == "CPU_ATTN"
+        assert all(stride >= size for stride, size in zip(found["block_strides"], found["block_lens"], strict=True))
+        name = self.agent.native.loadRemoteMD(found["agent_metadata"]).decode()
+        self.remote = {**found, "agent": name}
+
+    async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int = 1) -> None:
+        """Read the last of the offered blocks into these, and say so; what raises here ends its engine."""
+        (remote_ids,) = params["remote_block_ids"]
+        assert len(local_ids) <= len(remote_ids)
+        remote_ids = remote_ids[-len(local_ids) :]
+        ours, theirs, size = [], [], self.remote["block_lens"][0]
+        for layer, tensor in enumerate(self.cache.values()):
+            base, stride = self.remote["kv_caches_base_addr"][layer], self.remote["block_strides"][layer]
+            for mine, other in zip(local_ids, remote_ids, strict=True):
+                assert other < self.remote["num_blocks"]
+                ours.append((tensor.data_ptr() + mine * size, size, 0))
+                theirs.append((base + other * stride, size, 0))
+        lists = [nixl.nixlXferDList(nixl.DRAM_SEG, rows) for rows in (ours, theirs)]
+        native, agent = self.agent.native, self.remote["agent"]
+        text = f"{params['remote_request_id']}:{readers}"
+        handle = native.createXferReq(nixl.NIXL_READ, *lists, agent, text.encode(), self.agent.backends)
+        status = native.postXferReq(handle, text.encode())
+        async with asyncio.timeout(60):
+            while status != nixl.NIXL_SUCCESS:
+                await asyncio.sleep(0)
+                status = native.getXferStatus(handle)
+        native.releaseXferReq(handle)
+
+    def say(self, text: bytes) -> None:
+        self.agent.native.genNotif(self.remote["agent"], text, self.agent.backends)
+
+    def close(self) -> None:
+        if self.remote:
+            self.agent.native.invalidateRemoteMD(self.remote["agent"])
+        self.agent.close()
