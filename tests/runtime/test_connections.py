@@ -18,6 +18,7 @@ from tests_support import limited, until
 
 from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
+from kvflow.runtime.channel import connections
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.connections import QUESTIONS_MAX, Connection
 from kvflow.testing import ManualClock
@@ -235,6 +236,15 @@ async def test_a_peer_that_has_gone_refuses_the_connection(noticed: bool) -> Non
             await until(lambda: open_connections(channel) == 0)
         with pytest.raises(PeerUnreachable, match=r"[Cc]onnect"):
             await channel.ask(address, REQUEST, fingerprint=b"")
+
+
+async def test_a_connection_does_not_wait_for_what_zeromq_has_yet_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python gives an object the identity of one that has just gone; ZeroMQ closes a socket some time after `close`."""
+    monkeypatch.setattr(connections, "id", lambda _: 0, raising=False)
+    with asking() as channel:
+        for _ in range(20):
+            with pytest.raises(PeerUnreachable, match=r"[Cc]onnect"):
+                await channel.ask("tcp://127.0.0.1:9", REQUEST, fingerprint=b"")
 
 
 async def test_a_listener_that_drops_all_connections_is_asked_again() -> None:

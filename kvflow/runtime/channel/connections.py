@@ -41,6 +41,9 @@ _NOTICED = (
     | zmq.Event.DISCONNECTED
 )
 
+_MONITORS = itertools.count()
+"""Names for what tells of a connection's failures. None is used twice: ZeroMQ lets go of a closed one only later."""
+
 Heard: TypeAlias = "list[bytes] | zmq.Event"
 """The frames of an answer, or what has become of the connection: all but CONNECT_RETRIED are its end."""
 
@@ -134,7 +137,7 @@ class Connection:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, way.server_key)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, way.own.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, way.own.secret)
-        told = f"inproc://failures-{id(self)}"
+        told = f"inproc://failures-{next(_MONITORS)}"
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # a full one would block ZeroMQ's thread, and closing with it
         self._socket.monitor(told, _NOTICED)
         self._monitor.connect(told)
