@@ -242,9 +242,9 @@ async def test_a_connection_does_not_wait_for_what_zeromq_has_yet_to_close(monke
     """Python gives an object the identity of one that has just gone; ZeroMQ closes a socket some time after `close`."""
     monkeypatch.setattr(connections, "id", lambda _: 0, raising=False)
     with asking() as channel:
-        for _ in range(20):
-            with pytest.raises(PeerUnreachable, match=r"[Cc]onnect"):
-                await channel.ask("tcp://127.0.0.1:9", REQUEST, fingerprint=b"")
+        questions = [channel.ask("tcp://127.0.0.1:9", REQUEST, fingerprint=b"") for _ in range(8)]
+        ended = await asyncio.gather(*questions, return_exceptions=True)
+    assert [str(error) for error in ended if "onnect" not in str(error)] == []
 
 
 async def test_a_listener_that_drops_all_connections_is_asked_again() -> None:
