@@ -605,7 +605,7 @@ class Engine:
             return await handle
         except asyncio.CancelledError:
             handle.cancel()
-            await asyncio.wait([asyncio.ensure_future(handle.settled())])
+            await asyncio.gather(handle.settled(), return_exceptions=True)  # what is never settled `_safe` finds
             raise
 
     def _cancel(self, load: Load, tasks: Sequence[asyncio.Task[Ending]]) -> None:
