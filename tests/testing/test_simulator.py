@@ -51,7 +51,7 @@ def every_kind() -> set[str]:
 
 @pytest.mark.parametrize("seed", [4429, 4895, 10542])
 def test_what_engines_did_wrong_once(seed: int) -> None:
-    """A prompt without host blocks for its rest has failed, on all ranks; a load that was cancelled may never settle."""
+    """A prompt without host blocks for its rest has failed, on all ranks; a cancelled load may never settle."""
     result = simulate(seed)
     assert result.violation is None, describe(result)
 

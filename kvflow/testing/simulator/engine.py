@@ -420,7 +420,9 @@ class Engine:
         except RequestError:
             self._simulation.count("offer: told of tokens without blocks")
             return
-        self.fail("I8", f"{offer.request_id} is told to have {upto} tokens, and was not given the blocks that hold them")
+        self.fail(
+            "I8", f"{offer.request_id} is told to have {upto} tokens, and was not given the blocks that hold them"
+        )
 
     def _decline(self, offer: Offer) -> None:
         """Tell who waits for an offer that there will be none."""
