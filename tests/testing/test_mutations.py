@@ -324,7 +324,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
     "tell_of_more_than_has_landed": (tell_of_more_than_has_landed, "I2", 29),
-    "advance_without_extend": (advance_without_extend, "I8", 9),
+    "advance_without_extend": (advance_without_extend, "I8", 31),
     "wait_for_a_forgotten_fail": (wait_for_a_forgotten_fail, "I7", 41),
     "follow_without_a_deadline": (follow_without_a_deadline, "I7", 9),
     "take_a_failed_lease_for_open": (take_a_failed_lease_for_open, "I2 I3", 9),
