@@ -4,9 +4,12 @@ Both pairs of servers run, and take turns: while one answers the other is stoppe
 keeps two cores busy when it is idle. Run it in the environment of `python3 dev.py vllm`, on a machine that does
 nothing else:
 
-    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale|models|first]
+    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale|models|first|flow]
 
-`models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour.
+`models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
+prompts that are read while they are computed, and no part of the rest:
+
+    .venv-vllm/bin/python tests_vllm/compare.py --only flow --rounds 15
 """
 
 from __future__ import annotations
@@ -18,16 +21,31 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests_vllm.servers import KVFLOW, NAME, ROOT, HTTPFailed, Server, Setup, hand_over_ids, prefill
+from kvflow import Ticket
+from tests_vllm.servers import (
+    KVFLOW,
+    NAME,
+    ROOT,
+    HTTPFailed,
+    Server,
+    Setup,
+    hand_over_ids,
+    introduction_of,
+    prefill,
+    rendezvous,
+)
 from tests_vllm.test_models import EXTERNAL, ROWS, assert_same, is_exact, prompt_of
 from tests_vllm.test_models import LENGTHS as MODEL_LENGTHS
 
@@ -36,6 +54,7 @@ TOKENS = 16
 CONNECTORS = {"kvflow": tuple(KVFLOW.items()), "nixl": (("kv_connector", "NixlConnector"),)}
 LEASE_S = 5
 STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
+FLOW_PROMPT, FLOW_CHUNK, FLOW_TOKENS = 1900, 256, 4
 
 
 @dataclass(frozen=True)
@@ -45,10 +64,11 @@ class Pair:
     consumer: Server
 
     @classmethod
-    def start(cls, name: str, *, blocks: int | None = None, lease_s: int | None = None) -> Pair:
-        return cls(
-            name, *(_start(name, role, core, blocks, lease_s) for core, role in enumerate(("producer", "consumer")))
-        )
+    def start(
+        cls, name: str, *, blocks: int | None = None, lease_s: int | None = None, options: tuple[str, ...] = ()
+    ) -> Pair:
+        setups = (_setup(name, role, core, blocks, lease_s) for core, role in enumerate(("producer", "consumer")))
+        return cls(name, *(Server.start(replace(setup, options=options)) for setup in setups))
 
     def wait_up(self) -> None:
         self.producer.wait_up()
@@ -72,19 +92,17 @@ class Pair:
             self.signal(signal.SIGSTOP)
 
 
-def _start(name: str, role: str, core: int, blocks: int | None, lease_s: int | None) -> Server:
+def _setup(name: str, role: str, core: int, blocks: int | None, lease_s: int | None) -> Setup:
     extra = {"kvflow": {"model": NAME}, "nixl": {}}[name]
     if lease_s is not None:
         extra[{"kvflow": "lease_ttl_s", "nixl": "kv_lease_duration"}[name]] = lease_s
-    return Server.start(
-        Setup(
-            role=f"kv_{role}",
-            core=core,
-            connector=CONNECTORS[name],
-            extra=tuple(extra.items()),
-            blocks=blocks,
-            environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18600 + 10 * core)),),
-        )
+    return Setup(
+        role=f"kv_{role}",
+        core=core,
+        connector=CONNECTORS[name],
+        extra=tuple(extra.items()),
+        blocks=blocks,
+        environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18600 + 10 * core)),),
     )
 
 
@@ -102,17 +120,23 @@ def sample(pair: Pair, prompt: Sequence[int]) -> Sample:
     began_s = time.perf_counter()
     params = prefill(pair.producer, prompt)
     asked_s = time.perf_counter()
-    body = {"model": NAME, "prompt": list(prompt), "max_tokens": TOKENS, "temperature": 0, "stream": True}
-    body["kv_transfer_params"] = params
+    first_s, text = _streamed(pair.consumer, prompt, TOKENS, kv_transfer_params=params)
+    ended_s = time.perf_counter()
+    return Sample(first_s - asked_s, ended_s - asked_s, ended_s - began_s, text)
+
+
+def _streamed(server: Server, prompt: Sequence[int], tokens: int, **more: Any) -> tuple[float, str]:
+    """When the first token was here, and the text."""
+    body = {"model": NAME, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True, **more}
     first_s, text = 0.0, ""
-    url = f"http://127.0.0.1:{pair.consumer.port}/v1/completions"
-    with pair.consumer.client.stream("POST", url, json=body) as lines:
+    with server.client.stream("POST", f"http://127.0.0.1:{server.port}/v1/completions", json=body) as lines:
+        if lines.status_code != 200:
+            raise HTTPFailed(lines.status_code, lines.read().decode(errors="replace"))
         for line in lines.iter_lines():
             if line.startswith("data: {"):
                 first_s = first_s or time.perf_counter()
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
-    ended_s = time.perf_counter()
-    return Sample(first_s - asked_s, ended_s - asked_s, ended_s - began_s, text)
+    return first_s, text
 
 
 def speed(pairs: Sequence[Pair], story: Sequence[int], rounds: int) -> None:
@@ -292,6 +316,88 @@ def first(rounds: int) -> None:
         print(f"{name:8} {', '.join(found)}", flush=True)
 
 
+@dataclass(frozen=True)
+class Flowed:
+    """Seconds of one request: to decode's first token, from the moment it came and from the end of prefill."""
+
+    first_s: float
+    after_prefill_s: float
+    text: str
+
+
+def flow(rounds: int) -> None:
+    """Decode's first token, from the moment in which the router has the request.
+
+    A router that asks both sides at once, and one that asks them one after the other, of the same servers; and vLLM's
+    own connector, which knows the second way only. Every sample has a prefix cache of its own.
+    """
+    options = ("--max-num-batched-tokens", str(FLOW_CHUNK))
+    pairs: dict[str, Pair] = {}
+    try:
+        for name in CONNECTORS:
+            pairs[name] = Pair.start(name, options=options)
+            pairs[name].wait_up()
+            story = _story(pairs[name])
+            if name == "kvflow":
+                introduction = introduction_of(pairs[name].producer, story)  # as of any earlier answer
+            pairs[name].signal(signal.SIGSTOP)
+        ways: dict[str, tuple[Pair, Callable[[Pair, Sequence[int], str], Flowed]]] = {
+            "kvflow, both at once": (pairs["kvflow"], partial(_both_at_once, introduction)),
+            "kvflow, one after the other": (pairs["kvflow"], _one_after_the_other),
+            "nixl, one after the other": (pairs["nixl"], _one_after_the_other),
+        }
+        found: dict[str, list[Flowed]] = {name: [] for name in ways}
+        for turn in range(-1, rounds):
+            prompt = story[11 * (turn + 1) :][:FLOW_PROMPT]
+            order = list(ways)[(turn + 1) % len(ways) :] + list(ways)[: (turn + 1) % len(ways)]
+            for name in order:
+                pair, ask = ways[name]
+                with pair.awake():
+                    got = ask(pair, prompt, f"{name} {turn}")
+                if turn >= 0:  # the first round shakes hands
+                    found[name].append(got)
+        _print_flow(found, rounds)
+    finally:
+        for pair in pairs.values():
+            pair.kill()
+
+
+def _one_after_the_other(pair: Pair, prompt: Sequence[int], salt: str) -> Flowed:
+    began_s = time.perf_counter()
+    params = prefill(pair.producer, prompt, cache_salt=salt)
+    computed_s = time.perf_counter()
+    first_s, text = _streamed(pair.consumer, prompt, FLOW_TOKENS, kv_transfer_params=params, cache_salt=salt)
+    return Flowed(first_s - began_s, first_s - computed_s, text)
+
+
+def _both_at_once(introduction: Ticket, pair: Pair, prompt: Sequence[int], salt: str) -> Flowed:
+    began_s = time.perf_counter()
+    to_compute, to_receive = rendezvous(introduction)
+
+    def compute() -> float:
+        pair.producer.complete(prompt, 1, kv_transfer_params=to_compute, cache_salt=salt)
+        return time.perf_counter()
+
+    with ThreadPoolExecutor(1) as other:
+        computing = other.submit(compute)
+        first_s, text = _streamed(pair.consumer, prompt, FLOW_TOKENS, kv_transfer_params=to_receive, cache_salt=salt)
+        return Flowed(first_s - began_s, first_s - computing.result(), text)
+
+
+def _print_flow(found: dict[str, list[Flowed]], rounds: int) -> None:
+    differ = sum(len({entry.text for entry in entries}) > 1 for entries in zip(*found.values(), strict=True))
+    print(f"\n{FLOW_PROMPT} tokens, computed in chunks of {FLOW_CHUNK}; ms: median (smallest to largest) of {rounds}")
+    print(f"texts that differ: {differ}. The ratio is the median of each round's to the last row's.")
+    print(f"{'':28} {'first token at decode':>30} {'ratio':>22} {'after prefill has answered':>30}")
+    base = list(found.values())[-1]
+    for name, entries in found.items():
+        ratios = [entry.first_s / other.first_s for entry, other in zip(entries, base, strict=True)]
+        ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        first_s = _spread([entry.first_s for entry in entries])
+        after_s = _spread([entry.after_prefill_s for entry in entries])
+        print(f"{name:28} {first_s:>30} {ratio:>22} {after_s:>30}")
+
+
 def _story(pair: Pair) -> list[int]:
     return pair.consumer.tokens((ROOT / "docs" / "architecture.md").read_text())
 
@@ -300,12 +406,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first"])
+    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first", "flow"])
     options = parser.parse_args()
     if options.only == "models":
         return models()
     if options.only == "first":
         return first(options.rounds)
+    if options.only == "flow":
+        return flow(options.rounds)
     if options.only != "stale":
         pairs: list[Pair] = []
         try:

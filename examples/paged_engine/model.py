@@ -120,6 +120,10 @@ class LlamaModel:
     def dtype(self) -> torch.dtype:
         return self._embedding.dtype
 
+    @property
+    def vocabulary_size(self) -> int:
+        return len(self._embedding)
+
     @torch.inference_mode()
     def forward(self, token_ids: Sequence[int], start: int, pages: Pages) -> torch.Tensor:
         """Compute one sequence's tokens at positions start, start + 1, ...; return the logits after the last one.

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 from openai_server.decode import DecodeWorker
 from openai_server.failures import RequestTooLongError
-from openai_server.messages import DecodeRequest, Failure, FailureKind, Instant, PrefillReply, PrefillRequest, Step
+from openai_server.messages import (
+    DecodeRequest,
+    Failure,
+    FailureKind,
+    FirstToken,
+    Instant,
+    PrefillReply,
+    PrefillRequest,
+    Step,
+)
 from openai_server.metrics import DecodeMetrics, PrefillMetrics
 from openai_server.prefill import PrefillWorker, prefill_app
 from openai_server.worker import WorkerSettings, background_tasks, introduction_of, worker_app
@@ -265,6 +274,24 @@ async def test_a_cancelled_prefill_fails_its_reader_and_gives_its_blocks_back(wo
     (line,) = [line async for line in generation.lines()]
     assert Failure.model_validate_json(line).kind is FailureKind.PREFILL_AGAIN
     await workers.idle()
+
+
+FAR = FirstToken(token=1 << 40, computed_at=Instant.now()).model_dump_json().encode()
+
+
+@pytest.mark.parametrize("payload", [b"", b'{"token": 5}', FAR])
+async def test_a_prefill_worker_that_speaks_otherwise_costs_one_request(
+    workers: Workers, tiny: Model, payload: bytes
+) -> None:
+    """As one of another version: what comes with its blocks is no first token."""
+    offer = kvflow.ServeRequest("r", block_ids=[0, 1, 2], num_tokens=len(PROMPT), computed_tokens=0, payload=True)
+    lease = workers.prefill_runtime.serve_blocks(offer)
+    lease.complete(payload)
+    assert await workers.failure(workers.decode_request()) is FailureKind.PREFILL_AGAIN
+    await workers.idle()
+    assert await lease is kvflow.LeaseOutcome.READ
+    assert sample(workers.decode_metrics, "openai_server_failures_total", kind="prefill_again") == 1
+    assert await workers.answer("s") == tiny.greedy(PROMPT, 6)  # and the worker goes on with others
 
 
 def test_clocks_of_two_machines_are_not_compared() -> None:

@@ -19,6 +19,7 @@ from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferSta
 from kvflow.core.protocol.freshness import FAILED, Freshness, SealTable
 from kvflow.runtime.consumer import loader, verifying
 from kvflow.runtime.consumer.flight import Flight, Poller
+from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.consumer.news import Following
 from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.consumer.seal_watch import OnEnd, SealWatches, WatchedSeal
@@ -150,6 +151,36 @@ def tell_of_more_than_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:
         self.landed_upto = max(self.landed_upto, span.stop_token)
 
     monkeypatch.setattr(Lane, "note_landed", note_landed)
+
+
+def advance_without_extend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens count as computed whose blocks the lease was never given."""
+    monkeypatch.setattr(OfferedBlocks, "holds", lambda self, held: held.num_tokens)
+
+
+def wait_for_a_forgotten_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease whose prompt is not complete does not run out: its engine is to say what becomes of it."""
+    real = Serving._look
+
+    def look(self: Serving) -> None:
+        now_s = self._clock.now_s()
+        for entry, offer in self._offers.items():
+            if entry.is_open and not offer.complete:
+                entry.expires_s = max(entry.expires_s, now_s + 1.0)
+        real(self)
+
+    monkeypatch.setattr(Serving, "_look", look)
+
+
+def follow_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load waits for a prompt that is being computed as long as the lease is renewed, which is by itself."""
+    real = Loader._follow
+
+    def follow(self: Loader, load: Any, *others: Any) -> None:
+        load.timeout.reschedule(None)
+        real(self, load, *others)
+
+    monkeypatch.setattr(Loader, "_follow", follow)
 
 
 def take_a_failed_lease_for_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,6 +324,9 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "serve_before_computed": (serve_before_computed, "I2", 9),
     "read_past_the_watermark": (read_past_the_watermark, "I2", 9),
     "tell_of_more_than_has_landed": (tell_of_more_than_has_landed, "I2", 29),
+    "advance_without_extend": (advance_without_extend, "I8", 31),
+    "wait_for_a_forgotten_fail": (wait_for_a_forgotten_fail, "I7", 41),
+    "follow_without_a_deadline": (follow_without_a_deadline, "I7", 9),
     "take_a_failed_lease_for_open": (take_a_failed_lease_for_open, "I2 I3", 9),
     "leave_a_look_behind": (leave_a_look_behind, "I5 I7", 9),
     "keep_what_has_failed": (keep_what_has_failed, "I5", 9),
@@ -323,8 +357,15 @@ def test_a_broken_promise_is_found_by_another_seed(name: str, monkeypatch: pytes
     find(name, (seed for seed in range(SEEDS_MAX) if seed != known), monkeypatch)
 
 
-# Some can only be found where engines sleep, or loads are verified: a model's attribute.
-ONLY_WHERE = {"keep_the_incarnation": "sleeps", "leave_seals_of_before": "sleeps", "ignore_mismatches": "verifies"}
+# Some can only be found where engines sleep, or loads are verified, or prompts flow: a model's attribute.
+ONLY_WHERE = {
+    "keep_the_incarnation": "sleeps",
+    "leave_seals_of_before": "sleeps",
+    "ignore_mismatches": "verifies",
+    "advance_without_extend": "device",
+    "wait_for_a_forgotten_fail": "device",
+    "follow_without_a_deadline": "device",
+}
 
 
 def find(name: str, seeds: Iterable[int], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,15 @@ def every_kind() -> set[str]:
     wanted = {f"load: {ending}" for ending in endings + peer_errors}
     wanted |= {f"lease: {outcome}" for outcome in ("read", "expired", "revoked")}
     wanted |= {f"load: {kind}" for kind in ("verified", "repaired", "unverified", "flipped, and nobody looked")}
+    wanted |= {"offer: forgotten", "offer: told of tokens without blocks", "offer: rendezvous"}
     return wanted | {f"trouble: {action.__name__.replace('_', ' ')}" for _, action in TROUBLE}
+
+
+@pytest.mark.parametrize("seed", [4429, 4895, 10542])
+def test_what_engines_did_wrong_once(seed: int) -> None:
+    """A prompt without host blocks for its rest has failed, on all ranks; a cancelled load may never settle."""
+    result = simulate(seed)
+    assert result.violation is None, describe(result)
 
 
 def test_every_action_says_what_it_stands_for() -> None:

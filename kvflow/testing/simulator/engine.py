@@ -55,6 +55,7 @@ _BROKEN_SHARE = 0.05  # of the steps in which a prompt is computed: it never wil
 _FORGOTTEN_SHARE = 0.3  # of those: nobody is told
 _TURNED_SHARE = 0.5  # of engines that wake with another layout
 _FOLLOWED_EVERY = 4  # loads, by number: one whose progress somebody wants to know
+_HASTY_EVERY = 3  # offers whose blocks follow, by number: one whose engine tells of tokens before it gives their blocks
 _DRIFT = 1.01  # a little more than clocks are wrong by
 
 Ending: TypeAlias = "LoadReport | BaseException"
@@ -396,7 +397,7 @@ class Engine:
                 self._advance(offer, lease, upto, work)
             except RequestError as error:  # no host blocks for more
                 self._judge_refusal(offer.request_id, error)
-                lease.fail(str(error))
+                self._fail(offer, str(error))
                 return
 
     def _advance(self, offer: Offer, lease: Lease, upto: int, work: DeviceWork | None) -> None:
@@ -405,12 +406,23 @@ class Engine:
             lease.advance(upto, work)
             return
         known = lease.block_tables
-        upto_now = offer.tables_upto(upto)
-        lease.extend(given_block_ids([table[len(had) :] for table, had in zip(upto_now, known, strict=True)]))
-        if upto == offer.tokens:
-            lease.complete(offer.payload, work)
-        else:
-            lease.advance(upto, work)
+        more = [table[len(had) :] for table, had in zip(offer.tables_upto(upto), known, strict=True)]
+        tell = partial(lease.complete, offer.payload) if upto == offer.tokens else partial(lease.advance, upto)
+        if any(more) and offer.number % _HASTY_EVERY == 0:
+            self._forget_to_extend(offer, upto, lambda: tell(ready=work))
+        lease.extend(given_block_ids(more))
+        tell(ready=work)
+
+    def _forget_to_extend(self, offer: Offer, upto: int, tell: Callable[[], None]) -> None:
+        """Tell of tokens whose blocks the lease was never given: that is refused, and changes nothing."""
+        try:
+            tell()
+        except RequestError:
+            self._simulation.count("offer: told of tokens without blocks")
+            return
+        self.fail(
+            "I8", f"{offer.request_id} is told to have {upto} tokens, and was not given the blocks that hold them"
+        )
 
     def _decline(self, offer: Offer) -> None:
         """Tell who waits for an offer that there will be none."""
@@ -433,12 +445,19 @@ class Engine:
 
     def _break(self, offer: Offer) -> None:
         """A prompt will never be computed: its leases fail, or nobody is told."""
+        if self._simulation.rng.random() >= _FORGOTTEN_SHARE:
+            self._note("cannot compute", offer.request_id)
+            self._fail(offer, "simulated")
+        else:
+            self._note("cannot compute", offer.request_id, "and forgets to say so")
+            self._simulation.count("offer: forgotten")
+            offer.broken = True
+
+    def _fail(self, offer: Offer, reason: str) -> None:
+        """A prompt is given up on all ranks, whichever of them it could not go on on."""
         offer.broken = True
-        told = self._simulation.rng.random() >= _FORGOTTEN_SHARE
-        self._note("cannot compute", offer.request_id, "" if told else "and forgets to say so")
-        if told:
-            for lease in offer.leases:
-                lease.fail("simulated")
+        for lease in offer.leases:
+            lease.fail(reason)
 
     async def finish_offer(self, offer: Offer) -> None:
         """Wait for the leases of all ranks, then take the blocks back."""
@@ -588,7 +607,7 @@ class Engine:
             return await handle
         except asyncio.CancelledError:
             handle.cancel()
-            await asyncio.wait([asyncio.ensure_future(handle.settled())])
+            await asyncio.gather(handle.settled(), return_exceptions=True)  # what is never settled `_safe` finds
             raise
 
     def _cancel(self, load: Load, tasks: Sequence[asyncio.Task[Ending]]) -> None:
