@@ -7,6 +7,7 @@ import enum
 import random
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -161,7 +162,7 @@ class FleetRank:
         assert runtime is not None
         addresses = [PeerAddress(engine_id=other.name, address=other.address) for other in others]
         task = process.life.task(runtime.prewarm(addresses))
-        await asyncio.wait([task, process.gone], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(task, process.gone)
         return task.result() if task.done() else ()
 
     async def _run(self, process: Process) -> None:
@@ -171,6 +172,11 @@ class FleetRank:
             await process.leave.wait()
             await runtime.drain()
         process.gone.set_result(None)
+
+
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def limits_of(**changes: int | float) -> Limits:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 from kvflow.bench.fleet.channel import Costs
 from kvflow.bench.fleet.memory import MemorySample, measure_memory
@@ -125,7 +125,7 @@ async def _live(shape: FleetShape, costs: Costs, rate: float) -> list[PhaseResul
     rows: list[PhaseResult] = []
     requests = partial(fleet.serve_for, _PHASE_S, rate)
     kills, at_once = max(1, shape.prefill // 50), max(1, shape.prefill // 10)
-    phases = {
+    phases: dict[str, Callable[[], list[Coroutine[Any, Any, object]]]] = {
         "cold start": lambda: [fleet.start(fleet.decode)],
         "steady": lambda: [requests()],
         "churn": lambda: [requests(), fleet.churn(_PHASE_S, kills)],

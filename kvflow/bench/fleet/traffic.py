@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvflow.bench.fleet.channel import Costs, Wires
-from kvflow.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, limits_of
+from kvflow.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, first_of, limits_of
 from kvflow.errors import KVFlowError
 from kvflow.runtime.consumer.load import LoadRequest
 from kvflow.testing.virtual_loop import VirtualLoop
@@ -135,7 +135,7 @@ class Fleet:
         wanted = process.free.popleft()
         load = LoadRequest(request_id, ticket=lease.ticket.to_params(), block_ids=[wanted])
         task = process.life.task(runtime.load_blocks(load), name=request_id)
-        await asyncio.wait([task, process.gone], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(task, process.gone)
         if not task.done():
             loads.lost += 1
             return
