@@ -149,8 +149,9 @@ class Limits:
     """Of them, about one request."""
     payload_bytes_max: int = 4 * _KIB
     """What may come with a lease's end (`Lease.complete`), as it is given, and as it is taken from a peer."""
-    side_channel_connections_max: int = 512
-    """When there are more at once, all are dropped."""
+    side_channel_connections_max: int = 2048
+    """When there are more at once, all are dropped. Keep it well above `readers_max`: after a restart each reader comes
+    with a connection, and keeps it for `side_channel_idle_s`."""
     side_channel_idle_s: float = 5.0
     """How long a connection to a peer is kept after its last question, for the next one."""
     side_channel_kept_max: int = 32

@@ -37,6 +37,7 @@ COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
+    "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
     "kvflow/runtime/peers/reach.py": "a rank may open its lease a moment after the reader asked for it",
     "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
     "kvflow/runtime/consumer/news.py": "a rank may have no room for one more question that waits",

@@ -10,6 +10,7 @@ transfer/ kvflow against raw NIXL                    topology  loads between ran
 fairness  small loads behind huge ones               planning  the planner, without any transfer
 verifying loads with checksums beside loads without
 flow/     leases that grow beside whole prompts, over links of different speed; many of them at once
+fleet/    a thousand ranks of each kind, in virtual time
 
 gpu/      experiments on a GPU machine, with a command of their own     ucx  what UCX says of the way of bytes, pure
 """

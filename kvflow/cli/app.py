@@ -114,6 +114,30 @@ def simulate(
 
 
 @app.command()
+def top(
+    urls: Annotated[list[str], typer.Argument(help="Metrics of engines, http://host:port/metrics.")],
+    interval_s: Annotated[float, typer.Option(min=0.1, help="How often they are asked.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option(help="Print once, of two scrapes, and exit: 1 if no rank has answered.")
+    ] = False,
+    engines: Annotated[
+        bool | None, typer.Option(help="One row for each engine, or for each rank; by how many there are.")
+    ] = None,
+) -> None:
+    """Watch the engines of a fleet by their Prometheus metrics: loads by phase, leases, blocks, peers, rates."""
+    from kvflow.cli.scrape import check_urls
+    from kvflow.cli.top import watch
+
+    with told("top", ConfigError, exit_code=2):
+        checked = check_urls(urls)
+    try:
+        seen = watch(checked, Console(highlight=False), interval_s=interval_s, once=once, engines=engines)
+    except KeyboardInterrupt:
+        return
+    raise typer.Exit(code=int(not seen))
+
+
+@app.command()
 def doctor(
     peer: Annotated[str | None, typer.Option(help="A peer's side channel to try, tcp://host:port.")] = None,
     peer_engine: Annotated[str, typer.Option(help="The engine id that is expected there.")] = "",

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, fields
 from functools import partial
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -18,6 +19,8 @@ from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
+from kvflow.bench.fleet.figure import draw
+from kvflow.bench.fleet.scenario import FleetBench
 from kvflow.bench.flow.scenario import Flow
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.planning import Planning
@@ -34,6 +37,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "planning": Planning,
     "verifying": Verifying,
     "flow": Flow,
+    "fleet": FleetBench,
 }
 _LEAST = {int: 1, float: 0.1}
 _SECONDS = re.compile("(?<!_per)_s$")
@@ -67,6 +71,9 @@ def _add(name: str, kind: type[Scenario]) -> None:
             outcome = run_scenario(scenario, note=notes.print)
         console = Console()
         print_outcome(outcome, Console(width=max(console.width, _WIDTH_MIN)))
+        if options.get("figure"):
+            with told(f"bench {name}", SettingsError, OSError):
+                draw(outcome.results, Path(options["figure"]))
         if json_file is not None:
             numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
             json_file.write(json.dumps(numbers, indent=2) + "\n")

@@ -24,6 +24,7 @@ SMALLEST = {
     "planning": "--repeats 3",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
     "flow": "--link shm --prompts 256,512 --chunk 128 --rounds 1 --layers 2 --many 4 --many-s 0.2",
+    "fleet": "--sizes 4,8 --peers 4 --hot 1 --layers 4",
 }
 Report = dict[str, Any]
 
@@ -115,6 +116,14 @@ def check_flow(report: Report) -> None:
     assert measured == ["shm", "many", "many", "many"]
 
 
+def check_fleet(report: Report) -> None:
+    phases = {(row["ranks"], row["phase"]): row for row in report["fleet"]}
+    assert len(phases) == 2 * 5
+    assert all(row["failed"] == row["wrong"] == 0 for row in phases.values())
+    assert [(row["peers"], row["layers"]) for row in report["memory"]] == [(4, 4), (8, 4)]
+    assert [row["verdict"] for row in report["targets"]] == ["pass", "pass"]
+
+
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "transfer": (check_transfer, ("raw_example", "bare_hop", "idle CPU")),
     "topology": (check_topology, ("staged", "Ratios are of speed")),
@@ -122,6 +131,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
+    "fleet": (check_fleet, ("rolling restart", "all decode restart", "honest loads")),
 }
 
 

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tests_support import in_virtual_time
@@ -122,18 +123,54 @@ def test_a_scrape_after_the_loop_has_ended_shows_the_last_snapshot(scraped: Scra
     assert scraped.samples()["kvflow_reads_total", "consumer"] > 0
 
 
-async def test_the_dashboard_asks_for_metrics_that_exist(scraped: Scraped) -> None:
+async def shown_by(scraped: Scraped) -> dict[str, set[str]]:
+    """Every metric that runtimes show, with its labels."""
     async with observed([scraped.metrics]) as pair:
         for engine in (pair.producer, pair.consumer):
             scraped.metrics.watch(engine.runtime)
-        names = {sample[0] for sample in scraped.samples()}
+        text = generate_latest(scraped.registry).decode()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for name in {f"{family.name}_total", *(sample.name for sample in family.samples)}:
+            found.setdefault(name, set()).update(*(sample.labels for sample in family.samples))
+    return found
+
+
+async def test_the_dashboard_asks_for_metrics_that_exist(scraped: Scraped) -> None:
+    names = await shown_by(scraped)
     dashboard = json.loads((ROOT / "docs" / "grafana.json").read_text("utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {name for query in queries for name in re.findall(r"kvflow_\w+", query)}
     assert len(asked) >= 10
-    assert asked <= names
+    assert asked <= names.keys()
     chosen = {variable["name"] for variable in dashboard["templating"]["list"]} - {"datasource"}
     assert chosen == {"engine", *Rank._fields}
     for query in queries:
         for matchers in re.findall(r"\{([^}]*)\}", query):
             assert matchers == ",".join(f'{name}=~"${name}"' for name in ("engine", *Rank._fields))
+
+
+async def test_alert_rules_ask_for_metrics_and_labels_that_exist(scraped: Scraped) -> None:
+    """As Prometheus would read them; each one says what it is, and has a row in the docs."""
+    names = await shown_by(scraped)
+    names["kvflow_loads_verified_total"] = names["kvflow_loads_total"] | {"result"}  # nothing was verified here
+    groups = yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text("utf-8"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    said = (ROOT / "docs" / "fleet.md").read_text("utf-8")
+    for rule in rules:
+        assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}, rule["alert"]
+        assert f"`{rule['alert']}`" in said
+        assert re.fullmatch(r"\d+[smh]", rule.get("for", "0s"))
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        asked = re.findall(r"(kvflow_\w+)(?:\{([^}]*)\})?", rule["expr"])
+        assert asked, rule["alert"]
+        for name, matchers in asked:
+            assert name in names, f"{rule['alert']}: {name}"
+            assert set(re.findall(r"(\w+)[=!]", matchers)) <= names[name], f"{rule['alert']}: {matchers}"
+            grouped = {label for by in re.findall(r"by \(([^)]*)\)", rule["expr"]) for label in by.split(", ")}
+            assert grouped <= {*names[name], "le"}, f"{rule['alert']}: {grouped}"
+        shown = re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])
+        assert set(shown) <= set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", rule["expr"]))))
+    assert len({rule["alert"] for rule in rules}) == len(rules) >= 10
+    assert [group["name"] for group in groups] == ["kvflow", "kvflow-fleet"]

@@ -261,6 +261,18 @@ async def test_a_listener_that_drops_all_connections_is_asked_again() -> None:
             assert await channel.ask(address_of(listener), REQUEST, fingerprint=b"") == ANSWER
 
 
+async def test_readers_that_come_at_once_and_are_all_dropped_get_their_answers() -> None:
+    """As after a restart of all decode engines: each over its first connection, and more than a listener takes."""
+    config = limited(PLAIN, side_channel_connections_max=8)
+    async with listening(config) as listener:
+        with contextlib.ExitStack() as readers:
+            channels = [readers.enter_context(asking()) for _ in range(12)]
+            asked = [channel.ask(address_of(listener), REQUEST, fingerprint=b"") for channel in channels]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert answers == [ANSWER] * 12
+        assert listener.statistics.recycled > 0
+
+
 async def test_a_connection_is_kept_for_a_while_only() -> None:
     config = limited(PLAIN, side_channel_idle_s=0.2)
     async with listening(PLAIN) as listener:

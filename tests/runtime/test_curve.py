@@ -19,6 +19,7 @@ from tests_support import WAIT_S, until
 from kvflow import Config, LeaseOutcome, Runtime, ServeRequest, Ticket
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerRefused, PeerUnreachable
+from kvflow.runtime.channel.asking import ATTEMPTS_MAX
 from kvflow.runtime.channel.keyring import KeyPair, Keyring, make_key_files
 from kvflow.testing import InprocNetwork, InprocTransport, ManualClock, TestEngine
 from kvflow.testing.pair import open_engine
@@ -122,7 +123,7 @@ async def test_somebody_else_at_the_address_gets_nothing(keys: Path) -> None:
     async with listening(config_of(keys, "other")) as listener:
         with pytest.raises(PeerUnreachable, match=r"failed in its handshake.*our producer\.public is not the key"):
             await ask(listener, config_of(keys, "reader"))
-        assert (await seen(listener, rejected=1)).answered == 0
+        assert (await seen(listener, rejected=ATTEMPTS_MAX)).answered == 0
 
 
 async def test_nobody_asks_in_the_name_of_another(keys: Path) -> None:

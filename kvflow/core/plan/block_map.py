@@ -146,10 +146,12 @@ class BlockMap:
         groups = []
         for stride, their_stride, piece_size in sorted(set(keys)):  # np.unique loads numpy.ma, 80 ms of the first load
             chosen = (rows[1] == stride) & (rows[3] == their_stride) & (sizes == piece_size)
+            # Tails share the bases where they can: a rank has a thousand peers, and chunks of many lengths from each.
+            bases = rows[::2] if rows is self._rows and chosen.all() else rows[::2, chosen]
             groups.append(
                 RegionMap(
-                    local_bases=rows[0, chosen],
-                    remote_bases=rows[2, chosen],
+                    local_bases=bases[0],
+                    remote_bases=bases[1],
                     local_stride=stride,
                     remote_stride=their_stride,
                     local_step=self.chunk_tokens * ours.token_stride,
@@ -200,8 +202,7 @@ def _rows(local: Regions, remote: Regions, heads: HeadSlice, places: Sequence[tu
     )
     rows[0] += heads.local_start * local.block.head_stride
     rows[2] += heads.remote_start * remote.block.head_stride
-    ordered: Int64Array = rows[:, np.argsort(rows[0], kind="stable")]
-    return ordered
+    return np.ascontiguousarray(rows[:, np.argsort(rows[0], kind="stable")])
 
 
 def _pieces(ours: BlockShape, theirs: BlockShape, tokens: int, heads: int) -> tuple[Int64Array, Int64Array, int]:
@@ -237,6 +238,8 @@ def _fuse(rows: Int64Array, size: int) -> tuple[Int64Array, Int64Array]:
             fused[-1][4] += size
         else:
             fused.append(row)
+    if len(fused) == rows.shape[1]:
+        return rows, np.full(len(fused), size, dtype=np.int64)
     table = np.array(fused, dtype=np.int64).T
     return table[:4], table[4]
 

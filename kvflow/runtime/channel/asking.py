@@ -10,6 +10,7 @@ With CURVE the engine that is asked must own the key that our allowlist has unde
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from kvflow.config import Config, split_address
+from kvflow.core.policy.circuit import BackOff, delay_s
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import failure
 from kvflow.errors import ConfigError, PeerError, PeerRefused, PeerUnreachable, ProtocolError
@@ -26,6 +28,15 @@ from kvflow.runtime.channel.listening import ZmqListener
 from kvflow.runtime.channel.lookups import Lookups
 from kvflow.runtime.channel.protocol import Answer
 from kvflow.runtime.clock import SystemClock
+
+ATTEMPTS_MAX = 6
+"""How often a question is put whose connection is closed before its answer, the first time included."""
+
+ASK_AGAIN = BackOff(first_s=0.01, most_s=0.2)
+"""The pauses between: a listener that had too many connections and dropped all must not get them back at once."""
+
+_CLOSED = (zmq.Event.DISCONNECTED, zmq.Event.HANDSHAKE_FAILED_NO_DETAIL)
+"""How a connection ends that the other side has closed; the second is also what one says that uses CURVE alone."""
 
 
 class ZmqSideChannel:
@@ -87,22 +98,26 @@ class ZmqSideChannel:
     async def _exchange(self, way: Way, address: str, request: messages.Request, fingerprint: bytes) -> list[bytes]:
         """Send a question and return the frames of its answer.
 
-        A kept connection may have come to its end since it was last used, or with the question: a listener that has
-        restarted is asked again, as it would be if none was kept.
+        A connection may end with the question on it: a kept one because its listener has restarted, any because its
+        listener has dropped all. Then it is asked again; every question may be put twice.
         """
         body, target = messages.encode(request), request.target
         shared, heard = self._connections.shared(way), None
         if shared is not None:
             with self._connections.asking(shared, fingerprint, body) as question:
                 heard = await question.heard.get()
+        attempts = 0
         while not isinstance(heard, list):
+            if attempts:
+                await asyncio.sleep(delay_s(attempts, ASK_AGAIN, random.random()))
             with self._connections.asking(self._connections.open(way), fingerprint, body) as question:
                 heard = await question.heard.get()
                 while heard == zmq.Event.CONNECT_RETRIED:
                     with _explained(target, address):
                         await _probe(way.endpoint)
                     heard = await question.heard.get()
-            if isinstance(heard, zmq.Event):
+            attempts += 1
+            if isinstance(heard, zmq.Event) and (heard not in _CLOSED or attempts == ATTEMPTS_MAX):
                 raise _failure(heard, target, address, self._config.engine_id, curve=way.own is not None)
         return heard
 

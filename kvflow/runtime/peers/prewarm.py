@@ -68,7 +68,10 @@ async def prewarm(
         async with room:
             return await _prewarm_one(reach, peers, engine)
 
-    return tuple(await asyncio.gather(*map(one, listed)))
+    # Decode engines that start together have the same list: each begins somewhere else, or they would meet at each one.
+    start = reach.spread % len(listed) if len(listed) > _AT_ONCE_MAX else 0
+    found = await asyncio.gather(*map(one, (*listed[start:], *listed[:start])))
+    return (*found[len(listed) - start :], *found[: len(listed) - start])
 
 
 async def _prewarm_one(reach: Reach, peers: Peers, engine: PeerAddress | Ticket | Mapping[str, Any]) -> Prewarmed:

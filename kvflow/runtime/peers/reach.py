@@ -75,6 +75,8 @@ class Reach:
         self.read_ticket = read_ticket
         self.ask_patiently = peers.ask_patiently
         self.meet = Rendezvous(context, local, self).meet
+        self.spread = messages.checksum(local.reader.encode())
+        """A number that differs between ranks and incarnations: where each begins among many engines."""
         self._plans: dict[tuple[Parallelism, int], _Plan] = {}
 
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:

@@ -1,0 +1,49 @@
+"""`kvflow bench fleet`: a small fleet goes through all of it, and what was found with large ones stays mended."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvflow.bench.fleet.channel import Costs
+from kvflow.bench.fleet.memory import MemorySample, measure_memory
+from kvflow.bench.fleet.scenario import FleetBench, PhaseResult, run_fleet
+from kvflow.bench.fleet.traffic import FleetShape
+from kvflow.bench.loads import SettingsError
+from kvflow.bench.scenario import Samples
+from kvflow.bench.targets import Verdict
+
+
+@pytest.fixture(scope="module")
+def phases() -> dict[str, PhaseResult]:
+    """Of a small fleet whose ranks take long to answer."""
+    shape = FleetShape(prefill=12, decode=12, peers=8, hot=2)
+    return {row.phase: row for row in run_fleet(shape, Costs(answer_s=0.02), rate=1.0)}
+
+
+def test_a_fleet_goes_through_churn_and_restarts_without_a_failed_load(phases: dict[str, PhaseResult]) -> None:
+    assert list(phases) == ["cold start", "steady", "churn", "rolling restart", "all decode restart"]
+    assert [(row.failed, row.wrong, row.errors) for row in phases.values()] == [(0, 0, "")] * 5
+    assert phases["all decode restart"].right > 12 * 5
+    assert phases["steady"].lost == 0
+    assert all(row.connections > 0 and row.files > 64 for row in phases.values())
+
+
+def test_a_peer_takes_less_than_50_kib_whatever_was_loaded_from_it() -> None:
+    """Of a model of 80 layers, after loads of prompts that end anywhere in a block."""
+    sample = measure_memory(peers=2, layers=80)
+    assert 5_000 < sample.connected_bytes < sample.loaded_bytes < 50 * 1024
+
+
+def test_a_fleet_is_judged(phases: dict[str, PhaseResult]) -> None:
+    samples = Samples()
+    samples.add(12, list(phases.values()))
+    samples.add(("memory", 24), MemorySample(peers=24, layers=80, connected_bytes=2e4, loaded_bytes=6e4))
+    outcome = FleetBench().judge(samples)
+    assert [target.verdict for target in outcome.targets] == [Verdict.PASS, Verdict.FAIL]
+    assert outcome.targets[1].where == "24 peers"
+
+
+@pytest.mark.parametrize("wrong", [{"sizes": "many"}, {"sizes": "0"}, {"peers": 2, "hot": 3}])
+def test_settings_that_make_no_sense_are_refused(wrong: dict[str, str | int]) -> None:
+    with pytest.raises(SettingsError):
+        FleetBench(**wrong).sets()  # type: ignore[arg-type]

@@ -1,0 +1,29 @@
+"""In which order many engines are connected before the first load."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvflow.core.protocol.addresses import Address
+from kvflow.errors import PeerUnreachable
+from kvflow.runtime.peers.prewarm import PeerAddress, prewarm
+
+
+@pytest.mark.parametrize(("count", "spread", "first"), [(40, 0, 0), (40, 1234, 34), (40, 39, 39), (16, 1234, 0)])
+async def test_readers_begin_at_different_engines_of_a_long_list(count: int, spread: int, first: int) -> None:
+    """Decode engines that restart together have the same list: at each engine of it they would all come at once."""
+    asked: list[str] = []
+
+    def get(at: Address) -> Any:
+        asked.append(at.engine_id)
+        raise at.failure(PeerUnreachable, "nobody")
+
+    names = [f"e{number}" for number in range(count)]
+    engines = [PeerAddress(engine_id=name, address="tcp://127.0.0.1:5600") for name in names]
+    found = await prewarm(SimpleNamespace(spread=spread), SimpleNamespace(get=get, connect=None), engines)  # type: ignore[arg-type]
+    assert asked == names[first:] + names[:first]
+    assert [one.engine_id for one in found] == names
+    assert all(isinstance(one.error, PeerUnreachable) for one in found)
