@@ -246,55 +246,73 @@ async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
 
 
 class StockConsumer:
-    """A decode engine with one rank, as far as its handshake, its read and its notifications go."""
+    """One rank of a decode engine, as far as its handshakes, its reads and its notifications go."""
 
-    def __init__(self, num_blocks: int = 16, tokens: int = TOKENS) -> None:
-        self.cache = stock_cache(num_blocks, tokens=tokens)
+    def __init__(self, num_blocks: int = 16, tokens: int = TOKENS, *, tp_rank: int = 0, tp_size: int = 1) -> None:
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.cache = stock_cache(num_blocks, MODEL_HEADS // tp_size, tokens)
         self.agent = Agent(self.cache)
-        self.remote: dict[str, Any] = {}
+        self.remote: dict[int, dict[str, Any]] = {}
+        """What each rank that it reads from has shown."""
 
     async def shake_hands(self, params: dict[str, Any]) -> None:
         """In its worker's order of checks; an AssertionError fails its requests."""
-        context = zmq.asyncio.Context.instance()
+        context, theirs = zmq.asyncio.Context.instance(), params["tp_size"]
+        more = max(theirs // self.tp_size, 1)
+        first = self.tp_rank * theirs // self.tp_size
         with context.socket(zmq.REQ) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(f"tcp://{params['remote_host']}:{params['remote_port']}")
-            await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
-            async with asyncio.timeout(60):
-                parts = await socket.recv_multipart()
+            for rank in range(first, first + more):
+                await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, rank)))
+                async with asyncio.timeout(60):
+                    parts = await socket.recv_multipart()
+                self.remote[rank] = self._judged(parts, params)
+        assert len({found["num_blocks"] for found in self.remote.values()}) == 1
+
+    def _judged(self, parts: list[bytes], params: dict[str, Any]) -> dict[str, Any]:
         assert len(parts) == 2
         assert isinstance(msgspec.msgpack.decode(parts[1]), float)
         payload = msgspec.msgpack.decode(parts[0])
         assert payload["compatibility_hash"] == HASH
-        found = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
+        found: dict[str, Any] = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
         assert found["engine_id"] == params["remote_engine_id"]
         mine = [one.stride(0) * 4 for one in self.cache.values()]
-        assert found["block_lens"] == mine
+        assert found["block_lens"] == [size * self.tp_size // params["tp_size"] for size in mine]
         assert len(found["kv_caches_base_addr"]) == LAYERS
         assert found["kv_cache_layout"] == "LBHNC"
         assert found["region_names"] in (None, list(NAMES))
         assert found["attn_backend_name"] == "CPU_ATTN"
         assert all(stride >= size for stride, size in zip(found["block_strides"], found["block_lens"], strict=True))
         name = self.agent.native.loadRemoteMD(found["agent_metadata"]).decode()
-        self.remote = {**found, "agent": name}
+        return {**found, "agent": name}
 
-    async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int = 1) -> None:
+    async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int | None = None) -> None:
         """Read the last of the offered blocks into these, and say so; what raises here ends its engine."""
         (remote_ids,) = params["remote_block_ids"]
         assert len(local_ids) <= len(remote_ids)
-        remote_ids = remote_ids[-len(local_ids) :]
-        ours, theirs, size = [], [], self.remote["block_lens"][0]
+        blocks = list(zip(local_ids, remote_ids[-len(local_ids) :], strict=True))
+        told = max(self.tp_size // params["tp_size"], 1) if readers is None else readers
+        for at, remote in enumerate(self.remote.values()):
+            text = f"{params['remote_request_id']}:{told}"
+            await self._read(remote, at, blocks, text.encode())
+
+    async def _read(self, remote: dict[str, Any], at: int, blocks: list[tuple[int, int]], text: bytes) -> None:
+        """From one rank: its whole block into a part of ours, or a part of its block into our whole one."""
+        ours, theirs = [], []
         for layer, tensor in enumerate(self.cache.values()):
-            base, stride = self.remote["kv_caches_base_addr"][layer], self.remote["block_strides"][layer]
-            for mine, other in zip(local_ids, remote_ids, strict=True):
-                assert other < self.remote["num_blocks"]
-                ours.append((tensor.data_ptr() + mine * size, size, 0))
-                theirs.append((base + other * stride, size, 0))
+            base, stride = remote["kv_caches_base_addr"][layer], remote["block_strides"][layer]
+            mine, other = tensor.stride(0) * 4, remote["block_lens"][layer]
+            size = min(mine, other)
+            offset = self.tp_rank % max(other // mine, 1) * size
+            for block, their_block in blocks:
+                assert their_block < remote["num_blocks"]
+                ours.append((tensor.data_ptr() + block * mine + at * size, size, 0))
+                theirs.append((base + their_block * stride + offset, size, 0))
         lists = [nixl.nixlXferDList(nixl.DRAM_SEG, rows) for rows in (ours, theirs)]
-        native, agent = self.agent.native, self.remote["agent"]
-        text = f"{params['remote_request_id']}:{readers}"
-        handle = native.createXferReq(nixl.NIXL_READ, *lists, agent, text.encode(), self.agent.backends)
-        status = native.postXferReq(handle, text.encode())
+        native = self.agent.native
+        handle = native.createXferReq(nixl.NIXL_READ, *lists, remote["agent"], text, self.agent.backends)
+        status = native.postXferReq(handle, text)
         async with asyncio.timeout(60):
             while status != nixl.NIXL_SUCCESS:
                 await asyncio.sleep(0)
@@ -302,9 +320,11 @@ class StockConsumer:
         native.releaseXferReq(handle)
 
     def say(self, text: bytes) -> None:
-        self.agent.native.genNotif(self.remote["agent"], text, self.agent.backends)
+        """To every rank that it has shaken hands with."""
+        for remote in self.remote.values():
+            self.agent.native.genNotif(remote["agent"], text, self.agent.backends)
 
     def close(self) -> None:
-        if self.remote:
-            self.agent.native.invalidateRemoteMD(self.remote["agent"])
+        for remote in self.remote.values():
+            self.agent.native.invalidateRemoteMD(remote["agent"])
         self.agent.close()

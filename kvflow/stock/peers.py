@@ -22,6 +22,7 @@ from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.stock.handshake import StockHandshakes
 from kvflow.stock.leases import BothLeases, StockLeases
+from kvflow.stock.ranks import EngineRanks
 from kvflow.stock.reach import BothReach, StockReach
 from kvflow.stock.service import Pose, StockService
 from kvflow.stock.sights import Sights
@@ -63,6 +64,8 @@ class StockPeers:
     """What readers are shown, which compare it with theirs."""
     region_names: tuple[str, ...] = ()
     """The same, of the layers in their order; () shows none."""
+    ranks: EngineRanks | None = None
+    """Of an engine of several ranks that is read by others: what its ranks know of each other."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.hashes, tuple) or not self.hashes:
@@ -73,6 +76,8 @@ class StockPeers:
         checks.instance(self.terms, Terms, "stock terms", error=ConfigError)
         for size in self.tp_sizes:
             checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
+        if self.ranks is not None:
+            checks.instance(self.ranks, EngineRanks, "stock ranks", error=ConfigError)
         for name in ("serve_version", "attn_backend_name"):
             checks.text(getattr(self, name), f"stock {name}", most=_NAME_CHARS_MAX, error=ConfigError)
         for name in self.region_names:
@@ -109,10 +114,14 @@ class StockPeers:
         config = context.config
         if not self.serve_version:
             return None
-        if config.tp_size > 1 or metadata.staged or config.curve_secret_key_file is not None:
-            why = "tp_size 1, a cache that peers read itself, and no CURVE: vLLM's readers have none"
+        if metadata.staged or config.curve_secret_key_file is not None:
+            why = "a cache that peers read itself, and no CURVE: vLLM's readers have none"
             raise ConfigError(f"stock serve_version: stock readers are served with {why}")
-        pose = Pose(self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names)
+        if config.tp_size > 1 and self.ranks is None:
+            why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
+            raise ConfigError(f"stock serve_version: {why}")
+        ranks = EngineRanks() if self.ranks is None else self.ranks
+        pose = Pose(self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names, ranks)
         return StockService(context, _our_cache(local), metadata, leases, pose)
 
 

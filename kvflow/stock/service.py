@@ -23,6 +23,7 @@ from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Leases
+from kvflow.stock.ranks import EngineRanks
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Pose(NamedTuple):
     line: Line
     attn_backend_name: str
     region_names: tuple[str, ...]
+    ranks: EngineRanks
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class _Tally:
 
 
 class StockService:
-    """See `runtime.foreign.Service`: for one rank that is all of its engine."""
+    """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(
         self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Leases, pose: Pose
@@ -57,7 +59,9 @@ class StockService:
         self._clock = context.clock
         self._leases = leases
         self._hash = pose.compatibility_hash
-        self._metadata = encode_metadata(shown_of(ours, metadata, pose), pose.line)
+        self._ranks = pose.ranks
+        config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
+        self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()
         """Of open leases that have been read."""
         self.refused = 0
@@ -66,13 +70,14 @@ class StockService:
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
             asked = decode_question(question)
-            if asked != (0, 0):
-                raise WireError(f"rank {asked.pp_rank}, {asked.tp_rank}: there is 0, 0")
+            metadata = None if asked.pp_rank else self._ranks.metadata_of(asked.tp_rank)
+            if metadata is None:
+                raise WireError(f"pp_rank {asked.pp_rank}, tp_rank {asked.tp_rank}: {self._ranks} has no such rank")
         except WireError as error:
             self.refused += 1
             logger.info("a stock reader's question has no answer: %s", error)
             return None
-        return encode_answer(self._hash, self._metadata, self._clock.now_s())
+        return encode_answer(self._hash, metadata, self._clock.now_s())
 
     def hears(self, payload: bytes) -> bool:
         if not is_text(payload):

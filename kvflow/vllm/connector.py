@@ -69,6 +69,8 @@ class KVFlowMetadata(KVConnectorMetadata):
     """One step's work, on its way from the scheduler to the workers."""
 
     step: Step
+    cards: tuple[bytes, ...] = ()
+    """What the workers show readers of another make, for whichever of them is asked: see `stock.ranks`."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,8 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
     """Who a worker is, on its way to the scheduler."""
 
     ticket: Ticket
+    card: bytes = b""
+    """What it shows readers of another make, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +87,11 @@ class KVFlowIntroductions(KVConnectorWorkerMetadata):
     """Who the workers are since they have registered their caches anew, on the way to the scheduler with a step."""
 
     tickets: tuple[Ticket, ...]
+    cards: tuple[bytes, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowIntroductions:
-        return KVFlowIntroductions(self.tickets + cast(KVFlowIntroductions, other).tickets)
+        others = cast(KVFlowIntroductions, other)
+        return KVFlowIntroductions(self.tickets + others.tickets, self.cards + others.cards)
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
@@ -110,15 +116,17 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
+            self._cards: tuple[bytes, ...] = ()
             return
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
-        foreign = None
+        foreign, self._ranks = None, None
         if extra.stock_peers:
             from kvflow.vllm import stock
 
             foreign = stock.peers_of(vllm_config, extra)
+            self._ranks = foreign.ranks
         self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime)
         self._failed_blocks: set[int] = set()
@@ -141,9 +149,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        tickets = [entry.ticket for entry in metadata.values() if isinstance(entry, KVFlowIntroduction)]
-        if len(tickets) == len(metadata):
-            self._scheduler.introduce(merge_tickets(tickets))
+        workers = [entry for entry in metadata.values() if isinstance(entry, KVFlowIntroduction)]
+        if len(workers) == len(metadata):
+            self._introduce([worker.ticket for worker in workers], [worker.card for worker in workers])
         else:
             logger.warning(
                 "nothing is offered: vLLM's MultiConnector hands on the introduction of its first connector that has "
@@ -175,7 +183,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             preempted=scheduler_output.preempted_req_ids or (),
             block_ids=lambda request_id: self._transferred(resolve(request_id)),
         )
-        return KVFlowMetadata(step)
+        cards, self._cards = self._cards, ()
+        return KVFlowMetadata(step, cards)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving, connector_output.finished_sending
@@ -185,7 +194,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             isinstance(told, KVFlowIntroductions)
             and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size
         ):
-            self._scheduler.introduce(merge_tickets(told.tickets))
+            self._introduce(told.tickets, told.cards)
+
+    def _introduce(self, tickets: Sequence[Ticket], cards: Sequence[bytes]) -> None:
+        """These are all workers. What they show leaves with the next step, before any ticket of theirs can."""
+        self._scheduler.introduce(merge_tickets(tickets))
+        self._cards = tuple(filter(None, cards))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -247,16 +261,22 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if not self.has_connector_metadata() or not self._step.introduce:
             return None
-        return KVFlowIntroductions((self._worker.introduction(),))
+        return KVFlowIntroductions((self._worker.introduction(),), (self._card,))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return KVFlowIntroduction(self._worker.introduction())
+        return KVFlowIntroduction(self._worker.introduction(), self._card)
+
+    @property
+    def _card(self) -> bytes:
+        return b"" if self._ranks is None else self._ranks.card
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before a step's forward pass: what the device was told before is what loads wait for."""
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
             self._before_step = self._event()
+            if self._ranks is not None and (cards := cast(KVFlowMetadata, connector_metadata).cards):
+                self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""

@@ -15,7 +15,7 @@ from kvflow.connector.scheduler import Dialect
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.stock.params import is_stock, read_stock, stock_params
 from kvflow.errors import ConfigError
-from kvflow.stock import StockPeers, Terms, arrival
+from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
 from kvflow.vllm.settings import Extra
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ def peers_of(vllm_config: VllmConfig, extra: Extra) -> StockPeers:
         hashes=tuple(dict.fromkeys((shown, own, *given.hashes))),
         terms=Terms(lease_s=given.lease_s, router_s=given.router_s),
         tp_sizes=given.tp_sizes,
-        serve_version=_serve_version(extra) if vllm_config.parallel_config.tensor_parallel_size == 1 else "",
+        serve_version=_serve_version(extra),
         attn_backend_name=backend,
+        ranks=EngineRanks(),
     )
 
 
@@ -46,7 +47,6 @@ def dialect_of(extra: Extra, config: Config, *, groups: int) -> Dialect:
         )
     version, lease_s = _serve_version(extra), extra.stock.lease_s
     ids_max = config.limits.block_ids_max
-    serves = config.tp_size == 1
 
     def read_ticket(params: Mapping[str, Any]) -> Ticket:
         if is_stock(params):
@@ -54,7 +54,7 @@ def dialect_of(extra: Extra, config: Config, *, groups: int) -> Dialect:
         return Ticket.from_params(params)
 
     def params_of(ticket: Ticket) -> dict[str, Any]:
-        return stock_params(ticket, version) if serves else ticket.to_params()
+        return stock_params(ticket, version)
 
     return Dialect(read_ticket, params_of, lambda request_id: _UNTELLABLE.sub("_", request_id))
 
