@@ -94,17 +94,20 @@ class StockProducer:
         num_blocks: int = 16,
         split: int = 1,
         tokens: int = TOKENS,
+        stages: Sequence[Sequence[int]] = (range(LAYERS),),
     ) -> None:
+        """`stages` are the layers of each one; ranks are counted stage by stage."""
         heads = max(MODEL_HEADS // tp_size, 1)
         self.engine_id, self.tp_size, self.split = engine_id, tp_size, split
+        self.stages = stages
         self.compatibility_hash = HASH
-        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in range(tp_size)]
+        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in stages for _ in range(tp_size)]
         for rank, cache in enumerate(self.caches):
-            fill(cache, rank * MODEL_HEADS // tp_size)
+            fill(cache, rank % tp_size * MODEL_HEADS // tp_size)
         self.agents = [Agent(cache) for cache in self.caches]
-        self.held: list[Counter[str]] = [Counter() for _ in range(tp_size)]
+        self.held: list[Counter[str]] = [Counter() for _ in self.caches]
         """Of each rank: the requests whose blocks it holds, and how often they were told to be read."""
-        self.freed: list[list[str]] = [[] for _ in range(tp_size)]
+        self.freed: list[list[str]] = [[] for _ in self.caches]
         self.beats: list[str] = []
         self.unknown: list[str] = []
         self.asked: list[tuple[int, int]] = []
@@ -117,46 +120,48 @@ class StockProducer:
     def address(self) -> str:
         return f"tcp://127.0.0.1:{self.port}"
 
-    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        """A finished prefill: the parameters of its answer."""
+    def offer(self, request_id: str, block_ids: Sequence[Any], num_tokens: int) -> dict[str, Any]:
+        """A finished prefill: the parameters of its answer. Block ids of several groups are a list of lists."""
         for held in self.held:
             held[request_id] = 0
+        nested = bool(block_ids) and isinstance(block_ids[0], list)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(block_ids)],
+            "remote_block_ids": list(block_ids) if nested else [list(block_ids)],
             "remote_engine_id": self.engine_id,
             "remote_request_id": request_id,
             "remote_host": "127.0.0.1",
             "remote_port": self.port,
             "tp_size": self.tp_size,
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": len(self.stages),
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         }
 
     def metadata(self, rank: int) -> bytes:
-        cache = list(self.caches[rank].values())
-        block_bytes = cache[0].stride(0) * 4
+        layers = self.stages[rank // self.tp_size]
+        cache = [list(self.caches[rank].values())[layer] for layer in layers]
+        block_bytes, count = cache[0].stride(0) * 4, len(layers)
         values: dict[str, Any] = {
             "engine_id": self.engine_id,
             "agent_metadata": bytes(self.agents[rank].native.getLocalMD()),
             "kv_caches_base_addr": [one.data_ptr() for one in cache],
             "device_id": 0,
             "num_blocks": cache[0].shape[0],
-            "block_lens": [block_bytes] * LAYERS,
-            "block_strides": [block_bytes] * LAYERS,
+            "block_lens": [block_bytes] * count,
+            "block_strides": [block_bytes] * count,
             "kv_cache_layout": "LBHNC",
             "block_size": cache[0].shape[2],
             "ssm_sizes": (0, 0),
             "attn_backend_name": "CPU_ATTN",
             "physical_blocks_per_logical_kv_block": self.split,
-            "region_num_blocks": [cache[0].shape[0]] * LAYERS,
-            "region_group_ids": [0] * LAYERS,
-            "region_names": list(NAMES),
-            "region_mem_types": ["DRAM"] * LAYERS,
+            "region_num_blocks": [cache[0].shape[0]] * count,
+            "region_group_ids": [0] * count,
+            "region_names": [NAMES[layer] for layer in layers],
+            "region_mem_types": ["DRAM"] * count,
             "dcp_size": 1,
             "pcp_size": 1,
             "ple_block_len": None,
@@ -177,11 +182,11 @@ class StockProducer:
                     _, pp_rank, tp_rank = msgspec.msgpack.decode(message)
                     self.asked.append((pp_rank, tp_rank))
                     payload = {
-                        (0, rank): {
+                        divmod(rank, self.tp_size): {
                             "compatibility_hash": self.compatibility_hash,
                             "agent_metadata_bytes": self.metadata(rank),
                         }
-                        for rank in range(self.tp_size)
+                        for rank in range(len(self.caches))
                     }[pp_rank, tp_rank]
                     clock = msgspec.msgpack.encode(1.5)
                     await socket.send_multipart([identity, b"", msgspec.msgpack.encode(payload), clock])
@@ -217,7 +222,7 @@ class StockProducer:
         for agent in self.agents:
             agent.close()
         self.agents = [Agent(cache) for cache in self.caches]
-        self.held = [Counter() for _ in range(self.tp_size)]
+        self.held = [Counter() for _ in self.caches]
 
     async def until(self, done: Callable[[], bool]) -> None:
         """Step until it is so."""

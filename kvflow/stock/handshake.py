@@ -1,7 +1,7 @@
 """The handshake with a stock rank: its one question, judged like the answer of any other peer.
 
-A peer of this kind has its address with "stock+" before it, and behind it how many ranks its engine is said to have. So
-it is never taken for one of ours at the same port, and one that was lied about is nobody else's.
+A peer of this kind has its address with "stock+" before it, and behind it how many ranks and stages its engine is said
+to have. So it is never taken for one of ours at the same port, and one that was lied about is nobody else's.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
 
 
 class Whereabouts(NamedTuple):
-    """Where a stock engine listens, and how many tensor-parallel ranks it is said to have."""
+    """Where a stock engine listens, and how many tensor-parallel ranks and stages it is said to have."""
 
     address: str
     tp_size: int
+    pp_size: int
 
-    def of_rank(self, engine_id: str, tp_rank: int) -> Address:
+    def of_rank(self, engine_id: str, rank: Rank) -> Address:
         """The peer that such a rank is."""
-        return Address(engine_id, Rank(0, 0, tp_rank), f"{_MARK}{self.address}/{self.tp_size}")
+        return Address(engine_id, rank, f"{_MARK}{self.address}/{self.tp_size}/{self.pp_size}")
 
 
 def whereabouts(peer: Peer) -> Whereabouts | None:
     """None for a peer of our own make."""
     if not peer.address.startswith(_MARK):
         return None
-    address, _, tp_size = peer.address.removeprefix(_MARK).rpartition("/")
-    return Whereabouts(address, int(tp_size))
+    address, tp_size, pp_size = peer.address.removeprefix(_MARK).rsplit("/", 2)
+    return Whereabouts(address, int(tp_size), int(pp_size))
 
 
 class StockConnection(Connection):
@@ -75,7 +76,7 @@ class StockHandshakes:
         self._context = context
         self._local = local
         self._own = own
-        self._ours = ours
+        self.ours = ours
         self._hashes = hashes
         self._tp_sizes = {*tp_sizes, local.cache_shares[0].tp_size}
         self.ask_clock = own.ask_clock
@@ -119,8 +120,9 @@ class StockHandshakes:
             raise at.failure(PeerIncompatible, why)
         agent = _agent(peer, shown)
         try:
-            metadata = metadata_of(shown, agent, self._ours, tp_rank=peer.rank.tp, tp_size=where.tp_size)
-            check_tp_size(metadata.cache_shares[0].kv_heads, where.tp_size, self._ours, self._tp_sizes)
+            sizes = where.tp_size, where.pp_size
+            metadata = metadata_of(shown, agent, self.ours, rank=peer.rank, sizes=sizes)
+            check_tp_size(metadata.cache_shares[0], self.ours, self._tp_sizes)
         except Unfit as error:
             raise at.failure(PeerIncompatible, str(error)) from error
         except WireError as error:
@@ -148,14 +150,17 @@ class StockHandshakes:
 
     async def _ask(self, peer: Peer, where: Whereabouts) -> Shown:
         timeout_s = self._context.config.handshake_timeout_s
-        return await ask_rank(where.address, tp_rank=peer.rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id)
+        rank = peer.rank
+        return await ask_rank(
+            where.address, pp_rank=rank.pp, tp_rank=rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id
+        )
 
     def _reporters(self, metadata: messages.Metadata, line: Line) -> int:
-        mine, theirs = self._local.cache_shares[0], metadata.cache_shares[0]
         if line.counting is Counting.ENGINE:
-            return mine.tp_size
-        source = topology.source_at(mine, theirs)
-        return source.reporters if source is not None else 1
+            return self._local.cache_shares[0].tp_size
+        pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
+        sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
+        return max((source.reporters for source in sources if source is not None), default=1)
 
 
 def _agent(peer: Peer, shown: Shown) -> AgentName:

@@ -63,7 +63,7 @@ class StockPeers:
     attn_backend_name: str = ""
     """What readers are shown, which compare it with theirs."""
     region_names: tuple[str, ...] = ()
-    """The same, of the layers in their order; () shows none."""
+    """The same, of all layers in the order of their numbers; () shows none."""
     ranks: EngineRanks | None = None
     """Of an engine of several ranks that is read by others: what its ranks know of each other."""
 

@@ -112,7 +112,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 from kvflow.vllm import stock
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
-                dialect = stock.dialect_of(extra, config, groups=len(self._groups))
+                dialect = stock.dialect_of(extra, config, self._scheduling)
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
@@ -242,7 +242,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
-        if self._whole_blocks_only and self._split > 1:
+        if self._whole_blocks_only and any(group.split > 1 for group in groups):
             what = f"{self._split} blocks of its kernels are one of vLLM's"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
         self._records = device == "cuda"

@@ -11,10 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 
 from kvflow.config import Config
-from kvflow.connector.scheduler import Dialect
+from kvflow.connector.scheduler import Dialect, SchedulingConfig
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.stock.params import is_stock, read_stock, stock_params
-from kvflow.errors import ConfigError
+from kvflow.errors import ConfigError, RequestError
 from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
 from kvflow.vllm.settings import Extra
 
@@ -39,22 +39,26 @@ def peers_of(vllm_config: VllmConfig, extra: Extra) -> StockPeers:
     )
 
 
-def dialect_of(extra: Extra, config: Config, *, groups: int) -> Dialect:
+def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
     """How the scheduler's half reads parameters of both kinds, and writes such as both kinds read. ConfigError."""
-    if groups != 1 or extra.full_blocks_only:
-        raise ConfigError(
-            "stock_peers: one group of full attention is exchanged, and whole prompts: no full_blocks_only"
-        )
+    if scheduling.has_state:
+        raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")
+    if scheduling.full_blocks_only:
+        raise ConfigError("stock_peers: whole prompts are exchanged with stock engines: no full_blocks_only")
     version, lease_s = _serve_version(extra), extra.stock.lease_s
-    ids_max = config.limits.block_ids_max
+    ids_max, groups = config.limits.block_ids_max, len(scheduling.all_groups)
+    left = int(scheduling.leaves_last_token)
 
     def read_ticket(params: Mapping[str, Any]) -> Ticket:
-        if is_stock(params):
-            return read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max)
-        return Ticket.from_params(params)
+        if not is_stock(params):
+            return Ticket.from_params(params)
+        ticket = read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
+        if len(ticket.block_tables) != groups:
+            raise RequestError(f"stock params: {len(ticket.block_tables)} groups of blocks, ours are {groups}")
+        return ticket
 
     def params_of(ticket: Ticket) -> dict[str, Any]:
-        return stock_params(ticket, version)
+        return stock_params(ticket, version, left=left)
 
     return Dialect(read_ticket, params_of, lambda request_id: _UNTELLABLE.sub("_", request_id))
 

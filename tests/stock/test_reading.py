@@ -118,6 +118,34 @@ async def test_engines_are_cut_as_they_like(theirs: int, ours_size: int) -> None
         assert not producer.unknown
 
 
+@pytest.mark.parametrize(("tp_size", "ours_size"), [(1, 1), (2, 1), (1, 2)])
+async def test_a_pipeline_is_read_stage_by_stage(tp_size: int, ours_size: int) -> None:
+    async with stock_producer(tp_size=tp_size, stages=([0, 1], [2])) as producer, AsyncExitStack() as stack:
+        params = producer.offer("stages", [3, 5], 2 * TOKENS)
+        for rank in range(ours_size):
+            one = await stack.enter_async_context(reader(tp_rank=rank, tp_size=ours_size))
+            await one.load(params, [0, 1])
+            one.assert_holds([0, 1], [3, 5], rank * MODEL_HEADS // ours_size)
+        await producer.until(lambda: producer.freed == [["stages"]] * 2 * tp_size)
+        assert not producer.unknown
+
+
+@pytest.mark.parametrize(
+    ("stages", "claimed"), [(([0, 1, 2],), 2), (([0, 1], [2]), 3), (([0, 1], [2]), 1), (([0],), 2)]
+)
+async def test_a_number_of_stages_that_is_a_lie_asks_for_none_that_is_not_there(
+    stages: tuple[list[int], ...], claimed: int
+) -> None:
+    """Of a pipeline that lacks layers it is not known: that engine is none."""
+    if len(stages[0]) == 1:
+        stages = ([0], [1])
+    async with stock_producer(stages=stages) as producer, reader() as ours:
+        params = {**producer.offer("lie", [3], TOKENS), "pp_size": claimed}
+        with pytest.raises(PeerIncompatible, match=r"pp_size|layers"):
+            await ours.load(params, [0])
+        assert {stage for stage, _ in producer.asked} <= set(range(len(stages)))
+
+
 @pytest.mark.parametrize(("split", "theirs", "ours_tokens"), [(2, TOKENS, TOKENS), (4, 2, 8), (1, 8, 4), (1, 4, 8)])
 async def test_blocks_of_other_sizes(split: int, theirs: int, ours_tokens: int) -> None:
     """vLLM's block is `split` of the kernel's; ids count vLLM's."""
@@ -204,7 +232,7 @@ WRONG_METADATA: dict[str, Any] = {
     "region_names": [f"model.layers.{layer + 1}.self_attn.attn" for layer in range(LAYERS)],
     "kv_caches_base_addr": [4096] * (LAYERS - 1),
     "ssm_sizes": [1, 1],
-    "region_group_ids": [0, 0, 1],
+    "region_group_ids": [0, 0, -1],
     "region_members": [["a", "b"]] * LAYERS,
     "dcp_size": 2,
     "agent_metadata": b"noise",
@@ -250,7 +278,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "remote_num_tokens": [0, -1, None, 1 << 70, 100],
     "tp_size": [0, None, 1 << 20],
     "dcp_size": [2, None],
-    "pp_size": [2],
+    "pp_size": [2, 0, None, 1 << 20],
     "transfer_mode": ["push", None],
     "do_remote_prefill": [False, None],
 }
