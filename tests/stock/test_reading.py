@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from stock_engines import (
     HASH,
     LAYERS,
@@ -25,6 +27,8 @@ from kvflow import Config, LoadRequest, Runtime, ServeRequest
 from kvflow.core.stock.deadline import Arrival
 from kvflow.core.stock.params import read_stock
 from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, RequestError, TransferFailed
+from kvflow.observe.prometheus import PrometheusMetrics
+from kvflow.runtime.records import LoadRecord
 from kvflow.stock import StockPeers, Terms, arrival
 from kvflow.testing import assert_quiet
 
@@ -77,6 +81,29 @@ async def test_a_load_is_as_from_one_of_ours() -> None:
             ours.assert_holds([again], [5])
         assert producer.asked == [(0, 0)], "and one connection"
         assert not producer.unknown
+
+
+async def test_records_and_metrics_tell_what_vouches() -> None:
+    records: list[LoadRecord] = []
+    registry = CollectorRegistry()
+    metrics, now = PrometheusMetrics(registry), arrival()
+    observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
+    async with stock_producer() as producer, reader() as ours, reader(engine_id="second") as theirs:
+        with ours.runtime.observed_by(metrics), ours.runtime.observed_by(observer):
+            await ours.load(producer.offer("fresh", [3], TOKENS), [0])
+            late = Arrival(now.machine, now.now_s - 1e6)
+            ticket = read_stock(producer.offer("late", [3], TOKENS), arrived=late, lease_s=30.0, block_ids_max=100)
+            with pytest.raises(LeaseExpired):
+                await ours.load(ticket, [0])
+            await ours.load(producer.offer("hit", [3], TOKENS), [])
+            lease = theirs.runtime.serve_blocks(ServeRequest("sealed", [3], TOKENS))
+            await ours.load(lease.ticket.to_params(), [0])
+            await lease
+    told = [("deadline", "loaded"), ("deadline", "LeaseExpired"), ("", "loaded"), ("seal", "loaded")]
+    assert [(one.freshness, one.outcome) for one in records] == told
+    for freshness, outcome in (told[0], told[1], told[3]):
+        labels = {"engine": "ours", "dp": "0", "pp": "0", "tp": "0", "freshness": freshness, "outcome": outcome}
+        assert registry.get_sample_value("kvflow_loads_vouched_total", labels) == 1
 
 
 async def test_a_load_that_is_to_be_verified_asks_nothing_else() -> None:

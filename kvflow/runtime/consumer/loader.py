@@ -114,6 +114,13 @@ class _Load:
         what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
         return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
 
+    @property
+    def freshness(self) -> str:
+        """What vouches for what it reads; "" while that is not known."""
+        if not self.read_from:
+            return ""
+        return "deadline" if self.read_from[0].deadline is not None else "seal"
+
     def report(self, *, tokens: int = 0, notified: bool = False) -> LoadReport:
         self.watch.enter("notify")
         seconds, flight = self.watch.seconds, self.flight
@@ -131,7 +138,7 @@ class _Load:
             notified=notified,
             seconds=seconds,
             verification=self.verification,
-            freshness="deadline" if self.read_from and self.read_from[0].deadline is not None else "seal",
+            freshness=self.freshness or "seal",
             payload=self.payload,
         )
 
@@ -627,6 +634,7 @@ class Loader:
                 descriptors=flight.descriptor_count if flight else 0,
                 seconds=load.watch.seconds,
                 verification=load.verification,
+                freshness=load.freshness,
                 landed=load.landed.moments if load.landed is not None else (),
                 traceparent=load.ticket.traceparent,
             )
