@@ -7,7 +7,7 @@ to have. So it is never taken for one of ours at the same port, and one that was
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import logging
 from typing import NamedTuple
 
 from kvflow.core.plan import topology
@@ -24,6 +24,8 @@ from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
 from kvflow.stock.asking import ask_rank
 from kvflow.transport.base import AgentName, PeerGone, TransportError
+
+logger = logging.getLogger(__name__)
 
 _MARK = "stock+"
 _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
@@ -49,6 +51,15 @@ def whereabouts(peer: Peer) -> Whereabouts | None:
     return Whereabouts(address, int(tp_size), int(pp_size))
 
 
+class Known(NamedTuple):
+    """What a rank was told of the stock engines that it reads from."""
+
+    hashes: frozenset[str]
+    learns: bool
+    """Whether the first hash beyond those that an engine shows is one of them from then on."""
+    tp_sizes: frozenset[int]
+
+
 class StockConnection(Connection):
     """A stock rank after its handshake."""
 
@@ -70,15 +81,15 @@ class StockHandshakes:
         local: LocalRank,
         own: Handshakes,
         ours: OurCache,
-        hashes: Collection[str],
-        tp_sizes: Collection[int],
+        known: Known,
     ) -> None:
         self._context = context
         self._local = local
         self._own = own
         self.ours = ours
-        self._hashes = hashes
-        self._tp_sizes = {*tp_sizes, local.cache_shares[0].tp_size}
+        self._hashes = {*known.hashes}
+        self._learns = known.learns
+        self._tp_sizes = {*known.tp_sizes, local.cache_shares[0].tp_size}
         self.ask_clock = own.ask_clock
         self.leave, self.gone = own.leave, own.gone
 
@@ -112,12 +123,7 @@ class StockHandshakes:
     async def _connect(self, peer: Peer, where: Whereabouts) -> Connection:
         at, asked_s = peer.at, self._context.clock.now_s()
         shown = await self._ask(peer, where)
-        if shown.compatibility_hash not in self._hashes:
-            known = ", ".join(one[:12] for one in self._hashes)
-            why = (
-                f"compatibility hash: ours {known}, theirs {shown.compatibility_hash} (another model, version or cache)"
-            )
-            raise at.failure(PeerIncompatible, why)
+        self._check_hash(at, shown.compatibility_hash)
         agent = _agent(peer, shown)
         try:
             sizes = where.tp_size, where.pp_size
@@ -128,6 +134,7 @@ class StockHandshakes:
         except WireError as error:
             raise at.failure(ProtocolError, str(error)) from error
         regions = judge(at, metadata, self._local)
+        self._check_hash(at, shown.compatibility_hash, fits=True)
         known_already = await self._own.agents.find(agent)
         if known_already is not None:
             return known_already
@@ -147,6 +154,19 @@ class StockHandshakes:
         if name != agent:
             raise at.failure(ProtocolError, f"agent name: its metadata says {agent!r}, NIXL {name[:80]!r}")
         return connection
+
+    def _check_hash(self, at: Address, found: str, *, fits: bool = False) -> None:
+        """PeerIncompatible for a hash that is not known, nor to be learned from an engine that `fits` otherwise."""
+        if found in self._hashes:
+            return
+        if not self._learns:
+            known = ", ".join(one[:12] for one in self._hashes)
+            why = f"compatibility hash: ours {known}, theirs {found} (another model, version or cache)"
+            raise at.failure(PeerIncompatible, why)
+        if fits:
+            self._hashes.add(found)
+            self._learns = False
+            logger.warning("learned from %s: its compatibility hash %s is read from now on, and no other", at, found)
 
     async def _ask(self, peer: Peer, where: Whereabouts) -> Shown:
         timeout_s = self._context.config.handshake_timeout_s

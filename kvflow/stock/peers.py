@@ -20,7 +20,7 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.handshake import StockHandshakes
+from kvflow.stock.handshake import Known, StockHandshakes
 from kvflow.stock.leases import BothLeases, StockLeases
 from kvflow.stock.ranks import EngineRanks
 from kvflow.stock.reach import BothReach, StockReach
@@ -52,9 +52,12 @@ class StockPeers:
     read from one is believed by arithmetic (`Terms`). Loads from engines of our own make lose nothing.
     """
 
-    hashes: tuple[str, ...]
+    hashes: tuple[str, ...] = ()
     """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
     shown to readers. `kvflow doctor --stock` says which one an engine has."""
+    learn_hash: bool = False
+    """Whether the first engine whose hash is not among them is believed, if its cache fits ours: its hash is the only
+    one that is learned. Nothing says then that it runs the same model, or means the same by its bytes."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[int, ...] = ()
     """Sizes of tensor parallelism that there are. One that the heads of a first rank prove need not be named."""
@@ -68,7 +71,9 @@ class StockPeers:
     """Of an engine of several ranks that is read by others: what its ranks know of each other."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hashes, tuple) or not self.hashes:
+        checks.flag(self.learn_hash, "stock learn_hash", error=ConfigError)
+        needed = not self.learn_hash or self.serve_version != ""
+        if not isinstance(self.hashes, tuple) or (needed and not self.hashes):
             raise ConfigError(f"stock hashes: expected one or more, got {checks.shown(self.hashes)}")
         for one in self.hashes:
             if not isinstance(one, str) or not HASH.fullmatch(one):
@@ -95,7 +100,8 @@ class StockPeers:
 
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
         """See `runtime.foreign.Foreign`. ConfigError for a cache that is not exchanged with stock engines."""
-        return StockHandshakes(context, local, own, _our_cache(local), self.hashes, self.tp_sizes)
+        known = Known(frozenset(self.hashes), self.learn_hash, frozenset(self.tp_sizes))
+        return StockHandshakes(context, local, own, _our_cache(local), known)
 
     def ways(self, context: RankContext, local: LocalRank, peers: Peers, own: Ways) -> Ways:
         """See `runtime.foreign.Foreign`."""

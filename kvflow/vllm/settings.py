@@ -35,6 +35,8 @@ class StockExtra:
 
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
+    learn_hash: bool = False
+    """Whether the first other hash that an engine with a cache like ours shows is read from, too."""
     serve_hash: str = ""
     """The one that readers are shown; this engine's own if it is not said."""
     serve_version: str = ""

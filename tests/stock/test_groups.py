@@ -102,7 +102,7 @@ async def test_a_deadline_holds_for_all_groups() -> None:
     now = arrival()
     async with stock_producer() as producer, engine() as ours:
         producer.change = HYBRID
-        for late_s, fresh in ((24.0, True), (25.0, False)):
+        for late_s, fresh in ((5.0, True), (25.0, False)):
             params = producer.offer(f"late {late_s}", [[3, 9], [7, 2]], 2 * TOKENS)
             came = Arrival(now.machine, now.now_s - late_s)
             ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)

@@ -203,7 +203,7 @@ async def test_params_that_came_too_long_ago_are_refused() -> None:
     """By 25 seconds: what a request has waited elsewhere counts."""
     async with stock_producer() as producer, reader() as ours:
         now = arrival()
-        for late_s, fresh in ((24.0, True), (25.0, False), (1e6, False)):
+        for late_s, fresh in ((5.0, True), (25.0, False), (1e6, False)):
             params = producer.offer(f"late {late_s}", [3], TOKENS)
             came = Arrival(now.machine, now.now_s - late_s)
             ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)
@@ -283,6 +283,34 @@ async def test_another_hash_is_refused_with_both() -> None:
         producer.compatibility_hash = "0" * 64
         with pytest.raises(PeerIncompatible, match=f"ours {HASH[:12]}.*theirs {'0' * 64}"):
             await ours.load(producer.offer("odd", [3], TOKENS), [0])
+
+
+async def test_a_hash_that_nobody_has_pinned_is_learned_once() -> None:
+    """From the first engine whose cache fits; whoever shows another one later is refused."""
+    peers = StockPeers(learn_hash=True)
+    async with stock_producer() as first, stock_producer(engine_id="other") as other, reader(peers) as ours:
+        first.compatibility_hash, first.change = "1" * 64, {"block_lens": [4] * LAYERS}
+        with pytest.raises(PeerIncompatible, match="block_len"):
+            await ours.load(first.offer("odd", [3], TOKENS), [0])
+        other.compatibility_hash = "2" * 64
+        report = await ours.load(other.offer("learned", [3], TOKENS), [0])
+        assert report.freshness == "deadline"
+        ours.assert_holds([0], [3])
+        first.change = {}
+        with pytest.raises(PeerIncompatible, match=f"ours {'2' * 12}.*theirs {'1' * 64}"):
+            await ours.runtime.forget_peer("stock-p")
+            await ours.load(first.offer("another", [3], TOKENS), [0])
+
+
+async def test_a_pinned_hash_is_read_from_beside_one_that_is_learned() -> None:
+    async with stock_producer() as pinned, stock_producer(engine_id="other") as other:
+        other.compatibility_hash = "2" * 64
+        async with reader(replace(PEERS, learn_hash=True)) as ours:
+            await ours.load(other.offer("learned", [3], TOKENS), [0])
+            await ours.load(pinned.offer("pinned", [3], TOKENS), [1])
+        async with reader() as ours:
+            with pytest.raises(PeerIncompatible, match="compatibility hash"):
+                await ours.load(other.offer("refused", [3], TOKENS), [0])
 
 
 @pytest.mark.parametrize("claimed", [2, 3, 64])
