@@ -13,13 +13,14 @@ from tests_vllm.test_models import OPTIONS, TP2, assert_same, prompt_of
 from tests_vllm.test_stock import FREED, LOADS, SOURCES, ours, stock
 from tests_vllm.tiny import WINDOW
 
+PP2 = ("--pipeline-parallel-size", "2")
 LENGTHS = (2, 33, WINDOW - 1, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1, 2 * WINDOW + 2, 321, 511)
 """Of 2 * WINDOW + 1 and 321 the last token begins a block."""
 
 
 def of_model(setup: Setup, model: str, *options: str) -> Setup:
-    core = "0|1" if TP2[0] in options else setup.core
-    return replace(setup, model=MODELS / model, options=OPTIONS + options, core=core)
+    core = "0|1" if {TP2[0], PP2[0]} & {*options} else setup.core
+    return replace(setup, model=MODELS / model, options=OPTIONS + options, core=core, blocks=None)
 
 
 def reading(model: str, theirs: tuple[str, ...] = (), here: tuple[str, ...] = ()) -> tuple[Setup, Setup]:
@@ -39,12 +40,11 @@ def serving(model: str, here: tuple[str, ...] = (), theirs: tuple[str, ...] = ()
 
 
 ROWS = {
-    "reading windows": reading("gemma3"),
-    "serving windows": serving("gemma3"),
-    "serving MLA of two ranks": serving("mla", TP2, ()),
-    "serving two ranks to one": serving("full", TP2, ()),
-    "serving windows, one rank to two": serving("gemma3", (), TP2),
-    "reading windows of two ranks": reading("gemma3", TP2, ()),
+    "serving windows, TP 2 to 1": serving("gemma3", TP2, ()),
+    "reading windows, TP 2 to 1": reading("gemma3", TP2, ()),
+    "serving MLA, TP 2 to 1": serving("mla", TP2, ()),
+    "serving full attention, TP 1 to 2": serving("full", (), TP2),
+    "reading a pipeline": reading("full", PP2, ()),
 }
 
 
