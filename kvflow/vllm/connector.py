@@ -160,7 +160,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         offered = self._scheduling.offers(request.kv_transfer_params or {})
-        if offered and self._scheduling.leaves_last_token and not _without_last_token(request):
+        if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
             return
         try:
@@ -168,6 +168,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
+
+    def _ends_before_last_token(self, request: Request) -> bool:
+        """Whether what is offered of a prompt can end before its last token."""
+        if not self._scheduling.withhold_last_token:
+            return _without_last_token(request)
+        request.max_tokens = 1
+        return request.num_prompt_tokens > 1
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)

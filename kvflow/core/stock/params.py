@@ -152,9 +152,11 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
         raise RequestError(f"ticket: pp_size {ticket.pp_size}: stock readers (vLLM's pull mode) read from one stage")
     if ticket.first.block_ids is not None:
         raise RequestError("ticket: of host buffers, each rank's its own: stock readers take one table for all")
-    tables, num_tokens = [], ticket.num_tokens + left
+    groups, tables, num_tokens = _groups(ticket), [], ticket.num_tokens + left
+    if len(groups) != len(ticket.block_tables):
+        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
     padding = -(-num_tokens // ticket.block_size) + ticket.num_tokens // -ticket.block_size
-    for facts, ids in zip(_groups(ticket), ticket.block_tables, strict=True):
+    for facts, ids in zip(groups, ticket.block_tables, strict=True):
         if facts.kind is GroupKind.STATE or facts.block_size != ticket.block_size:
             what = f"{facts.kind} with blocks of {facts.block_size}"
             raise RequestError(f"ticket: group {facts.name!r}: {what}: stock readers are served attention of one size")
