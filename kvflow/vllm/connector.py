@@ -174,7 +174,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._scheduling.withhold_last_token:
             return _without_last_token(request)
         request.max_tokens = 1
-        return request.num_prompt_tokens > 1
+        return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
