@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvflow.stock import EngineRanks
+
 logger = init_logger("vllm.kvflow")
 
 # Since vLLM 0.33: whether workers are told before other memory is mapped where the cache lies, and after.
@@ -98,6 +100,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. Each method belongs to the role that KVConnectorBase_V1 says."""
 
     _cache_hit_source = CacheHitSource.P2P
+    _cards: tuple[bytes, ...] = ()
+    """What the workers show, until it has left with a step; the scheduler's."""
+    _ranks: EngineRanks | None = None
+    """With `stock_peers`, what they have shown each other; a worker's."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -116,12 +122,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
-            self._cards: tuple[bytes, ...] = ()
             return
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
-        foreign, self._ranks = None, None
+        foreign = None
         if extra.stock_peers:
             from kvflow.vllm import stock
 
