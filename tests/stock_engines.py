@@ -94,17 +94,20 @@ class StockProducer:
         num_blocks: int = 16,
         split: int = 1,
         tokens: int = TOKENS,
+        stages: Sequence[Sequence[int]] = (range(LAYERS),),
     ) -> None:
+        """`stages` are the layers of each one; ranks are counted stage by stage."""
         heads = max(MODEL_HEADS // tp_size, 1)
         self.engine_id, self.tp_size, self.split = engine_id, tp_size, split
+        self.stages = stages
         self.compatibility_hash = HASH
-        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in range(tp_size)]
+        self.caches = [stock_cache(num_blocks, heads, tokens) for _ in stages for _ in range(tp_size)]
         for rank, cache in enumerate(self.caches):
-            fill(cache, rank * MODEL_HEADS // tp_size)
+            fill(cache, rank % tp_size * MODEL_HEADS // tp_size)
         self.agents = [Agent(cache) for cache in self.caches]
-        self.held: list[Counter[str]] = [Counter() for _ in range(tp_size)]
+        self.held: list[Counter[str]] = [Counter() for _ in self.caches]
         """Of each rank: the requests whose blocks it holds, and how often they were told to be read."""
-        self.freed: list[list[str]] = [[] for _ in range(tp_size)]
+        self.freed: list[list[str]] = [[] for _ in self.caches]
         self.beats: list[str] = []
         self.unknown: list[str] = []
         self.asked: list[tuple[int, int]] = []
@@ -117,46 +120,48 @@ class StockProducer:
     def address(self) -> str:
         return f"tcp://127.0.0.1:{self.port}"
 
-    def offer(self, request_id: str, block_ids: Sequence[int], num_tokens: int) -> dict[str, Any]:
-        """A finished prefill: the parameters of its answer."""
+    def offer(self, request_id: str, block_ids: Sequence[Any], num_tokens: int) -> dict[str, Any]:
+        """A finished prefill: the parameters of its answer. Block ids of several groups are a list of lists."""
         for held in self.held:
             held[request_id] = 0
+        nested = bool(block_ids) and isinstance(block_ids[0], list)
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [list(block_ids)],
+            "remote_block_ids": list(block_ids) if nested else [list(block_ids)],
             "remote_engine_id": self.engine_id,
             "remote_request_id": request_id,
             "remote_host": "127.0.0.1",
             "remote_port": self.port,
             "tp_size": self.tp_size,
             "dcp_size": 1,
-            "pp_size": 1,
+            "pp_size": len(self.stages),
             "remote_num_tokens": num_tokens,
             "remote_blocks_expiry_time": None,
             "transfer_mode": "pull",
         }
 
     def metadata(self, rank: int) -> bytes:
-        cache = list(self.caches[rank].values())
-        block_bytes = cache[0].stride(0) * 4
+        layers = self.stages[rank // self.tp_size]
+        cache = [list(self.caches[rank].values())[layer] for layer in layers]
+        block_bytes, count = cache[0].stride(0) * 4, len(layers)
         values: dict[str, Any] = {
             "engine_id": self.engine_id,
             "agent_metadata": bytes(self.agents[rank].native.getLocalMD()),
             "kv_caches_base_addr": [one.data_ptr() for one in cache],
             "device_id": 0,
             "num_blocks": cache[0].shape[0],
-            "block_lens": [block_bytes] * LAYERS,
-            "block_strides": [block_bytes] * LAYERS,
+            "block_lens": [block_bytes] * count,
+            "block_strides": [block_bytes] * count,
             "kv_cache_layout": "LBHNC",
             "block_size": cache[0].shape[2],
             "ssm_sizes": (0, 0),
             "attn_backend_name": "CPU_ATTN",
             "physical_blocks_per_logical_kv_block": self.split,
-            "region_num_blocks": [cache[0].shape[0]] * LAYERS,
-            "region_group_ids": [0] * LAYERS,
-            "region_names": list(NAMES),
-            "region_mem_types": ["DRAM"] * LAYERS,
+            "region_num_blocks": [cache[0].shape[0]] * count,
+            "region_group_ids": [0] * count,
+            "region_names": [NAMES[layer] for layer in layers],
+            "region_mem_types": ["DRAM"] * count,
             "dcp_size": 1,
             "pcp_size": 1,
             "ple_block_len": None,
@@ -177,11 +182,11 @@ class StockProducer:
                     _, pp_rank, tp_rank = msgspec.msgpack.decode(message)
                     self.asked.append((pp_rank, tp_rank))
                     payload = {
-                        (0, rank): {
+                        divmod(rank, self.tp_size): {
                             "compatibility_hash": self.compatibility_hash,
                             "agent_metadata_bytes": self.metadata(rank),
                         }
-                        for rank in range(self.tp_size)
+                        for rank in range(len(self.caches))
                     }[pp_rank, tp_rank]
                     clock = msgspec.msgpack.encode(1.5)
                     await socket.send_multipart([identity, b"", msgspec.msgpack.encode(payload), clock])
@@ -217,7 +222,7 @@ class StockProducer:
         for agent in self.agents:
             agent.close()
         self.agents = [Agent(cache) for cache in self.caches]
-        self.held = [Counter() for _ in range(self.tp_size)]
+        self.held = [Counter() for _ in self.caches]
 
     async def until(self, done: Callable[[], bool]) -> None:
         """Step until it is so."""
@@ -246,55 +251,73 @@ async def stock_producer(**values: Any) -> AsyncIterator[StockProducer]:
 
 
 class StockConsumer:
-    """A decode engine with one rank, as far as its handshake, its read and its notifications go."""
+    """One rank of a decode engine, as far as its handshakes, its reads and its notifications go."""
 
-    def __init__(self, num_blocks: int = 16, tokens: int = TOKENS) -> None:
-        self.cache = stock_cache(num_blocks, tokens=tokens)
+    def __init__(self, num_blocks: int = 16, tokens: int = TOKENS, *, tp_rank: int = 0, tp_size: int = 1) -> None:
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+        self.cache = stock_cache(num_blocks, MODEL_HEADS // tp_size, tokens)
         self.agent = Agent(self.cache)
-        self.remote: dict[str, Any] = {}
+        self.remote: dict[int, dict[str, Any]] = {}
+        """What each rank that it reads from has shown."""
 
     async def shake_hands(self, params: dict[str, Any]) -> None:
         """In its worker's order of checks; an AssertionError fails its requests."""
-        context = zmq.asyncio.Context.instance()
+        context, theirs = zmq.asyncio.Context.instance(), params["tp_size"]
+        more = max(theirs // self.tp_size, 1)
+        first = self.tp_rank * theirs // self.tp_size
         with context.socket(zmq.REQ) as socket:
             socket.setsockopt(zmq.LINGER, 0)
             socket.connect(f"tcp://{params['remote_host']}:{params['remote_port']}")
-            await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, 0)))
-            async with asyncio.timeout(60):
-                parts = await socket.recv_multipart()
+            for rank in range(first, first + more):
+                await socket.send(msgspec.msgpack.encode((b"get_meta_msg", 0, rank)))
+                async with asyncio.timeout(60):
+                    parts = await socket.recv_multipart()
+                self.remote[rank] = self._judged(parts, params)
+        assert len({found["num_blocks"] for found in self.remote.values()}) == 1
+
+    def _judged(self, parts: list[bytes], params: dict[str, Any]) -> dict[str, Any]:
         assert len(parts) == 2
         assert isinstance(msgspec.msgpack.decode(parts[1]), float)
         payload = msgspec.msgpack.decode(parts[0])
         assert payload["compatibility_hash"] == HASH
-        found = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
+        found: dict[str, Any] = msgspec.msgpack.decode(payload["agent_metadata_bytes"])
         assert found["engine_id"] == params["remote_engine_id"]
         mine = [one.stride(0) * 4 for one in self.cache.values()]
-        assert found["block_lens"] == mine
+        assert found["block_lens"] == [size * self.tp_size // params["tp_size"] for size in mine]
         assert len(found["kv_caches_base_addr"]) == LAYERS
         assert found["kv_cache_layout"] == "LBHNC"
         assert found["region_names"] in (None, list(NAMES))
         assert found["attn_backend_name"] == "CPU_ATTN"
         assert all(stride >= size for stride, size in zip(found["block_strides"], found["block_lens"], strict=True))
         name = self.agent.native.loadRemoteMD(found["agent_metadata"]).decode()
-        self.remote = {**found, "agent": name}
+        return {**found, "agent": name}
 
-    async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int = 1) -> None:
+    async def read(self, params: dict[str, Any], local_ids: Sequence[int], *, readers: int | None = None) -> None:
         """Read the last of the offered blocks into these, and say so; what raises here ends its engine."""
         (remote_ids,) = params["remote_block_ids"]
         assert len(local_ids) <= len(remote_ids)
-        remote_ids = remote_ids[-len(local_ids) :]
-        ours, theirs, size = [], [], self.remote["block_lens"][0]
+        blocks = list(zip(local_ids, remote_ids[-len(local_ids) :], strict=True))
+        told = max(self.tp_size // params["tp_size"], 1) if readers is None else readers
+        for at, remote in enumerate(self.remote.values()):
+            text = f"{params['remote_request_id']}:{told}"
+            await self._read(remote, at, blocks, text.encode())
+
+    async def _read(self, remote: dict[str, Any], at: int, blocks: list[tuple[int, int]], text: bytes) -> None:
+        """From one rank: its whole block into a part of ours, or a part of its block into our whole one."""
+        ours, theirs = [], []
         for layer, tensor in enumerate(self.cache.values()):
-            base, stride = self.remote["kv_caches_base_addr"][layer], self.remote["block_strides"][layer]
-            for mine, other in zip(local_ids, remote_ids, strict=True):
-                assert other < self.remote["num_blocks"]
-                ours.append((tensor.data_ptr() + mine * size, size, 0))
-                theirs.append((base + other * stride, size, 0))
+            base, stride = remote["kv_caches_base_addr"][layer], remote["block_strides"][layer]
+            mine, other = tensor.stride(0) * 4, remote["block_lens"][layer]
+            size = min(mine, other)
+            offset = self.tp_rank % max(other // mine, 1) * size
+            for block, their_block in blocks:
+                assert their_block < remote["num_blocks"]
+                ours.append((tensor.data_ptr() + block * mine + at * size, size, 0))
+                theirs.append((base + their_block * stride + offset, size, 0))
         lists = [nixl.nixlXferDList(nixl.DRAM_SEG, rows) for rows in (ours, theirs)]
-        native, agent = self.agent.native, self.remote["agent"]
-        text = f"{params['remote_request_id']}:{readers}"
-        handle = native.createXferReq(nixl.NIXL_READ, *lists, agent, text.encode(), self.agent.backends)
-        status = native.postXferReq(handle, text.encode())
+        native = self.agent.native
+        handle = native.createXferReq(nixl.NIXL_READ, *lists, remote["agent"], text, self.agent.backends)
+        status = native.postXferReq(handle, text)
         async with asyncio.timeout(60):
             while status != nixl.NIXL_SUCCESS:
                 await asyncio.sleep(0)
@@ -302,9 +325,11 @@ class StockConsumer:
         native.releaseXferReq(handle)
 
     def say(self, text: bytes) -> None:
-        self.agent.native.genNotif(self.remote["agent"], text, self.agent.backends)
+        """To every rank that it has shaken hands with."""
+        for remote in self.remote.values():
+            self.agent.native.genNotif(remote["agent"], text, self.agent.backends)
 
     def close(self) -> None:
-        if self.remote:
-            self.agent.native.invalidateRemoteMD(self.remote["agent"])
+        for remote in self.remote.values():
+            self.agent.native.invalidateRemoteMD(remote["agent"])
         self.agent.close()

@@ -279,6 +279,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "fetch_tokens_min": 1,
             "full_blocks_only": False,
             "leave_last_token": False,
+            "withhold_last_token": False,
             "produces": True,
             "consumes": True,
         },

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,8 @@ METADATA: dict[str, Any] = {
 QUESTIONS = [(0, 0), (0, 7), (3, 130)]
 CLOCKS = [0.0, 12345.678901, 9e9]
 NOTIFIED = ("cmpl-9d2f-0-0a1b2c3d", 2)
+GROUP_TABLES = ([4, 9, 2, 11, 5], [0, 0, 0, 21, 22])
+"""Of five blocks; what lies before the second one's window was given back."""
 HEARTBEAT = ["cmpl-9d2f-0-0a1b2c3d", "chatcmpl-77"]
 
 
@@ -74,14 +77,20 @@ def heartbeat() -> bytes:
     return sent[0]
 
 
-def params() -> dict[str, Any]:
-    """What a stock scheduler answers, taken from its own method."""
+def params(tables: tuple[list[int], ...], windows: tuple[int, ...]) -> dict[str, Any]:
+    """What a stock scheduler answers, taken from its own methods. `windows` are its groups', in blocks; 0 is none."""
+    clipped = SimpleNamespace(
+        kv_cache_config=SimpleNamespace(select_transfer_block_ids=lambda blocks: blocks),
+        _is_hma_required=any(windows),
+        blocks_per_sw=windows,
+        _ssm_spec_blocks=[None for _ in windows],
+    )
     scheduler = SimpleNamespace(
         _stop_heartbeat=lambda _: None,
         is_bidirectional_kv_xfer_enabled=False,
         _kv_lease_duration=30,
         _reqs_need_send={},
-        get_exchange_clipped_blocks=lambda blocks: blocks,
+        get_exchange_clipped_blocks=partial(NixlPullConnectorScheduler.get_exchange_clipped_blocks, clipped),
         engine_id="prefill-1",
         side_channel_host="10.0.0.7",
         side_channel_port=5600,
@@ -97,7 +106,7 @@ def params() -> dict[str, Any]:
         kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
         num_computed_tokens=300,
     )
-    held, found = NixlPullConnectorScheduler.request_finished(scheduler, request, ([4, 9, 2],))
+    held, found = NixlPullConnectorScheduler.request_finished(scheduler, request, tables)
     assert held
     return found
 
@@ -122,7 +131,8 @@ def golden() -> dict[str, Any]:
         "payload": encode(payload).hex(),
         "read": [*NOTIFIED, f"{NOTIFIED[0]}:{NOTIFIED[1]}".encode().hex()],
         "heartbeat": [HEARTBEAT, heartbeat().hex()],
-        "params": params(),
+        "params": params(([4, 9, 2],), (0,)),
+        "group_params": params(GROUP_TABLES, (0, 3)),
         "hashes": hashes,
     }
 

@@ -26,10 +26,10 @@ from kvflow.blocking import Runtime
 from kvflow.connector.scheduler import ConnectorScheduler
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, LeaseEnded, LoadFailed
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.errors import ConfigError, LeaseExpired
-from kvflow.vllm import settings
-from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroductions, KVFlowMetadata
+from kvflow.vllm import settings, stock
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowIntroductions, KVFlowMetadata
 from kvflow.vllm.layout import Group, groups_of
 from kvflow.vllm.metrics import KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -270,6 +270,40 @@ def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_i
         assert scheduler._scheduler._introduction == told.tickets[0]
         assert step() is None
         assert len(told.aggregate(told).tickets) == 2
+
+
+def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step() -> None:
+    """So that whichever a stock reader asks answers for all, before it can have parameters."""
+    scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
+    made, seen = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret"), list[Any]()
+    scheduler._scheduler, worker._role = made, KVConnectorRole.WORKER
+    worker._records, worker._ranks = False, SimpleNamespace(show=seen.append)  # type: ignore[assignment]
+    with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
+        cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
+        runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
+        ticket = ConnectorWorker(runtime).introduction()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): KVFlowIntroduction(ticket, b"card")})
+    output: Any = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=None),
+        num_scheduled_tokens={},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        preempted_req_ids=None,
+    )
+    for _ in range(2):
+        worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+    assert seen == [(b"card",)]
+
+
+def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
+    window = dataclasses.replace(FULL, recycles=True)
+    state = Group(at=1, specs={}, facts=GroupFacts(name="s", block_size=1, kind=GroupKind.STATE), recycles=True)
+    config = vllm_config(stock_peers=True)
+    assert scheduling_of(config, [window]).withhold_last_token
+    assert not scheduling_of(config, [FULL]).withhold_last_token
+    assert not scheduling_of(vllm_config(), [window]).withhold_last_token
+    with pytest.raises(ConfigError, match="state per request"):
+        stock.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL, state]))
 
 
 def test_statistics_add_up() -> None:

@@ -129,6 +129,9 @@ class SchedulingConfig:
     leave_last_token: bool = False
     """Take less than the whole prompt from remote, or nothing: its last token is computed here, and what that needs is
     not among the blocks that the engine keeps for a whole prompt. Always so with state, which is of one token only."""
+    withhold_last_token: bool = False
+    """Offer a prompt without its last token although that is computed: for readers that take no whole prompt, where the
+    engine does not compute prompts without it."""
     produces: bool = True
     consumes: bool = True
 
@@ -139,6 +142,8 @@ class SchedulingConfig:
             raise ConfigError(f"groups: block_size is {self.block_size}, but the first group's is {first}")
         if self.full_blocks_only and self.has_state:
             raise ConfigError("full_blocks_only: a state belongs to the last token of the prompt, not to a full block")
+        if self.withhold_last_token and self.has_state:
+            raise ConfigError("withhold_last_token: a state is that of the last token that was computed")
 
     @property
     def all_groups(self) -> tuple[GroupFacts, ...]:
@@ -187,6 +192,7 @@ class _Consumer:
 class _Producer:
     request_id: str
     num_prompt_tokens: int
+    """Those that may be offered."""
     prompt: Sequence[int] | None
     serve_id: str | None = None
     """The name that its readers know already; None once it is of no use, or if there is none."""
@@ -308,7 +314,7 @@ class ConnectorScheduler:
         elif self._config.offers(params):
             self._producers[request_id] = _Producer(
                 request_id=request_id,
-                num_prompt_tokens=num_prompt_tokens,
+                num_prompt_tokens=max(num_prompt_tokens - self._config.withhold_last_token, 0),
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )

@@ -39,7 +39,10 @@ def judge_stock(shown: Shown) -> list[Finding]:
     ]
     problems = unread(metadata)
     if problems:
-        return [*found, fail(_READ, "; ".join(problems), "dense models with full attention and MLA are read")]
+        return [
+            *found,
+            fail(_READ, "; ".join(problems), "attention is read (full, windows, MLA), with blocks in those orders"),
+        ]
     unknown = sorted(shown.fields - set(LINES[-1].metadata))
     if unknown:
         what = f"it shows what vLLM {lines[-1]} does not: {', '.join(unknown)[:200]}"

@@ -53,7 +53,7 @@ class OpenTelemetrySpans:
 
     def load_ended(self, record: LoadRecord) -> None:
         here = trace.get_current_span().get_span_context()
-        attributes = _attributes(record, "peer", "bytes", "descriptors", "verification")
+        attributes = _attributes(record, "peer", "bytes", "descriptors", "verification", "freshness")
         attributes["kvflow.peer_engine"] = record.peer_engine_id
         failed = record.error or (record.outcome if record.outcome == CANCELLED else "")
         span_links = [Link(here)] if here.is_valid else []

@@ -55,6 +55,9 @@ class LoadRecord:
     verification: str = "off"
     """What came of comparing its bytes with the producer's, a `Verification`: "off", "verified", "repaired", "mismatch"
     or "unverified"."""
+    freshness: str = ""
+    """What vouches for the bytes of a load that reads, as in a `LoadReport`: "seal" or "deadline"; "" if it reads
+    nothing, or had ended before it knew from whom."""
     landed: Sequence[Moment] = ()
     """Of a load of a lease that grows: when how many tokens of the prompt had landed, seconds from its beginning on."""
     traceparent: str = ""

@@ -8,5 +8,6 @@ from kvflow.core.stock.deadline import Arrival, Terms
 from kvflow.core.stock.params import StockTicket
 from kvflow.stock.asking import ask_rank
 from kvflow.stock.peers import StockPeers, arrival
+from kvflow.stock.ranks import EngineRanks
 
-__all__ = ["Arrival", "StockPeers", "StockTicket", "Terms", "arrival", "ask_rank"]
+__all__ = ["Arrival", "EngineRanks", "StockPeers", "StockTicket", "Terms", "arrival", "ask_rank"]

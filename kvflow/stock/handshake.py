@@ -1,13 +1,13 @@
 """The handshake with a stock rank: its one question, judged like the answer of any other peer.
 
-A peer of this kind has its address with "stock+" before it, and behind it how many ranks its engine is said to have. So
-it is never taken for one of ours at the same port, and one that was lied about is nobody else's.
+A peer of this kind has its address with "stock+" before it, and behind it how many ranks and stages its engine is said
+to have. So it is never taken for one of ours at the same port, and one that was lied about is nobody else's.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+import logging
 from typing import NamedTuple
 
 from kvflow.core.plan import topology
@@ -25,27 +25,39 @@ from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
 from kvflow.stock.asking import ask_rank
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 
+logger = logging.getLogger(__name__)
+
 _MARK = "stock+"
 _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
 
 
 class Whereabouts(NamedTuple):
-    """Where a stock engine listens, and how many tensor-parallel ranks it is said to have."""
+    """Where a stock engine listens, and how many tensor-parallel ranks and stages it is said to have."""
 
     address: str
     tp_size: int
+    pp_size: int
 
-    def of_rank(self, engine_id: str, tp_rank: int) -> Address:
+    def of_rank(self, engine_id: str, rank: Rank) -> Address:
         """The peer that such a rank is."""
-        return Address(engine_id, Rank(0, 0, tp_rank), f"{_MARK}{self.address}/{self.tp_size}")
+        return Address(engine_id, rank, f"{_MARK}{self.address}/{self.tp_size}/{self.pp_size}")
 
 
 def whereabouts(peer: Peer) -> Whereabouts | None:
     """None for a peer of our own make."""
     if not peer.address.startswith(_MARK):
         return None
-    address, _, tp_size = peer.address.removeprefix(_MARK).rpartition("/")
-    return Whereabouts(address, int(tp_size))
+    address, tp_size, pp_size = peer.address.removeprefix(_MARK).rsplit("/", 2)
+    return Whereabouts(address, int(tp_size), int(pp_size))
+
+
+class Known(NamedTuple):
+    """What a rank was told of the stock engines that it reads from."""
+
+    hashes: frozenset[str]
+    learns: bool
+    """Whether the first hash beyond those that an engine shows is one of them from then on."""
+    tp_sizes: frozenset[int]
 
 
 class StockConnection(Connection):
@@ -69,15 +81,15 @@ class StockHandshakes:
         local: LocalRank,
         own: Handshakes,
         ours: OurCache,
-        hashes: Collection[str],
-        tp_sizes: Collection[int],
+        known: Known,
     ) -> None:
         self._context = context
         self._local = local
         self._own = own
-        self._ours = ours
-        self._hashes = hashes
-        self._tp_sizes = {*tp_sizes, local.cache_shares[0].tp_size}
+        self.ours = ours
+        self._hashes = {*known.hashes}
+        self._learns = known.learns
+        self._tp_sizes = {*known.tp_sizes, local.cache_shares[0].tp_size}
         self.ask_clock = own.ask_clock
         self.leave, self.gone = own.leave, own.gone
 
@@ -111,21 +123,18 @@ class StockHandshakes:
     async def _connect(self, peer: Peer, where: Whereabouts) -> Connection:
         at, asked_s = peer.at, self._context.clock.now_s()
         shown = await self._ask(peer, where)
-        if shown.compatibility_hash not in self._hashes:
-            known = ", ".join(one[:12] for one in self._hashes)
-            why = (
-                f"compatibility hash: ours {known}, theirs {shown.compatibility_hash} (another model, version or cache)"
-            )
-            raise at.failure(PeerIncompatible, why)
+        self._check_hash(at, shown.compatibility_hash)
         agent = _agent(peer, shown)
         try:
-            metadata = metadata_of(shown, agent, self._ours, tp_rank=peer.rank.tp, tp_size=where.tp_size)
-            check_tp_size(metadata.cache_shares[0].kv_heads, where.tp_size, self._ours, self._tp_sizes)
+            sizes = where.tp_size, where.pp_size
+            metadata = metadata_of(shown, agent, self.ours, rank=peer.rank, sizes=sizes)
+            check_tp_size(metadata.cache_shares[0], self.ours, self._tp_sizes)
         except Unfit as error:
             raise at.failure(PeerIncompatible, str(error)) from error
         except WireError as error:
             raise at.failure(ProtocolError, str(error)) from error
         regions = judge(at, metadata, self._local)
+        self._check_hash(at, shown.compatibility_hash, fits=True)
         known_already = await self._own.agents.find(agent)
         if known_already is not None:
             return known_already
@@ -146,16 +155,32 @@ class StockHandshakes:
             raise at.failure(ProtocolError, f"agent name: its metadata says {agent!r}, NIXL {name[:80]!r}")
         return connection
 
+    def _check_hash(self, at: Address, found: str, *, fits: bool = False) -> None:
+        """PeerIncompatible for a hash that is not known, nor to be learned from an engine that `fits` otherwise."""
+        if found in self._hashes:
+            return
+        if not self._learns:
+            known = ", ".join(one[:12] for one in self._hashes)
+            why = f"compatibility hash: ours {known}, theirs {found} (another model, version or cache)"
+            raise at.failure(PeerIncompatible, why)
+        if fits:
+            self._hashes.add(found)
+            self._learns = False
+            logger.warning("learned from %s: its compatibility hash %s is read from now on, and no other", at, found)
+
     async def _ask(self, peer: Peer, where: Whereabouts) -> Shown:
         timeout_s = self._context.config.handshake_timeout_s
-        return await ask_rank(where.address, tp_rank=peer.rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id)
+        rank = peer.rank
+        return await ask_rank(
+            where.address, pp_rank=rank.pp, tp_rank=rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id
+        )
 
     def _reporters(self, metadata: messages.Metadata, line: Line) -> int:
-        mine, theirs = self._local.cache_shares[0], metadata.cache_shares[0]
         if line.counting is Counting.ENGINE:
-            return mine.tp_size
-        source = topology.source_at(mine, theirs)
-        return source.reporters if source is not None else 1
+            return self._local.cache_shares[0].tp_size
+        pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
+        sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
+        return max((source.reporters for source in sources if source is not None), default=1)
 
 
 def _agent(peer: Peer, shown: Shown) -> AgentName:

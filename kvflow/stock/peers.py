@@ -20,8 +20,9 @@ from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.handshake import StockHandshakes
+from kvflow.stock.handshake import Known, StockHandshakes
 from kvflow.stock.leases import BothLeases, StockLeases
+from kvflow.stock.ranks import EngineRanks
 from kvflow.stock.reach import BothReach, StockReach
 from kvflow.stock.service import Pose, StockService
 from kvflow.stock.sights import Sights
@@ -51,9 +52,12 @@ class StockPeers:
     read from one is believed by arithmetic (`Terms`). Loads from engines of our own make lose nothing.
     """
 
-    hashes: tuple[str, ...]
+    hashes: tuple[str, ...] = ()
     """The compatibility hashes of engines that are read from: whoever shows another one is refused. The first one is
     shown to readers. `kvflow doctor --stock` says which one an engine has."""
+    learn_hash: bool = False
+    """Whether the first engine whose hash is not among them is believed, if its cache fits ours: its hash is the only
+    one that is learned. Nothing says then that it runs the same model, or means the same by its bytes."""
     terms: Terms = field(default_factory=Terms)
     tp_sizes: tuple[int, ...] = ()
     """Sizes of tensor parallelism that there are. One that the heads of a first rank prove need not be named."""
@@ -62,10 +66,14 @@ class StockPeers:
     attn_backend_name: str = ""
     """What readers are shown, which compare it with theirs."""
     region_names: tuple[str, ...] = ()
-    """The same, of the layers in their order; () shows none."""
+    """The same, of all layers in the order of their numbers; () shows none."""
+    ranks: EngineRanks | None = None
+    """Of an engine of several ranks that is read by others: what its ranks know of each other."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.hashes, tuple) or not self.hashes:
+        checks.flag(self.learn_hash, "stock learn_hash", error=ConfigError)
+        needed = not self.learn_hash or self.serve_version != ""
+        if not isinstance(self.hashes, tuple) or (needed and not self.hashes):
             raise ConfigError(f"stock hashes: expected one or more, got {checks.shown(self.hashes)}")
         for one in self.hashes:
             if not isinstance(one, str) or not HASH.fullmatch(one):
@@ -73,6 +81,8 @@ class StockPeers:
         checks.instance(self.terms, Terms, "stock terms", error=ConfigError)
         for size in self.tp_sizes:
             checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
+        if self.ranks is not None:
+            checks.instance(self.ranks, EngineRanks, "stock ranks", error=ConfigError)
         for name in ("serve_version", "attn_backend_name"):
             checks.text(getattr(self, name), f"stock {name}", most=_NAME_CHARS_MAX, error=ConfigError)
         for name in self.region_names:
@@ -90,7 +100,8 @@ class StockPeers:
 
     def handshakes(self, context: RankContext, local: LocalRank, own: Handshakes) -> StockHandshakes:
         """See `runtime.foreign.Foreign`. ConfigError for a cache that is not exchanged with stock engines."""
-        return StockHandshakes(context, local, own, _our_cache(local), self.hashes, self.tp_sizes)
+        known = Known(frozenset(self.hashes), self.learn_hash, frozenset(self.tp_sizes))
+        return StockHandshakes(context, local, own, _our_cache(local), known)
 
     def ways(self, context: RankContext, local: LocalRank, peers: Peers, own: Ways) -> Ways:
         """See `runtime.foreign.Foreign`."""
@@ -109,10 +120,14 @@ class StockPeers:
         config = context.config
         if not self.serve_version:
             return None
-        if config.tp_size > 1 or metadata.staged or config.curve_secret_key_file is not None:
-            why = "tp_size 1, a cache that peers read itself, and no CURVE: vLLM's readers have none"
+        if metadata.staged or config.curve_secret_key_file is not None:
+            why = "a cache that peers read itself, and no CURVE: vLLM's readers have none"
             raise ConfigError(f"stock serve_version: stock readers are served with {why}")
-        pose = Pose(self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names)
+        if config.tp_size > 1 and self.ranks is None:
+            why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
+            raise ConfigError(f"stock serve_version: {why}")
+        ranks = EngineRanks() if self.ranks is None else self.ranks
+        pose = Pose(self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names, ranks)
         return StockService(context, _our_cache(local), metadata, leases, pose)
 
 

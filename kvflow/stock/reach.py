@@ -1,12 +1,14 @@
 """From a stock producer's parameters to the ranks that a load reads from or reports to.
 
 The first rank is asked before any other: what it shows has to bear out how many ranks its engine is said to have, since
-a question about a rank that is not there ends its listener.
+a question about a rank that is not there ends its listener. So has each stage of a pipeline, for the next one: there is
+one only where layers are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +17,10 @@ import msgspec
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.stock.params import StockTicket, is_stock, read_stock
-from kvflow.core.stock.shape import expanded
+from kvflow.core.stock.params import StockTicket, is_stock, needed_blocks, read_stock
+from kvflow.core.stock.shape import Unfit, check_stage
 from kvflow.core.stock.texts import read_text
-from kvflow.errors import PeerIncompatible, RequestError
+from kvflow.errors import PeerIncompatible
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Peer, Reaching, Source
 from kvflow.runtime.peers.reach import Reach
@@ -51,34 +53,60 @@ class StockReach:
     def read_ticket(self, ticket: StockTicket | Mapping[str, Any], block_ids_max: int) -> StockTicket:
         """The ticket, checked: also one that was read before, since anybody can make one. Raises RequestError."""
         lease_s = self._sights.terms.lease_s
-        params, arrived = (ticket.params, ticket.arrived) if isinstance(ticket, StockTicket) else (ticket, None)
-        return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=block_ids_max)
+        if not isinstance(ticket, StockTicket):
+            return read_stock(ticket, arrived=None, lease_s=lease_s, block_ids_max=block_ids_max)
+        params, arrived, left = ticket.params, ticket.arrived, ticket.left
+        return read_stock(params, arrived=arrived, lease_s=lease_s, block_ids_max=block_ids_max, left=left)
 
     async def reach(self, ticket: StockTicket, found: Callable[[Source], None]) -> list[Source]:
         """See `Reach.reach`. LeaseExpired, too, for what has been read here already."""
         sight = self._sights.of(ticket)
-        where = Whereabouts(ticket.address, ticket.tp_size)
-        first = await self._connect(where.of_rank(ticket.engine_id, 0))
-        ranks: Sequence[Rank] = (Rank(0, 0, 0),)
-        if ticket.tp_size > 1:
-            what = f"stock request {ticket.request_id!r}"
-            ranks = self._own.ranks_of(first[1].parallelism, 0, what)
+        where = Whereabouts(ticket.address, ticket.tp_size, ticket.pp_size)
         sources: list[Source] = []
-        for rank in ranks:
-            peer, connection = first
-            if rank.tp:
-                peer, connection = await self._connect(where.of_rank(ticket.engine_id, rank.tp))
-            if not connection.report_share.numerator:
-                continue
-            deadline = self._sights.deadline_of(sight, peer, connection.agent, ticket)
-            lease = msgspec.structs.replace(
-                ticket.first, tp_rank=rank.tp, block_ids=_blocks(ticket, peer, connection), more_block_ids=()
-            )
-            text = read_text(ticket.request_id, connection.reporters)
-            source = StockSource(peer, connection, lease, deadline.bound_s, 0, deadline, sight=sight, text=text)
-            sources.append(source)
-            found(source)
+        async with aclosing(self._ranks(where, ticket)) as ranks:
+            async for peer, connection in ranks:
+                if connection.report_share.numerator:
+                    sources.append(self._source(ticket, sight, peer, connection))
+                    found(sources[-1])
         return sources
+
+    def _source(self, ticket: StockTicket, sight: Sight, peer: Peer, connection: StockConnection) -> StockSource:
+        """A connected rank, and which of its blocks are read. Raises as `needed_blocks` and `Sights.deadline_of` do."""
+        deadline = self._sights.deadline_of(sight, peer, connection.agent, ticket)
+        tables, rank = needed_blocks(ticket, connection.groups, connection.split), peer.rank
+        lease = msgspec.structs.replace(
+            ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
+        )
+        text = read_text(ticket.request_id, connection.reporters)
+        return StockSource(peer, connection, lease, deadline.bound_s, 0, deadline, sight=sight, text=text)
+
+    async def _ranks(self, where: Whereabouts, ticket: StockTicket) -> AsyncGenerator[tuple[Peer, StockConnection]]:
+        """The ranks that concern us, and each stage's first one: connected, in an order in which each is there.
+
+        PeerIncompatible for an engine that has more stages, or fewer, than it is said to.
+        """
+        ranks: Sequence[Rank] = ()
+        held: set[int] = set()
+        for stage in range(where.pp_size):
+            at = where.of_rank(ticket.engine_id, Rank(0, stage, 0))
+            if stage:
+                self._check_stage(at, stage, where, held)
+            peer, connection = await self._connect(at)
+            yield peer, connection
+            held |= {layer for layers in connection.layers.values() for layer in layers}
+            if not stage and where.tp_size * where.pp_size > 1:
+                ranks = self._own.ranks_of(connection.parallelism, 0, f"stock request {ticket.request_id!r}")
+            for rank in ranks:
+                if rank.pp == stage and rank.tp:
+                    yield await self._connect(where.of_rank(ticket.engine_id, rank))
+        if where.pp_size > 1:
+            self._check_stage(at, where.pp_size, where, held)
+
+    def _check_stage(self, at: Address, stage: int, where: Whereabouts, held: Collection[int]) -> None:
+        try:
+            check_stage(stage, where.pp_size, held, self._handshakes.ours)
+        except Unfit as error:
+            raise at.failure(PeerIncompatible, str(error)) from error
 
     async def _connect(self, at: Address) -> tuple[Peer, StockConnection]:
         """A rank that lives, as far as it has shown lately: a process that is gone may have left its number."""
@@ -90,19 +118,6 @@ class StockReach:
             connection = await self._peers.connect(self._peers.get(at), None)
             assert isinstance(connection, StockConnection), "by its address"
         return peer, connection
-
-
-def _blocks(ticket: StockTicket, peer: Peer, connection: StockConnection) -> tuple[int, ...]:
-    """The rank's own blocks. PeerIncompatible unless they are as many as the prompt fills: all of it, and no more."""
-    if len(ticket.block_tables) != 1:
-        why = f"groups: the parameters have {len(ticket.block_tables)}, one is read from stock engines"
-        raise peer.at.failure(PeerIncompatible, why)
-    size = connection.parallelism.block_size * connection.split
-    filled = -(-ticket.num_tokens // size)
-    if len(ticket.block_ids) != filled:
-        found = f"{len(ticket.block_ids)} block ids, but {ticket.num_tokens} tokens fill {filled} blocks of {size}"
-        raise RequestError(f"stock request {ticket.request_id!r}: {found}")
-    return expanded(ticket.block_ids, connection.split)
 
 
 class BothReach:

@@ -23,6 +23,7 @@ from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer
 from kvflow.errors import ConfigError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Leases
+from kvflow.stock.ranks import EngineRanks
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Pose(NamedTuple):
     line: Line
     attn_backend_name: str
     region_names: tuple[str, ...]
+    ranks: EngineRanks
 
 
 @dataclass(slots=True)
@@ -49,7 +51,7 @@ class _Tally:
 
 
 class StockService:
-    """See `runtime.foreign.Service`: for one rank that is all of its engine."""
+    """See `runtime.foreign.Service`: answers for all ranks of its engine, and hears what is told to its own."""
 
     def __init__(
         self, context: RankContext, ours: OurCache, metadata: messages.Metadata, leases: Leases, pose: Pose
@@ -57,7 +59,9 @@ class StockService:
         self._clock = context.clock
         self._leases = leases
         self._hash = pose.compatibility_hash
-        self._metadata = encode_metadata(shown_of(ours, metadata, pose), pose.line)
+        self._ranks = pose.ranks
+        config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
+        self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()
         """Of open leases that have been read."""
         self.refused = 0
@@ -66,13 +70,14 @@ class StockService:
     def answer(self, question: bytes) -> list[bytes] | None:
         try:
             asked = decode_question(question)
-            if asked != (0, 0):
-                raise WireError(f"rank {asked.pp_rank}, {asked.tp_rank}: there is 0, 0")
+            metadata = None if asked.pp_rank else self._ranks.metadata_of(asked.tp_rank)
+            if metadata is None:
+                raise WireError(f"pp_rank {asked.pp_rank}, tp_rank {asked.tp_rank}: {self._ranks} has no such rank")
         except WireError as error:
             self.refused += 1
             logger.info("a stock reader's question has no answer: %s", error)
             return None
-        return encode_answer(self._hash, self._metadata, self._clock.now_s())
+        return encode_answer(self._hash, metadata, self._clock.now_s())
 
     def hears(self, payload: bytes) -> bool:
         if not is_text(payload):
@@ -113,30 +118,35 @@ class StockService:
 
 def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMetadata:
     """Our rank as a stock reader expects one. ConfigError for a cache that it cannot read."""
-    regions = ours.regions
-    if regions.parts not in (("KV",), ("latent",)):
-        raise ConfigError(f"stock serve_version: stock readers take K and V together, ours are apart: {regions.parts}")
-    count = len(regions)
-    if pose.region_names and len(pose.region_names) != count:
-        raise ConfigError(f"stock region_names: {len(pose.region_names)}, but there are {count} layers")
-    order = sorted(range(count), key=lambda at: ours.share.layers[at])
+    for one in ours.sets:
+        if one.regions.parts not in (("KV",), ("latent",)):
+            parts = one.regions.parts
+            raise ConfigError(f"stock serve_version: stock readers take K and V together, ours are apart: {parts}")
+    if len(counts := {one.regions.num_blocks for one in ours.sets}) > 1:
+        raise ConfigError(f"stock serve_version: groups of {sorted(counts)} blocks: stock readers take one number")
+    regions, layers = ours.regions, sorted(ours.layers)
+    if pose.region_names and len(pose.region_names) != len(layers):
+        raise ConfigError(f"stock region_names: {len(pose.region_names)}, but there are {len(layers)} layers")
+    names = dict(zip(layers, pose.region_names, strict=False))
+    tables = [ours.sets[which].regions for which, _ in (region.at for region in regions)]
+    first = ours.sets[0].regions
     return StockMetadata(
         engine_id=metadata.engine_id,
         agent_metadata=metadata.agent_metadata,
-        kv_caches_base_addr=[int(regions.bases[at]) for at in order],
-        device_id=regions.device.number,
-        num_blocks=regions.num_blocks,
-        block_lens=[regions.block_size_bytes] * count,
-        block_strides=[int(regions.strides[at]) for at in order],
-        kv_cache_layout=_layout_name(regions, pose.line),
-        block_size=regions.block.tokens,
+        kv_caches_base_addr=[ours.base_of(*region.at) for region in regions],
+        device_id=first.device.number,
+        num_blocks=first.num_blocks,
+        block_lens=[table.block_size_bytes for table in tables],
+        block_strides=[int(table.strides[region.at[1]]) for table, region in zip(tables, regions, strict=True)],
+        kv_cache_layout=_layout_name(first, pose.line),
+        block_size=first.block.tokens,
         ssm_sizes=(0, 0),
         attn_backend_name=pose.attn_backend_name,
         physical_blocks_per_logical_kv_block=1,
-        region_num_blocks=[regions.num_blocks] * count,
-        region_group_ids=[0] * count,
-        region_names=[pose.region_names[at] for at in order] if pose.region_names else None,
-        region_mem_types=[_MEMORY[regions.device.kind]] * count,
+        region_num_blocks=[first.num_blocks] * len(regions),
+        region_group_ids=[region.group for region in regions],
+        region_names=[names[region.layer] for region in regions] if names else None,
+        region_mem_types=[_MEMORY[first.device.kind]] * len(regions),
     )
 
 

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+    from kvflow.stock import EngineRanks
+
 logger = init_logger("vllm.kvflow")
 
 # Since vLLM 0.33: whether workers are told before other memory is mapped where the cache lies, and after.
@@ -70,6 +72,8 @@ class KVFlowMetadata(KVConnectorMetadata):
     """One step's work, on its way from the scheduler to the workers."""
 
     step: Step
+    cards: tuple[bytes, ...] = ()
+    """What the workers show readers of another make, for whichever of them is asked: see `stock.ranks`."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,8 @@ class KVFlowIntroduction(KVConnectorHandshakeMetadata):
     """Who a worker is, on its way to the scheduler."""
 
     ticket: Ticket
+    card: bytes = b""
+    """What it shows readers of another make, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +90,21 @@ class KVFlowIntroductions(KVConnectorWorkerMetadata):
     """Who the workers are since they have registered their caches anew, on the way to the scheduler with a step."""
 
     tickets: tuple[Ticket, ...]
+    cards: tuple[bytes, ...] = ()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVFlowIntroductions:
-        return KVFlowIntroductions(self.tickets + cast(KVFlowIntroductions, other).tickets)
+        others = cast(KVFlowIntroductions, other)
+        return KVFlowIntroductions(self.tickets + others.tickets, self.cards + others.cards)
 
 
 class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. Each method belongs to the role that KVConnectorBase_V1 says."""
 
     _cache_hit_source = CacheHitSource.P2P
+    _cards: tuple[bytes, ...] = ()
+    """What the workers show, until it has left with a step; the scheduler's."""
+    _ranks: EngineRanks | None = None
+    """With `stock_peers`, what they have shown each other; a worker's."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -107,7 +119,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
                 from kvflow.vllm import stock
 
                 config = config_of(vllm_config, tp_rank=0, pp_rank=0)
-                dialect = stock.dialect_of(extra, config, groups=len(self._groups))
+                dialect = stock.dialect_of(extra, config, self._scheduling)
             self._scheduler = ConnectorScheduler(
                 self._scheduling, new_secret=lambda: secrets.token_hex(16), dialect=dialect
             )
@@ -120,6 +132,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             from kvflow.vllm import stock
 
             foreign = stock.peers_of(vllm_config, extra)
+            self._ranks = foreign.ranks
         self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime)
         self._failed_blocks: set[int] = set()
@@ -142,9 +155,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        tickets = [entry.ticket for entry in metadata.values() if isinstance(entry, KVFlowIntroduction)]
-        if len(tickets) == len(metadata):
-            self._scheduler.introduce(merge_tickets(tickets))
+        workers = [entry for entry in metadata.values() if isinstance(entry, KVFlowIntroduction)]
+        if len(workers) == len(metadata):
+            self._introduce([worker.ticket for worker in workers], [worker.card for worker in workers])
         else:
             logger.warning(
                 "nothing is offered: vLLM's MultiConnector hands on the introduction of its first connector that has "
@@ -153,7 +166,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def on_new_request(self, request: Request) -> None:
         offered = self._scheduling.offers(request.kv_transfer_params or {})
-        if offered and self._scheduling.leaves_last_token and not _without_last_token(request):
+        if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
             return
         try:
@@ -161,6 +174,13 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
+
+    def _ends_before_last_token(self, request: Request) -> bool:
+        """Whether what is offered of a prompt can end before its last token."""
+        if not self._scheduling.withhold_last_token:
+            return _without_last_token(request)
+        request.max_tokens = 1
+        return bool(request.num_prompt_tokens > 1)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduler.num_new_matched_tokens(request.request_id, num_computed_tokens)
@@ -176,7 +196,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             preempted=scheduler_output.preempted_req_ids or (),
             block_ids=lambda request_id: self._transferred(resolve(request_id)),
         )
-        return KVFlowMetadata(step)
+        cards, self._cards = self._cards, ()
+        return KVFlowMetadata(step, cards)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received, sent = connector_output.finished_recving, connector_output.finished_sending
@@ -186,7 +207,12 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             isinstance(told, KVFlowIntroductions)
             and len(told.tickets) == told.tickets[0].tp_size * told.tickets[0].pp_size
         ):
-            self._scheduler.introduce(merge_tickets(told.tickets))
+            self._introduce(told.tickets, told.cards)
+
+    def _introduce(self, tickets: Sequence[Ticket], cards: Sequence[bytes]) -> None:
+        """These are all workers. What they show leaves with the next step, before any ticket of theirs can."""
+        self._scheduler.introduce(merge_tickets(tickets))
+        self._cards = tuple(filter(None, cards))
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -229,7 +255,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError(f"KVFlowConnector: sleep mode with a cache on {device!r} would offer memory that is gone")
         groups = cache_groups(kv_caches, self._groups, self._vllm_config, kv_format=self._kv_format)
         self._split = groups[0].split
-        if self._whole_blocks_only and self._split > 1:
+        if self._whole_blocks_only and any(group.split > 1 for group in groups):
             what = f"{self._split} blocks of its kernels are one of vLLM's"
             raise ConfigError(f"KVFlowConnector: stock_peers: {what}, which stock engines count differently")
         self._records = device == "cuda"
@@ -248,16 +274,22 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         if not self.has_connector_metadata() or not self._step.introduce:
             return None
-        return KVFlowIntroductions((self._worker.introduction(),))
+        return KVFlowIntroductions((self._worker.introduction(),), (self._card,))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        return KVFlowIntroduction(self._worker.introduction())
+        return KVFlowIntroduction(self._worker.introduction(), self._card)
+
+    @property
+    def _card(self) -> bytes:
+        return b"" if self._ranks is None else self._ranks.card
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Before a step's forward pass: what the device was told before is what loads wait for."""
         super().bind_connector_metadata(connector_metadata)
         if self.role is KVConnectorRole.WORKER:
             self._before_step = self._event()
+            if self._ranks is not None and (cards := cast(KVFlowMetadata, connector_metadata).cards):
+                self._ranks.show(cards)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Everything but the saves: nothing of it concerns blocks that this step computes."""

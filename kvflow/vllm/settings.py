@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 from kvflow.config import Config
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.connector.settings import check_known, checked_fields
+from kvflow.core.cache.groups import GroupKind
 from kvflow.vllm.layout import Group
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class StockExtra:
 
     hashes: tuple[str, ...] = ()
     """Compatibility hashes of engines that are read from, beside that of this engine as the installed vLLM makes it."""
+    learn_hash: bool = False
+    """Whether the first other hash that an engine with a cache like ours shows is read from, too."""
     serve_hash: str = ""
     """The one that readers are shown; this engine's own if it is not said."""
     serve_version: str = ""
@@ -109,10 +112,14 @@ def _model_kv_heads(vllm_config: VllmConfig) -> int | None:
 def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> SchedulingConfig:
     """What the scheduler's half decides by. Raises ConfigError."""
     extra, transfer = extra_of(vllm_config), vllm_config.kv_transfer_config
+    recycles = any(group.recycles for group in groups)
+    has_state = any(group.facts.kind is GroupKind.STATE for group in groups)
     return SchedulingConfig(
         block_size=groups[0].facts.block_size,
         groups=tuple(group.facts for group in groups),
-        leave_last_token=any(group.recycles for group in groups),
+        leave_last_token=recycles,
+        # Stock readers take blocks that are full for cached, last tokens included: they have to be computed.
+        withhold_last_token=extra.stock_peers and recycles and not has_state,
         lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
         fetch_tokens_min=extra.fetch_tokens_min,
         full_blocks_only=extra.full_blocks_only,

@@ -12,10 +12,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_n
 
 from kvflow.config import Config
 from kvflow.connector.parameters import Dialect
+from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.stock.params import is_stock, read_stock, stock_params
-from kvflow.errors import ConfigError
-from kvflow.stock import StockPeers, Terms, arrival
+from kvflow.errors import ConfigError, RequestError
+from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
 from kvflow.vllm.settings import Extra
 
 if TYPE_CHECKING:
@@ -31,30 +32,35 @@ def peers_of(vllm_config: VllmConfig, extra: Extra) -> StockPeers:
     shown = given.serve_hash or own
     return StockPeers(
         hashes=tuple(dict.fromkeys((shown, own, *given.hashes))),
+        learn_hash=given.learn_hash,
         terms=Terms(lease_s=given.lease_s, router_s=given.router_s),
         tp_sizes=given.tp_sizes,
-        serve_version=_serve_version(extra) if vllm_config.parallel_config.tensor_parallel_size == 1 else "",
+        serve_version=_serve_version(extra),
         attn_backend_name=backend,
+        ranks=EngineRanks(),
     )
 
 
-def dialect_of(extra: Extra, config: Config, *, groups: int) -> Dialect:
+def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Dialect:
     """How the scheduler's half reads parameters of both kinds, and writes such as both kinds read. ConfigError."""
-    if groups != 1 or extra.full_blocks_only:
-        raise ConfigError(
-            "stock_peers: one group of full attention is exchanged, and whole prompts: no full_blocks_only"
-        )
+    if scheduling.has_state:
+        raise ConfigError("stock_peers: the model has state per request, which is not exchanged with stock engines")
+    if scheduling.full_blocks_only:
+        raise ConfigError("stock_peers: whole prompts are exchanged with stock engines: no full_blocks_only")
     version, lease_s = _serve_version(extra), extra.stock.lease_s
-    ids_max = config.limits.block_ids_max
-    serves = config.tp_size == 1
+    ids_max, groups = config.limits.block_ids_max, len(scheduling.all_groups)
+    left = int(scheduling.leaves_last_token)
 
     def read_ticket(params: Mapping[str, Any]) -> Ticket:
-        if is_stock(params):
-            return read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max)
-        return Ticket.from_params(params)
+        if not is_stock(params):
+            return Ticket.from_params(params)
+        ticket = read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
+        if len(ticket.block_tables) != groups:
+            raise RequestError(f"stock params: {len(ticket.block_tables)} groups of blocks, ours are {groups}")
+        return ticket
 
     def params_of(ticket: Ticket) -> dict[str, Any]:
-        return stock_params(ticket, version) if serves else ticket.to_params()
+        return stock_params(ticket, version, left=left)
 
     return Dialect(read_ticket, params_of, lambda request_id: _UNTELLABLE.sub("_", request_id))
 

@@ -923,6 +923,22 @@ def test_a_whole_prompt_is_of_use_where_its_last_token_can_be_computed_again(
     assert [release.request_id for release in step.release] == ([] if expected.tokens else ["r"])
 
 
+def test_a_last_token_may_be_computed_and_not_offered() -> None:
+    """Its block is the engine's own affair, also where that is one of its own."""
+    groups = (FULL, LOCAL)
+    connector = scheduler(groups=groups, leave_last_token=True, withhold_last_token=True)
+    connector.introduce(msgspec.structs.replace(INTRODUCTION, groups=groups, more_block_ids=((),)))
+    connector.add(producer(13))
+    connector.build_step([Scheduled("r", 13)], preempted=(), block_ids=lambda _: tables_of(13)[:2])
+    finished = connector.request_finished("r", completed=True, block_ids=tables_of(13)[:2])
+    assert finished.params is not None
+    ticket = Ticket.from_params(finished.params)
+    counts = tuple(group.blocks_needed(12) for group in groups)
+    assert (ticket.num_tokens, tuple(map(len, ticket.block_tables))) == (12, counts)
+    with pytest.raises(ConfigError, match="withhold_last_token"):
+        scheduler(groups=(FULL, STATE), withhold_last_token=True)
+
+
 @each(
     ("left", "offered"),
     [

@@ -54,6 +54,8 @@ async def test_what_has_happened_is_counted_and_what_is_open_is_shown(scraped: S
     expected = {
         ("kvflow_loads_total", "consumer", "loaded"): 1,
         ("kvflow_loads_total", "consumer", "LeaseExpired"): 1,
+        ("kvflow_loads_vouched_total", "consumer", "seal", "loaded"): 1,
+        ("kvflow_loads_vouched_total", "consumer", "seal", "LeaseExpired"): 1,
         ("kvflow_load_seconds_count", "consumer"): 1,
         ("kvflow_load_bytes_sum", "consumer"): 2 * layout.block_size_bytes,
         ("kvflow_load_phase_seconds_count", "consumer", "wire"): 1,

@@ -17,7 +17,7 @@ from kvflow.core.cache.regions import map_regions
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.stock.params import is_stock, read_stock, stock_params
-from kvflow.core.stock.shape import OurCache, Unfit, check_tp_size, expanded, our_cache
+from kvflow.core.stock.shape import OurCache, OurSet, Unfit, check_tp_size, expanded, our_cache
 from kvflow.core.stock.versions import LINES
 from kvflow.core.stock.wire import StockMetadata
 from kvflow.doctor.stock import geometry
@@ -36,7 +36,9 @@ SHARE = CacheShare(
     latent=False,
     block_size=TOKENS,
 )
-OURS = OurCache(SHARE, map_regions(layout_of(CACHE), CACHE), GroupFacts(name="all", block_size=TOKENS))
+REGIONS = map_regions(layout_of(CACHE), CACHE)
+FULL = GroupFacts(name="all", block_size=TOKENS)
+OURS = OurCache((OurSet(SHARE, REGIONS),), (FULL,))
 
 
 def offered(num_tokens: int) -> Ticket:
@@ -85,31 +87,34 @@ def test_other_versions_are_refused_by_name() -> None:
     ],
 )
 def test_a_size_is_believed_where_heads_prove_it(heads: int, tp_size: int, known: tuple[int, ...], fits: bool) -> None:
+    share = msgspec.structs.replace(SHARE, kv_heads=heads, tp_size=tp_size)
     if fits:
-        check_tp_size(heads, tp_size, OURS, known)
+        check_tp_size(share, OURS, known)
     else:
         with pytest.raises(Unfit, match="tp_size"):
-            check_tp_size(heads, tp_size, OURS, known)
+            check_tp_size(share, OURS, known)
 
 
 def test_of_mla_no_head_proves_anything() -> None:
-    latent = OURS._replace(share=msgspec.structs.replace(SHARE, latent=True, kv_heads=1, model_kv_heads=0))
-    check_tp_size(1, 1, latent, ())
-    check_tp_size(1, 2, latent, (2,))
+    share = msgspec.structs.replace(SHARE, latent=True, kv_heads=1, model_kv_heads=0)
+    latent, two = OURS._replace(sets=(OurSet(share, REGIONS),)), msgspec.structs.replace(share, tp_size=2)
+    check_tp_size(share, latent, ())
+    check_tp_size(two, latent, (2,))
     with pytest.raises(Unfit):
-        check_tp_size(1, 2, latent, ())
+        check_tp_size(two, latent, ())
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"shares": (SHARE, SHARE)},
-        {"groups": (GroupFacts(name="w", block_size=4, kind=GroupKind.SLIDING, window=4),)},
+        {"groups": (GroupFacts(name="s", block_size=1, kind=GroupKind.STATE),)},
+        {"shares": (msgspec.structs.replace(SHARE, part="conv"),)},
+        {"groups": (FULL, GroupFacts(name="w", block_size=8, kind=GroupKind.SLIDING, window=4))},
         {"shares": (msgspec.structs.replace(SHARE, pp_size=2),)},
     ],
 )
 def test_a_cache_that_is_not_exchanged_is_refused(changes: dict[str, Any]) -> None:
-    values = {"shares": (SHARE,), "regions": (OURS.regions,), "groups": (OURS.group,), **changes}
+    values = {"shares": (SHARE,), "regions": (REGIONS,), "groups": (FULL,), **changes}
     with pytest.raises(Unfit, match="our cache"):
         our_cache(**values)
 

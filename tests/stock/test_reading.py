@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 from stock_engines import (
     HASH,
     LAYERS,
@@ -25,6 +27,8 @@ from kvflow import Config, LoadRequest, Runtime, ServeRequest
 from kvflow.core.stock.deadline import Arrival
 from kvflow.core.stock.params import read_stock
 from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, RequestError, TransferFailed
+from kvflow.observe.prometheus import PrometheusMetrics
+from kvflow.runtime.records import LoadRecord
 from kvflow.stock import StockPeers, Terms, arrival
 from kvflow.testing import assert_quiet
 
@@ -79,6 +83,29 @@ async def test_a_load_is_as_from_one_of_ours() -> None:
         assert not producer.unknown
 
 
+async def test_records_and_metrics_tell_what_vouches() -> None:
+    records: list[LoadRecord] = []
+    registry = CollectorRegistry()
+    metrics, now = PrometheusMetrics(registry), arrival()
+    observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
+    async with stock_producer() as producer, reader() as ours, reader(engine_id="second") as theirs:
+        with ours.runtime.observed_by(metrics), ours.runtime.observed_by(observer):
+            await ours.load(producer.offer("fresh", [3], TOKENS), [0])
+            late = Arrival(now.machine, now.now_s - 1e6)
+            ticket = read_stock(producer.offer("late", [3], TOKENS), arrived=late, lease_s=30.0, block_ids_max=100)
+            with pytest.raises(LeaseExpired):
+                await ours.load(ticket, [0])
+            await ours.load(producer.offer("hit", [3], TOKENS), [])
+            lease = theirs.runtime.serve_blocks(ServeRequest("sealed", [3], TOKENS))
+            await ours.load(lease.ticket.to_params(), [0])
+            await lease
+    told = [("deadline", "loaded"), ("deadline", "LeaseExpired"), ("", "loaded"), ("seal", "loaded")]
+    assert [(one.freshness, one.outcome) for one in records] == told
+    for freshness, outcome in (told[0], told[1], told[3]):
+        labels = {"engine": "ours", "dp": "0", "pp": "0", "tp": "0", "freshness": freshness, "outcome": outcome}
+        assert registry.get_sample_value("kvflow_loads_vouched_total", labels) == 1
+
+
 async def test_a_load_that_is_to_be_verified_asks_nothing_else() -> None:
     async with stock_producer() as producer, reader() as ours:
         with pytest.raises(PeerError, match="asked for its metadata, and nothing else"):
@@ -118,6 +145,34 @@ async def test_engines_are_cut_as_they_like(theirs: int, ours_size: int) -> None
         assert not producer.unknown
 
 
+@pytest.mark.parametrize(("tp_size", "ours_size"), [(1, 1), (2, 1), (1, 2)])
+async def test_a_pipeline_is_read_stage_by_stage(tp_size: int, ours_size: int) -> None:
+    async with stock_producer(tp_size=tp_size, stages=([0, 1], [2])) as producer, AsyncExitStack() as stack:
+        params = producer.offer("stages", [3, 5], 2 * TOKENS)
+        for rank in range(ours_size):
+            one = await stack.enter_async_context(reader(tp_rank=rank, tp_size=ours_size))
+            await one.load(params, [0, 1])
+            one.assert_holds([0, 1], [3, 5], rank * MODEL_HEADS // ours_size)
+        await producer.until(lambda: producer.freed == [["stages"]] * 2 * tp_size)
+        assert not producer.unknown
+
+
+@pytest.mark.parametrize(
+    ("stages", "claimed"), [(([0, 1, 2],), 2), (([0, 1], [2]), 3), (([0, 1], [2]), 1), (([0],), 2)]
+)
+async def test_a_number_of_stages_that_is_a_lie_asks_for_none_that_is_not_there(
+    stages: tuple[list[int], ...], claimed: int
+) -> None:
+    """Of a pipeline that lacks layers it is not known: that engine is none."""
+    if len(stages[0]) == 1:
+        stages = ([0], [1])
+    async with stock_producer(stages=stages) as producer, reader() as ours:
+        params = {**producer.offer("lie", [3], TOKENS), "pp_size": claimed}
+        with pytest.raises(PeerIncompatible, match=r"pp_size|layers"):
+            await ours.load(params, [0])
+        assert {stage for stage, _ in producer.asked} <= set(range(len(stages)))
+
+
 @pytest.mark.parametrize(("split", "theirs", "ours_tokens"), [(2, TOKENS, TOKENS), (4, 2, 8), (1, 8, 4), (1, 4, 8)])
 async def test_blocks_of_other_sizes(split: int, theirs: int, ours_tokens: int) -> None:
     """vLLM's block is `split` of the kernel's; ids count vLLM's."""
@@ -148,7 +203,7 @@ async def test_params_that_came_too_long_ago_are_refused() -> None:
     """By 25 seconds: what a request has waited elsewhere counts."""
     async with stock_producer() as producer, reader() as ours:
         now = arrival()
-        for late_s, fresh in ((24.0, True), (25.0, False), (1e6, False)):
+        for late_s, fresh in ((5.0, True), (25.0, False), (1e6, False)):
             params = producer.offer(f"late {late_s}", [3], TOKENS)
             came = Arrival(now.machine, now.now_s - late_s)
             ticket = read_stock(params, arrived=came, lease_s=30.0, block_ids_max=100)
@@ -204,7 +259,7 @@ WRONG_METADATA: dict[str, Any] = {
     "region_names": [f"model.layers.{layer + 1}.self_attn.attn" for layer in range(LAYERS)],
     "kv_caches_base_addr": [4096] * (LAYERS - 1),
     "ssm_sizes": [1, 1],
-    "region_group_ids": [0, 0, 1],
+    "region_group_ids": [0, 0, -1],
     "region_members": [["a", "b"]] * LAYERS,
     "dcp_size": 2,
     "agent_metadata": b"noise",
@@ -230,6 +285,34 @@ async def test_another_hash_is_refused_with_both() -> None:
             await ours.load(producer.offer("odd", [3], TOKENS), [0])
 
 
+async def test_a_hash_that_nobody_has_pinned_is_learned_once() -> None:
+    """From the first engine whose cache fits; whoever shows another one later is refused."""
+    peers = StockPeers(learn_hash=True)
+    async with stock_producer() as first, stock_producer(engine_id="other") as other, reader(peers) as ours:
+        first.compatibility_hash, first.change = "1" * 64, {"block_lens": [4] * LAYERS}
+        with pytest.raises(PeerIncompatible, match="block_len"):
+            await ours.load(first.offer("odd", [3], TOKENS), [0])
+        other.compatibility_hash = "2" * 64
+        report = await ours.load(other.offer("learned", [3], TOKENS), [0])
+        assert report.freshness == "deadline"
+        ours.assert_holds([0], [3])
+        first.change = {}
+        with pytest.raises(PeerIncompatible, match=f"ours {'2' * 12}.*theirs {'1' * 64}"):
+            await ours.runtime.forget_peer("stock-p")
+            await ours.load(first.offer("another", [3], TOKENS), [0])
+
+
+async def test_a_pinned_hash_is_read_from_beside_one_that_is_learned() -> None:
+    async with stock_producer() as pinned, stock_producer(engine_id="other") as other:
+        other.compatibility_hash = "2" * 64
+        async with reader(replace(PEERS, learn_hash=True)) as ours:
+            await ours.load(other.offer("learned", [3], TOKENS), [0])
+            await ours.load(pinned.offer("pinned", [3], TOKENS), [1])
+        async with reader() as ours:
+            with pytest.raises(PeerIncompatible, match="compatibility hash"):
+                await ours.load(other.offer("refused", [3], TOKENS), [0])
+
+
 @pytest.mark.parametrize("claimed", [2, 3, 64])
 async def test_a_size_that_is_a_lie_asks_for_no_rank_that_is_not_there(claimed: int) -> None:
     """The listener would die of the question, for everybody."""
@@ -250,7 +333,7 @@ WRONG_PARAMS: dict[str, list[Any]] = {
     "remote_num_tokens": [0, -1, None, 1 << 70, 100],
     "tp_size": [0, None, 1 << 20],
     "dcp_size": [2, None],
-    "pp_size": [2],
+    "pp_size": [2, 0, None, 1 << 20],
     "transfer_mode": ["push", None],
     "do_remote_prefill": [False, None],
 }

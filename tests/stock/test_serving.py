@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -15,14 +15,14 @@ import torch
 import zmq
 import zmq.asyncio
 from fuzz.mutants import torn
-from stock_engines import HASH, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
+from stock_engines import HASH, MODEL_HEADS, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
 
-from kvflow import Config, LoadRequest, Runtime, ServeRequest
+from kvflow import Config, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.core.stock.params import stock_params
 from kvflow.core.stock.wire import encode_question
-from kvflow.errors import ConfigError, RequestError
+from kvflow.errors import ConfigError, PeerUnreachable, RequestError, UsageError
 from kvflow.runtime.producer.lease import LeaseOutcome
-from kvflow.stock import StockPeers, ask_rank
+from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.testing import assert_quiet
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
@@ -40,13 +40,54 @@ class Producer:
 
 
 @asynccontextmanager
-async def producer(peers: StockPeers = PEERS, **values: Any) -> AsyncIterator[Producer]:
-    async with Runtime(replace(CONFIG, **values), foreign=peers) as runtime:
-        cache = stock_cache(16)
-        fill(cache)
+async def producer(
+    peers: StockPeers = PEERS, *, tp_rank: int = 0, tp_size: int = 1, **values: Any
+) -> AsyncIterator[Producer]:
+    config = replace(CONFIG, tp_rank=tp_rank, tp_size=tp_size, num_kv_heads=MODEL_HEADS, **values)
+    async with Runtime(config, foreign=peers) as runtime:
+        cache = stock_cache(16, MODEL_HEADS // tp_size)
+        fill(cache, tp_rank * MODEL_HEADS // tp_size)
         await runtime.register_kv_caches(cache, layout_of(cache))
         yield Producer(runtime, cache)
         assert_quiet(runtime.statistics())
+
+
+class Engine:
+    """Several ranks of ours, each with a runtime, and what an engine does for them."""
+
+    def __init__(self, ranks: list[Producer], shown: list[EngineRanks]) -> None:
+        self.ranks = ranks
+        self.shown = shown
+
+    def introduce(self) -> None:
+        """Bring the ranks' cards to the first one, which tickets name first."""
+        self.shown[0].show([one.card for one in self.shown])
+
+    def offer(self, request_id: str, block_ids: list[int], num_tokens: int) -> tuple[list[Any], dict[str, Any]]:
+        request = ServeRequest(request_id, block_ids, num_tokens)
+        leases = [rank.runtime.serve_blocks(request) for rank in self.ranks]
+        return leases, stock_params(merge_tickets([lease.ticket for lease in leases]), "0.32.0")
+
+
+@asynccontextmanager
+async def engine(tp_size: int) -> AsyncIterator[Engine]:
+    shown = [EngineRanks() for _ in range(tp_size)]
+    async with AsyncExitStack() as stack:
+        ranks = [
+            await stack.enter_async_context(producer(replace(PEERS, ranks=one), tp_rank=rank, tp_size=tp_size))
+            for rank, one in enumerate(shown)
+        ]
+        yield Engine(ranks, shown)
+
+
+@contextmanager
+def consumers(tp_size: int) -> Iterator[list[StockConsumer]]:
+    made = [StockConsumer(tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)]
+    try:
+        yield made
+    finally:
+        for one in made:
+            one.close()
 
 
 @pytest.fixture
@@ -65,6 +106,82 @@ async def test_a_stock_engine_reads_and_its_text_ends_the_lease(consumer: StockC
         for layer, tensor in enumerate(consumer.cache.values()):
             for mine, theirs in ((5, 9), (6, 4)):
                 assert tensor[mine, 2, 1, 0].item() == pytest.approx(value_of(layer, theirs, 2) + 0.01)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(2, 1), (2, 2), (1, 2), (4, 2), (2, 4)])
+async def test_one_listener_answers_for_all_ranks(ours: int, theirs: int) -> None:
+    """Whatever the sizes: each rank's lease is open until all of its readers have told that rank."""
+    async with engine(ours) as ranks:
+        ranks.introduce()
+        leases, params = ranks.offer("cmpl-1#secret", [3, 9], 2 * TOKENS)
+        assert params["tp_size"] == ours
+        with consumers(theirs) as readers:
+            for number, reader in enumerate(readers):
+                assert not all(lease.done for lease in leases), number
+                await reader.shake_hands(params)
+                await reader.read(params, [5, 6])
+                first = number * MODEL_HEADS // theirs
+                for layer, tensor in enumerate(reader.cache.values()):
+                    for block, remote in ((5, 3), (6, 9)):
+                        for head in range(tensor.shape[1]):
+                            expected = value_of(layer, remote, first + head) + 0.01
+                            assert tensor[block, head, 1, 0].item() == pytest.approx(expected)
+            for lease in leases:
+                assert await lease is LeaseOutcome.READ
+
+
+async def test_heartbeats_come_to_every_rank_that_is_read() -> None:
+    async with engine(2) as ranks:
+        ranks.introduce()
+        leases, params = ranks.offer("beats", [3], TOKENS)
+        with consumers(1) as (reader,):
+            await reader.shake_hands(params)
+            reader.say(b"HB:beats")
+            for rank in ranks.ranks:
+                await wait_for(lambda rank=rank: rank.runtime.statistics().serving.renewals == 1)  # type: ignore[misc]
+            await reader.read(params, [1])
+            for lease in leases:
+                assert await lease is LeaseOutcome.READ
+
+
+async def test_nobody_is_answered_before_all_ranks_are_known() -> None:
+    """A reader would take those that it got for the whole engine, or wait for one that there is not."""
+    async with engine(2) as ranks:
+        first = ranks.ranks[0].runtime
+        with pytest.raises(PeerUnreachable):
+            await ask_rank(first.address, timeout_s=0.3)
+        ranks.introduce()
+        for rank, one in enumerate(ranks.shown):
+            shown = await ask_rank(first.address, tp_rank=rank, timeout_s=60)
+            assert shown.metadata.agent_metadata in one.card
+        with pytest.raises(PeerUnreachable):
+            await ask_rank(first.address, tp_rank=2, timeout_s=0.3)
+        await first.unregister()
+        cache = stock_cache(16, MODEL_HEADS // 2)
+        await first.register_kv_caches(cache, layout_of(cache))
+        with pytest.raises(PeerUnreachable):
+            await ask_rank(first.address, tp_rank=1, timeout_s=0.3)
+
+
+async def test_cards_that_are_not_of_this_engine_are_refused() -> None:
+    lonely = EngineRanks()
+    with pytest.raises(UsageError, match="no cache is registered"):
+        _ = lonely.card
+    async with engine(2) as ranks, producer(replace(PEERS, ranks=lonely)):
+        one, two = (shown.card for shown in ranks.shown)
+        other = one.replace(b"ours", b"them")
+        thin = two.replace(b"\xaanum_blocks\x10", b"\xaanum_blocks\x08")
+        assert other != one
+        assert thin != two
+        for cards in ([one], [one, one], [one, two, two], [lonely.card, two], [other, two], [one, thin]):
+            with pytest.raises(RequestError, match="stock ranks"):
+                ranks.shown[0].show(cards)
+        for wrong in (b"", b"\x80", b"x" * 100, "text", two[:-9]):
+            with pytest.raises(RequestError, match="stock ranks"):
+                ranks.shown[0].show([one, wrong])  # type: ignore[list-item]
+        with pytest.raises(PeerUnreachable):
+            await ask_rank(ranks.ranks[0].runtime.address, timeout_s=0.3)
+        ranks.introduce()
 
 
 async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer) -> None:
@@ -172,6 +289,9 @@ async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
         {"serve_version": 3},
         {"terms": 30},
         {"tp_sizes": (0,)},
+        {"learn_hash": 1},
+        {"learn_hash": True, "hashes": ()},
+        {"ranks": "all"},
         {"region_names": (3,)},
     ],
 )

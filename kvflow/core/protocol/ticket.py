@@ -132,6 +132,8 @@ class _TicketExtension(_Offer, frozen=True, kw_only=True):
 
     version: Int64
     ranks: Annotated[list[RankLease], Meta(min_length=1)]
+    padding: Count = 0
+    """How many ids at the end of each table are not of the offer: there are readers of another make that count them."""
 
 
 class _TicketParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -404,7 +406,9 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         raise _wrong(params, error) from error
     tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
     offer = msgspec.structs.asdict(raw.kvflow)
-    version, (first, *others) = offer.pop("version"), offer.pop("ranks")
+    version, (first, *others), padding = offer.pop("version"), offer.pop("ranks"), offer.pop("padding")
+    if padding:
+        tables = tuple(ids[:-padding] for ids in tables)
     if version != PROTOCOL_VERSION:
         raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {version}")
     if not raw.do_remote_prefill:

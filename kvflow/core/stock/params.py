@@ -11,9 +11,11 @@ import msgspec
 from kvflow import checks
 from kvflow.checks import encodes, is_name, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host
+from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.protocol.spare import MARK
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.core.stock.deadline import Arrival
+from kvflow.core.stock.shape import expanded
 from kvflow.core.stock.texts import can_be_told
 from kvflow.core.stock.versions import UnknownLine, least_line, line_of
 from kvflow.errors import RequestError
@@ -27,7 +29,8 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """What a stock producer's parameters offer: a prompt's blocks, and nothing that could prove them.
 
     `block_ids` count vLLM's own blocks, of which a rank may hold several as one. Its engine's block size and heads, as
-    a `Ticket` has them, are not known before a rank has been asked.
+    a `Ticket` has them, are not known before a rank has been asked, nor are its groups: `needed_blocks` says which of
+    the blocks its tokens need.
     """
 
     least_line: str
@@ -36,6 +39,8 @@ class StockTicket(Ticket, frozen=True, kw_only=True, dict=True):
     """When they came to this engine; None if nobody noted that."""
     params: Mapping[str, Any] = msgspec.field(default_factory=dict)
     """As they came."""
+    left: int = 0
+    """How many of the offered tokens are not taken, from the last one on: `num_tokens` is without them."""
 
     @cached_property
     def offered_tokens(self) -> int:
@@ -53,9 +58,12 @@ def is_stock(params: Mapping[str, Any]) -> bool:
 
 
 def read_stock(
-    params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int
+    params: Mapping[str, Any], *, arrived: Arrival | None, lease_s: float, block_ids_max: int, left: int = 0
 ) -> StockTicket:
-    """The ticket that a stock producer's parameters are. RequestError names what is wrong, or not spoken with."""
+    """The ticket that a stock producer's parameters are, but for the last `left` tokens.
+
+    RequestError names what is wrong, or not spoken with.
+    """
     given = checks.mapping(params, "stock params")
     try:
         line = least_line([key for key in given if isinstance(key, str)])
@@ -66,9 +74,8 @@ def read_stock(
     mode = given.get("transfer_mode", "pull")
     if mode != "pull":
         raise RequestError(f"stock params: transfer_mode {shown(mode)}: blocks are pulled")
-    for name in ("dcp_size", "pp_size"):
-        if (size := given.get(name, 1)) != 1:
-            raise RequestError(f"stock params: {name} {shown(size)}: only 1 is read from")
+    if (size := given.get("dcp_size", 1)) != 1:
+        raise RequestError(f"stock params: dcp_size {shown(size)}: only 1 is read from")
     tables = _tables(given.get("remote_block_ids"), block_ids_max)
     host, port = given.get("remote_host"), checks.whole(given.get("remote_port"), "stock params: remote_port", least=1)
     if not isinstance(host, str) or not is_host(host) or port > PORT_MAX:
@@ -84,10 +91,10 @@ def read_stock(
         request_id=_request_id(given.get("remote_request_id")),
         block_ids=tables[0],
         more_block_ids=tables[1:],
-        num_tokens=num_tokens,
+        num_tokens=max(num_tokens - left, 0),
         ttl_s=lease_s,
         tp_size=checks.whole(given.get("tp_size", 1), "stock params: tp_size", least=1, most=RANKS_MAX),
-        pp_size=1,
+        pp_size=checks.whole(given.get("pp_size", 1), "stock params: pp_size", least=1, most=RANKS_MAX),
         dp_rank=0,
         block_size=1,
         kv_heads=1,
@@ -99,36 +106,82 @@ def read_stock(
         least_line=line.version,
         arrived=arrived,
         params=_kept(given),
+        left=min(left, num_tokens),
     )
 
 
-def stock_params(ticket: Ticket, version: str) -> dict[str, Any]:
+def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int) -> tuple[tuple[int, ...], ...]:
+    """Of what is offered, the blocks that hold what the tokens need, for each group as its ranks count them.
+
+    `groups` are a rank's, `split` of whose blocks are one of vLLM's. vLLM lists a prompt's blocks up to its last token:
+    all of them, or for a window as many as it may reach back, and null blocks (0) where it has given some back.
+    RequestError if they are not as many as that, or a needed one is null.
+    """
+    what = f"stock request {ticket.request_id!r}"
+    if len(ticket.block_tables) != len(groups):
+        tables = f"remote_block_ids has {len(ticket.block_tables)} tables"
+        raise RequestError(f"{what}: groups: ours {len(groups)}, {tables}")
+    found = []
+    for facts, ids in zip(groups, ticket.block_tables, strict=True):
+        size, tokens = facts.block_size * split, ticket.num_tokens
+        end = -(-(tokens + ticket.left) // size)
+        first = facts.first_needed(tokens) // size
+        if len(ids) > end or end - len(ids) > first or (facts.whole and len(ids) != end):
+            needs = f"{tokens + ticket.left} tokens fill {end} blocks of {size}, needed from block {first} on"
+            raise RequestError(f"{what}: {len(ids)} block ids of group {facts.name!r}, but {needs}")
+        behind = end - len(ids)
+        kept = ids[first - behind : -(-tokens // size) - behind]
+        if not facts.whole and 0 in kept:
+            raise RequestError(f"{what}: group {facts.name!r}: block {first + kept.index(0)} is null, but needed")
+        found.append(expanded(kept, split)[: -(-tokens // facts.block_size) - first * split])
+    return tuple(found)
+
+
+def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
     """A ticket's dict as readers of both kinds take it: what a stock producer of that version answers, and "kvflow".
 
-    Block ids are a table in a list, and of the whole prompt. RequestError for a ticket that a stock reader would die
-    of, or read wrongly.
+    Block ids are a table for each group, up to the end of the whole prompt, of which the last `left` tokens are not
+    offered: a stock reader makes room for all and computes the last one itself. Where that one would begin a block, a
+    block of the same prompt stands for it, and "kvflow" says so. RequestError for a ticket that a stock reader would
+    die of, or read wrongly.
     """
     line = line_of(version)
     if not can_be_told(ticket.request_id):
         raise RequestError(f"ticket: no stock reader can name the request {ticket.request_id[:80]!a}")
-    if ticket.more_block_ids or ticket.groups or ticket.pp_size != 1:
-        raise RequestError("ticket: stock readers are served one group of full attention, of one pipeline stage")
-    blocks = -(-ticket.num_tokens // ticket.block_size)
-    if len(ticket.block_ids) != blocks or ticket.first.block_ids is not None:
-        what = f"{len(ticket.block_ids)} blocks, but {ticket.num_tokens} tokens fill {blocks} of {ticket.block_size}"
-        raise RequestError(f"ticket: {what}: a stock reader counts them from the end")
+    if ticket.pp_size != 1:
+        raise RequestError(f"ticket: pp_size {ticket.pp_size}: stock readers (vLLM's pull mode) read from one stage")
+    if ticket.first.block_ids is not None:
+        raise RequestError("ticket: of host buffers, each rank's its own: stock readers take one table for all")
+    groups, tables, num_tokens = _groups(ticket), [], ticket.num_tokens + left
+    if len(groups) != len(ticket.block_tables):
+        raise RequestError(f"ticket: {len(groups)} groups, but {len(ticket.block_tables)} block tables")
+    padding = -(-num_tokens // ticket.block_size) + ticket.num_tokens // -ticket.block_size
+    for facts, ids in zip(groups, ticket.block_tables, strict=True):
+        if facts.kind is GroupKind.STATE or facts.block_size != ticket.block_size:
+            what = f"{facts.kind} with blocks of {facts.block_size}"
+            raise RequestError(f"ticket: group {facts.name!r}: {what}: stock readers are served attention of one size")
+        needed = facts.blocks_needed(ticket.num_tokens)
+        if len(ids) != needed or (padding and not ids):
+            what = f"{len(ids)} blocks, but {ticket.num_tokens} tokens need {needed} of {facts.block_size}"
+            raise RequestError(f"ticket: group {facts.name!r}: {what}: a stock reader counts them from the end")
+        tables.append([*ids, *ids[-1:] * padding])
     params = ticket.to_params()
     values: dict[str, Any] = {
         **params,
-        "remote_block_ids": [list(ticket.block_ids)],
-        "remote_num_tokens": ticket.num_tokens,
+        "remote_block_ids": tables,
+        "remote_num_tokens": num_tokens,
         "remote_blocks_expiry_time": None,
         "transfer_mode": "pull",
         "dcp_size": 1,
         "pp_size": 1,
         "remote_registration_generation": 0,
     }
-    return {**{name: values[name] for name in line.params}, "kvflow": params["kvflow"]}
+    own = {**params["kvflow"], **({"padding": padding} if padding else {})}
+    return {**{name: values[name] for name in line.params}, "kvflow": own}
+
+
+def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
+    return ticket.groups or (GroupFacts(name=DEFAULT_NAME, block_size=ticket.block_size),)
 
 
 def _engine_id(value: object) -> str:

@@ -1,9 +1,13 @@
 """What a stock rank's metadata means in kvflow's words, and ours in a stock reader's: layers, blocks, heads, memory.
 
 A stock rank says how many bytes a block has, not of how many heads: that follows from our own cache, of the same model.
+Nor does it say which layers share a region, where several groups of layers are laid over the same memory: it names the
+first, and says that the region is no single group's. vLLM lays the same model out alike everywhere, so ours says it, if
+regions, names and groups are the same.
+
 It cannot say how many ranks its engine has, either; parameters do, and nobody signs them. A question about a rank that
 does not exist ends a stock listener, so what is said is believed only where the first rank's heads prove it, or where
-this engine was told that there are such engines.
+this engine was told that there are such engines; a further pipeline stage exists if those before lack layers.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvflow.core.cache.groups import GroupFacts
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
-from kvflow.core.plan.topology import CacheShare
+from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import RegionTable, SealLocation
 from kvflow.core.stock.wire import Shown, StockMetadata
@@ -25,6 +29,8 @@ from kvflow.limits import SEAL_HOLD_S_MAX
 
 HEADS_FIRST = ("LBHNC", "HND")
 TOKENS_FIRST = ("LBNHC", "NHD")
+SHARED = -1
+"""What stands for the group of a region that layers of several groups lie in."""
 _LAYOUTS = (*HEADS_FIRST, *TOKENS_FIRST)
 _MEMORY = {"DRAM": "cpu", "VRAM": "cuda"}
 _NUMBER = re.compile(r"\d+")
@@ -35,12 +41,11 @@ class Unfit(Exception):
     """A stock rank whose cache we cannot read, or that cannot read ours: what, ours and theirs."""
 
 
-class OurCache(NamedTuple):
-    """What of our own rank a stock one is compared with: one group of full attention, and its one set of layers."""
+class OurSet(NamedTuple):
+    """Layers of our own rank that look alike."""
 
     share: CacheShare
     regions: Regions
-    group: GroupFacts
 
     @property
     def head_bytes(self) -> int:
@@ -55,69 +60,144 @@ class OurCache(NamedTuple):
         return self.share.model_kv_heads or (self.share.kv_heads if self.share.tp_size == 1 else 0)
 
 
+class OurRegion(NamedTuple):
+    """Memory of ours as a stock rank shows it: that of one layer, or of one layer of each of several groups."""
+
+    layer: int
+    """The first of its layers, by which it is named."""
+    at: tuple[int, int]
+    """Where that is: which set, and which layer of it."""
+    group: int
+    """That of all its layers, or SHARED."""
+
+
+class OurCache(NamedTuple):
+    """What of our own rank a stock one is compared with."""
+
+    sets: tuple[OurSet, ...]
+    groups: tuple[GroupFacts, ...]
+
+    @property
+    def layers(self) -> frozenset[int]:
+        return frozenset(layer for one in self.sets for layer in one.share.layers)
+
+    @property
+    def regions(self) -> tuple[OurRegion, ...]:
+        """In a stock rank's order: by their first layers."""
+        found: dict[int, OurRegion] = {}
+        for layer, which, nth in sorted(self._layers()):
+            group, base = self.sets[which].share.group, self.base_of(which, nth)
+            known = found.setdefault(base, OurRegion(layer, (which, nth), group))
+            if known.group != group:
+                found[base] = known._replace(group=SHARED)
+        return tuple(found.values())
+
+    def base_of(self, which: int, nth: int) -> int:
+        """Where the blocks of a set's layer begin."""
+        regions = self.sets[which].regions
+        return int(regions.bases[nth * len(regions.parts)])
+
+    def _layers(self) -> list[tuple[int, int, int]]:
+        sets = enumerate(self.sets)
+        return [(layer, which, nth) for which, one in sets for nth, layer in enumerate(one.share.layers)]
+
+
 def our_cache(shares: Sequence[CacheShare], regions: Sequence[Regions], groups: Sequence[GroupFacts]) -> OurCache:
     """Unfit if our cache is not one that is exchanged with stock engines."""
-    if len(shares) != 1 or len(groups) != 1 or not groups[0].whole or shares[0].part:
-        found = f"{len(groups)} groups, {len(shares)} sets of layers"
-        raise Unfit(
-            f"our cache: {found}: one of full attention, whose layers are alike, is exchanged with stock engines"
-        )
+    if any(share.part for share in shares) or any(group.kind is GroupKind.STATE for group in groups):
+        raise Unfit("our cache: state per request is not exchanged with stock engines, attention is")
+    if len(sizes := {group.block_size for group in groups}) > 1:
+        raise Unfit(f"our cache: groups with blocks of {sorted(sizes)} tokens: stock engines say one size")
     if shares[0].pp_size != 1:
         raise Unfit(f"our cache: pp_size {shares[0].pp_size}: only 1 is exchanged with stock engines")
-    return OurCache(shares[0], regions[0], groups[0])
+    return OurCache(tuple(map(OurSet, shares, regions)), tuple(groups))
 
 
-def metadata_of(shown: Shown, agent: str, ours: OurCache, *, tp_rank: int, tp_size: int) -> messages.Metadata:
-    """A stock rank as `messages.Metadata`, to be judged as any other. Unfit, or WireError, names what cannot be."""
+def metadata_of(shown: Shown, agent: str, ours: OurCache, *, rank: Rank, sizes: tuple[int, int]) -> messages.Metadata:
+    """A stock rank as `messages.Metadata`, to be judged as any other. Unfit, or WireError, names what cannot be.
+
+    `sizes` are how many tensor-parallel ranks and pipeline stages its engine has.
+    """
+    tp_size, pp_size = sizes
     found = shown.metadata
     if problems := unread(found):
         raise Unfit("; ".join(problems))
-    heads = _heads(found, ours)
-    layers = _layer_numbers(found, ours)
-    share = msgspec.structs.replace(
-        ours.share,
-        tp_rank=tp_rank,
-        tp_size=tp_size,
-        layers=layers,
-        kv_heads=heads,
-        block_size=found.block_size,
-    )
+    place_of = _places(found, ours, whole=pp_size == 1)
     device_kind, device_index = _device(found, ours)
-    table = RegionTable(
-        bases=found.kv_caches_base_addr,
-        strides=found.block_strides or found.block_lens,
-        block=_block(found, ours, heads),
-        parts=ours.regions.parts if ours.share.latent else ("KV",),
-        num_blocks=_num_blocks(found),
-        device_kind=device_kind,
-        device_index=device_index,
-    )
+    num_blocks, strides = _num_blocks(found), found.block_strides or found.block_lens
+    shares: list[CacheShare] = []
+    tables: list[RegionTable] = []
+    for which, one in enumerate(ours.sets):
+        held = [
+            (layer, place_of[ours.base_of(which, nth)])
+            for nth, layer in enumerate(one.share.layers)
+            if ours.base_of(which, nth) in place_of
+        ]
+        if not held:
+            continue
+        places = [place for _, place in held]
+        heads = _heads(found, one, places)
+        shares.append(
+            msgspec.structs.replace(
+                one.share,
+                tp_rank=rank.tp,
+                tp_size=tp_size,
+                pp_rank=rank.pp,
+                pp_size=pp_size,
+                layers=tuple(layer for layer, _ in held),
+                kv_heads=heads,
+                block_size=found.block_size,
+            )
+        )
+        tables.append(
+            RegionTable(
+                bases=[found.kv_caches_base_addr[place] for place in places],
+                strides=[strides[place] for place in places],
+                block=_block(found, one, heads),
+                parts=one.regions.parts if one.share.latent else ("KV",),
+                num_blocks=num_blocks,
+                device_kind=device_kind,
+                device_index=device_index,
+            )
+        )
     return messages.Metadata(
         engine_id=found.engine_id,
         incarnation=agent,
         clock_s=shown.clock_s,
-        cache_shares=(share,),
+        cache_shares=tuple(shares),
         agent_metadata=found.agent_metadata,
         agent_metadata_crc32=messages.checksum(found.agent_metadata),
-        regions=(table,),
-        groups=(GroupFacts(name=ours.group.name, block_size=found.block_size),),
+        regions=tuple(tables),
+        groups=tuple(msgspec.structs.replace(group, block_size=found.block_size) for group in ours.groups),
         seals=_NO_SEALS,
         staged=False,
     )
 
 
-def check_tp_size(kv_heads: int, tp_size: int, ours: OurCache, known: Collection[int]) -> None:
-    """Unfit unless an engine with so many heads on its first rank has, or may well have, `tp_size` ranks.
+def check_tp_size(share: CacheShare, ours: OurCache, known: Collection[int]) -> None:
+    """Unfit unless an engine of whose first rank this is a share has, or may well have, as many ranks as it says.
 
     `known` are the sizes that this engine was told of: heads that are on several ranks prove none.
     """
-    model = ours.model_kv_heads
+    mine = next(one for one in ours.sets if not {*one.share.layers}.isdisjoint(share.layers))
+    kv_heads, tp_size, model = share.kv_heads, share.tp_size, mine.model_kv_heads
     if tp_size == 1 or tp_size in known:
         return
-    if not ours.share.latent and model and kv_heads * tp_size == model:
+    if not share.latent and model and kv_heads * tp_size == model:
         return
     proof = f"a rank with {kv_heads} of {model or 'so many'} heads does not prove it"
     raise Unfit(f"tp_size: the parameters say {tp_size}, {proof}: name it among the known ones (stock_tp_sizes)")
+
+
+def check_stage(pp_rank: int, pp_size: int, held: Collection[int], ours: OurCache) -> None:
+    """Unfit unless an engine whose stages before this one hold these layers has another stage; or none, as the last.
+
+    `pp_rank` is `pp_size` for the stage behind the last one, which is not to be there.
+    """
+    missing = sorted(ours.layers - set(held))
+    if bool(missing) != (pp_rank < pp_size):
+        found = f"{pp_rank} of its stages have all but {missing[:8]}" if missing else f"{pp_rank} have all layers"
+        raise Unfit(f"pp_size: the parameters say {pp_size}, {found}")
 
 
 def expanded(ids: Sequence[int], split: int) -> tuple[int, ...]:
@@ -127,7 +207,6 @@ def expanded(ids: Sequence[int], split: int) -> tuple[int, ...]:
 
 def unread(found: StockMetadata) -> list[str]:
     """Why no cache like this one is read, whatever ours is; empty if it may be."""
-    groups, sizes = set(found.region_group_ids or [0]), sorted(set(found.block_lens))
     members = found.packed_member_layouts or any(len(names) > 1 for names in found.region_members)
     layout = found.kv_cache_layout
     problems = {
@@ -136,37 +215,69 @@ def unread(found: StockMetadata) -> list[str]:
         f"state per request (ssm_sizes {found.ssm_sizes}) is not read from stock engines": (
             any(found.ssm_sizes) or found.ple_block_len is not None
         ),
-        "regions that hold several layers are not read from stock engines": members,
-        f"groups {sorted(groups)[:8]}: one group is read from stock engines": groups != {0},
-        f"blocks of different sizes: {sizes[:8]} bytes": len(sizes) != 1,
+        "regions of packed layers (region_members) are not read from stock engines": members,
         f"kv_cache_layout: read are {', '.join(_LAYOUTS)}, theirs is {layout[:40]!a}": layout not in _LAYOUTS,
     }
     return [problem for problem, found_so in problems.items() if found_so]
 
 
-def _heads(found: StockMetadata, ours: OurCache) -> int:
-    each = found.block_size * ours.head_bytes
-    heads, rest = divmod(found.block_lens[0], each)
+def _places(found: StockMetadata, ours: OurCache, *, whole: bool) -> dict[int, int]:
+    """Which of their regions is which of ours, by the address of ours. Unfit unless they are laid out alike.
+
+    A stage of several (not `whole`) has some of the layers.
+    """
+    regions = ours.regions
+    numbers = _first_layers(found, regions, whole=whole)
+    by_layer = {region.layer: region for region in regions}
+    if (
+        len(set(numbers)) < len(numbers)
+        or not set(numbers) <= by_layer.keys()
+        or (whole and len(numbers) < len(regions))
+    ):
+        what = f"ours {_text(by_layer)}, theirs {_text(numbers)}"
+        raise Unfit(f"layers: {what}: regions are named by their first layers")
+    groups = [by_layer[number].group for number in numbers]
+    shown = found.region_group_ids
+    if shown is None and set(groups) != {0}:
+        raise Unfit(f"groups: ours {len(ours.groups)}, theirs are not said (vLLM before 0.30)")
+    if shown is not None and shown != groups:
+        raise Unfit(f"groups of regions: ours {_text(groups)}, theirs {_text(shown)}")
+    return {ours.base_of(*by_layer[number].at): place for place, number in enumerate(numbers)}
+
+
+def _first_layers(found: StockMetadata, regions: Sequence[OurRegion], *, whole: bool) -> list[int]:
+    """The number of each region's first layer; theirs are in our order where they have no names."""
+    count = len(found.kv_caches_base_addr)
+    if whole and count != len(regions):
+        raise Unfit(f"layers: ours {len(regions)}, theirs {count} regions")
+    if found.region_names is None:
+        if not whole:
+            raise Unfit("layers: a pipeline stage has to name its layers (vLLM 0.30 and later)")
+        return [region.layer for region in regions]
+    numbers = [_NUMBER.findall(name) for name in found.region_names]
+    if any(len(one) != 1 for one in numbers):
+        raise Unfit(f"layers: {found.region_names[0][:80]!a} and others have not one number each")
+    return [int(one[0]) for one in numbers]
+
+
+def _text(numbers: Collection[int]) -> str:
+    return f"{len(numbers)} ({', '.join(map(str, list(numbers)[:16]))}{', ...' if len(numbers) > 16 else ''})"
+
+
+def _heads(found: StockMetadata, ours: OurSet, places: Sequence[int]) -> int:
+    """Of one rank, for these of its regions. Unfit if they differ, or have no whole number of heads."""
+    sizes = {found.block_lens[place] for place in places}
+    if len(sizes) > 1:
+        raise Unfit(f"blocks of different sizes: {sorted(sizes)[:8]} bytes for layers that are alike here")
+    (size,) = sizes
+    heads, rest = divmod(size, found.block_size * ours.head_bytes)
     if rest or not heads:
-        what = f"ours {ours.head_bytes} bytes for a head of a token, theirs {found.block_lens[0]} for a block"
+        what = f"ours {ours.head_bytes} bytes for a head of a token, theirs {size} for a block"
         raise Unfit(f"block_len: {what} of {found.block_size} tokens")
     return heads
 
 
-def _layer_numbers(found: StockMetadata, ours: OurCache) -> tuple[int, ...]:
-    """The number of each region's layer; theirs are in our order where they have no names."""
-    count = len(found.kv_caches_base_addr)
-    if count != len(ours.share.layers):
-        raise Unfit(f"layers: ours {len(ours.share.layers)}, theirs {count} regions")
-    if found.region_names is None:
-        return tuple(sorted(ours.share.layers))
-    numbers = [_NUMBER.findall(name) for name in found.region_names]
-    if any(len(one) != 1 for one in numbers):
-        raise Unfit(f"layers: {found.region_names[0][:80]!a} and others have not one number each")
-    return tuple(int(one[0]) for one in numbers)
-
-
-def _block(found: StockMetadata, ours: OurCache, heads: int) -> BlockShape:
+def _block(found: StockMetadata, ours: OurSet, heads: int) -> BlockShape:
     tokens, run = found.block_size, ours.head_bytes
     if found.kv_cache_layout in HEADS_FIRST or heads == 1:
         return BlockShape(tokens, heads, run, run, tokens * run)
@@ -181,7 +292,8 @@ def _num_blocks(found: StockMetadata) -> int:
 
 
 def _device(found: StockMetadata, ours: OurCache) -> tuple[str, int]:
-    kinds = {_MEMORY.get(kind, kind[:20]) for kind in found.region_mem_types or ()} or {ours.regions.device.kind}
+    here = ours.sets[0].regions.device.kind
+    kinds = {_MEMORY.get(kind, kind[:20]) for kind in found.region_mem_types or ()} or {here}
     if len(kinds) != 1:
         raise Unfit(f"regions in several kinds of memory: {sorted(kinds)}")
     kind = kinds.pop()

@@ -70,6 +70,7 @@ _LABEL_OF = attrgetter("peer.label")
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
 _BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
+_FRESHNESS = ("seal", "deadline")  # by whether there is a deadline
 _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
 
 
@@ -131,7 +132,7 @@ class _Load:
             notified=notified,
             seconds=seconds,
             verification=self.verification,
-            freshness="deadline" if self.read_from and self.read_from[0].deadline is not None else "seal",
+            freshness=_FRESHNESS[bool(self.read_from) and self.read_from[0].deadline is not None],
             payload=self.payload,
         )
 
@@ -630,6 +631,7 @@ class Loader:
                 descriptors=flight.descriptor_count if flight else 0,
                 seconds=load.watch.seconds,
                 verification=load.verification,
+                freshness=_FRESHNESS[load.read_from[0].deadline is not None] if load.read_from else "",
                 landed=load.landed.moments if load.landed is not None else (),
                 traceparent=load.ticket.traceparent,
             )

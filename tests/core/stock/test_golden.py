@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.protocol.messages import WireError, decode_notification
 from kvflow.core.stock.hashing import compatibility_hash
-from kvflow.core.stock.params import is_stock, read_stock
+from kvflow.core.stock.params import is_stock, needed_blocks, read_stock
 from kvflow.core.stock.texts import Heartbeat, Read, decode_text, heartbeat_texts, is_text, read_text
 from kvflow.core.stock.versions import line_of
 from kvflow.core.stock.wire import (
@@ -79,6 +80,15 @@ def test_params() -> None:
     assert (ticket.engine_id, ticket.request_id) == ("prefill-1", "cmpl-9d2f-0-0a1b2c3d")
     assert ticket.least_line == "0.29"
     assert ticket.to_params() == params
+
+
+def test_params_of_several_groups() -> None:
+    """Of a window of 100 tokens in blocks of 64 a stock scheduler lists three, be they null or not."""
+    ticket = read_stock(GOLDEN["group_params"], arrived=None, lease_s=30.0, block_ids_max=100)
+    assert ticket.block_tables == ((4, 9, 2, 11, 5), (0, 21, 22))
+    full = GroupFacts(name="full", block_size=64)
+    window = GroupFacts(name="window", block_size=64, kind=GroupKind.SLIDING, window=99)
+    assert needed_blocks(ticket, (full, window), 1) == ((4, 9, 2, 11, 5), (21, 22))
 
 
 @pytest.mark.parametrize("vector", GOLDEN["hashes"])
