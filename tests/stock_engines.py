@@ -114,6 +114,10 @@ class StockProducer:
         self.died: BaseException | None = None
         self.change: dict[str, Any] = {}
         """Of the metadata that it shows."""
+        self.show: Callable[[int], int] = lambda rank: rank
+        """Which rank it shows where one is asked for."""
+        self.twist: Callable[[list[bytes]], list[bytes]] | None = None
+        """What becomes of its answers."""
         self.port = 0
 
     @property
@@ -184,12 +188,13 @@ class StockProducer:
                     payload = {
                         divmod(rank, self.tp_size): {
                             "compatibility_hash": self.compatibility_hash,
-                            "agent_metadata_bytes": self.metadata(rank),
+                            "agent_metadata_bytes": self.metadata(self.show(rank)),
                         }
                         for rank in range(len(self.caches))
                     }[pp_rank, tp_rank]
-                    clock = msgspec.msgpack.encode(1.5)
-                    await socket.send_multipart([identity, b"", msgspec.msgpack.encode(payload), clock])
+                    frames = [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(1.5)]
+                    frames = frames if self.twist is None else self.twist(frames)
+                    await socket.send_multipart([identity, b"", *frames])
             except Exception as error:  # noqa: BLE001 - what it dies of
                 self.died = error
 

@@ -4,8 +4,10 @@ Both pairs of servers run, and take turns: while one answers the other is stoppe
 keeps two cores busy when it is idle. Run it in the environment of `python3 dev.py vllm`, on a machine that does
 nothing else:
 
-    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10] [--only speed|idle|stale|models|first|flow]
+    .venv-vllm/bin/python tests_vllm/compare.py [--rounds 5] [--idle-s 10]
+        [--only speed|idle|stale|models|first|flow|stock]
 
+`stock` has stock producers, read by kvflow (mixed) and by stock (nixl).
 `models` and `first` start each pair of servers by itself. `models` is no measurement, and takes an hour. `flow` is of
 prompts that are read while they are computed, and no part of the rest:
 
@@ -52,6 +54,7 @@ from tests_vllm.test_models import LENGTHS as MODEL_LENGTHS
 LENGTHS = (100, 400, 1000, 1900)
 TOKENS = 16
 CONNECTORS = {"kvflow": tuple(KVFLOW.items()), "nixl": (("kv_connector", "NixlConnector"),)}
+MIXED = "mixed"  # kvflow reads from a stock producer
 LEASE_S = 5
 STALE_PROMPT, STALE_BLOCKS, OTHERS = 417, 24, 8
 FLOW_PROMPT, FLOW_CHUNK, FLOW_TOKENS = 1900, 256, 4
@@ -65,19 +68,27 @@ class Pair:
 
     @classmethod
     def start(
-        cls, name: str, *, blocks: int | None = None, lease_s: int | None = None, options: tuple[str, ...] = ()
+        cls,
+        name: str,
+        reader: str = "",
+        *,
+        blocks: int | None = None,
+        lease_s: int | None = None,
+        port: int = 18600,
+        options: tuple[str, ...] = (),
     ) -> Pair:
-        setups = (_setup(name, role, core, blocks, lease_s) for core, role in enumerate(("producer", "consumer")))
-        return cls(name, *(Server.start(replace(setup, options=options)) for setup in setups))
+        """Servers with these connectors, the same on both sides if `reader` is not named; on ports from `port` on."""
+        sides = enumerate((("producer", name), ("consumer", reader or name)))
+        setups = (_setup(made, role, core, blocks, lease_s, port) for core, (role, made) in sides)
+        return cls(reader or name, *(Server.start(replace(setup, options=options)) for setup in setups))
 
     def wait_up(self) -> None:
         self.producer.wait_up()
         self.consumer.wait_up()
 
     def signal(self, what: signal.Signals) -> None:
-        for server in (self.producer, self.consumer):
-            for process in server.processes():
-                process.send_signal(what)
+        self.producer.signal(what)
+        self.consumer.signal(what)
 
     def kill(self) -> None:
         self.producer.kill()
@@ -92,17 +103,17 @@ class Pair:
             self.signal(signal.SIGSTOP)
 
 
-def _setup(name: str, role: str, core: int, blocks: int | None, lease_s: int | None) -> Setup:
-    extra = {"kvflow": {"model": NAME}, "nixl": {}}[name]
+def _setup(name: str, role: str, core: int, blocks: int | None, lease_s: int | None, port: int) -> Setup:
+    extra = {"kvflow": {"model": NAME}, MIXED: {"model": NAME, "stock_peers": True}, "nixl": {}}[name]
     if lease_s is not None:
         extra[{"kvflow": "lease_ttl_s", "nixl": "kv_lease_duration"}[name]] = lease_s
     return Setup(
         role=f"kv_{role}",
         core=core,
-        connector=CONNECTORS[name],
+        connector=CONNECTORS["kvflow" if name == MIXED else name],
         extra=tuple(extra.items()),
         blocks=blocks,
-        environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(18600 + 10 * core)),),
+        environment=(("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port + 10 * core)),),
     )
 
 
@@ -137,6 +148,21 @@ def _streamed(server: Server, prompt: Sequence[int], tokens: int, **more: Any) -
                 first_s = first_s or time.perf_counter()
                 text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
     return first_s, text
+
+
+def stock(rounds: int) -> None:
+    """Stock producers, read by kvflow and by stock."""
+    pairs: list[Pair] = []
+    try:
+        for port, reader in ((18600, MIXED), (18640, "nixl")):
+            pairs.append(Pair.start("nixl", reader, port=port))
+            pairs[-1].wait_up()
+            story = _story(pairs[-1])
+            pairs[-1].signal(signal.SIGSTOP)
+        speed(pairs, story, rounds)
+    finally:
+        for pair in pairs:
+            pair.kill()
 
 
 def speed(pairs: Sequence[Pair], story: Sequence[int], rounds: int) -> None:
@@ -406,7 +432,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--idle-s", type=float, default=10.0)
-    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first", "flow"])
+    parser.add_argument("--only", choices=["speed", "idle", "stale", "models", "first", "flow", "stock"])
     options = parser.parse_args()
     if options.only == "models":
         return models()
@@ -414,6 +440,8 @@ def main() -> None:
         return first(options.rounds)
     if options.only == "flow":
         return flow(options.rounds)
+    if options.only == "stock":
+        return stock(options.rounds)
     if options.only != "stale":
         pairs: list[Pair] = []
         try:

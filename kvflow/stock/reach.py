@@ -73,7 +73,11 @@ class StockReach:
     def _source(self, ticket: StockTicket, sight: Sight, peer: Peer, connection: StockConnection) -> StockSource:
         """A connected rank, and which of its blocks are read. Raises as `needed_blocks` and `Sights.deadline_of` do."""
         deadline = self._sights.deadline_of(sight, peer, connection.agent, ticket)
-        tables, rank = needed_blocks(ticket, connection.groups, connection.split), peer.rank
+        count, split = sum(map(len, ticket.block_tables)), connection.split
+        if count * split > self.block_ids_max:
+            why = f"{count} blocks of {split} physical ones each: at most {self.block_ids_max} in all"
+            raise peer.at.failure(PeerIncompatible, why)
+        tables, rank = needed_blocks(ticket, connection.groups, split), peer.rank
         lease = msgspec.structs.replace(
             ticket.first, pp_rank=rank.pp, tp_rank=rank.tp, block_ids=tables[0], more_block_ids=tables[1:]
         )

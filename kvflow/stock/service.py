@@ -63,7 +63,7 @@ class StockService:
         config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()
-        """Of open leases that have been read."""
+        """Of leases that have been read by some, by lease id."""
         self.refused = 0
         """Questions that had no answer, and texts that said nothing."""
 
@@ -89,22 +89,25 @@ class StockService:
             logger.info("dropped a stock reader's notification: %s", error)
             return True
         if isinstance(heard, Heartbeat):
-            for request_id in heard.request_ids:
-                self._renew(request_id)
+            self._renew(heard.request_ids)
         else:
             self._read(heard)
         return True
 
-    def _renew(self, request_id: str) -> None:
-        lease_id = self._leases.lease_id_of(request_id) or _NOBODYS
-        self._leases.on_notification(messages.encode(messages.Renew(lease_ids=(lease_id,), reader="stock")))
+    def _renew(self, request_ids: tuple[str, ...]) -> None:
+        """Renew those that are leased; the others are a late word, together: a heartbeat may name thousands."""
+        leased = {self._leases.lease_id_of(request_id) or _NOBODYS for request_id in request_ids}
+        for lease_id in leased:
+            self._leases.on_notification(messages.encode(messages.Renew(lease_ids=(lease_id,), reader="stock")))
 
     def _read(self, heard: Read) -> None:
         """One of so many readers has read. Readers do not say who they are, so all that is known is how many told."""
         lease_id = self._leases.lease_id_of(heard.request_id)
-        tally = self._tallies.setdefault(heard.request_id, _Tally(heard.readers))
-        if lease_id is None or len(self._tallies) > _TALLIES_MAX:
-            self._tallies.popitem(last=lease_id is None)
+        tally = _Tally(heard.readers)
+        if lease_id is not None:
+            tally = self._tallies.setdefault(lease_id, tally)
+            if len(self._tallies) > _TALLIES_MAX:
+                self._tallies.popitem(last=False)
         if tally.readers != heard.readers:
             self.refused += 1
             logger.info("stock readers of one request say that they are %s, and %s", tally.readers, heard.readers)

@@ -8,7 +8,7 @@ import socket
 from random import Random
 
 import zmq
-from fuzz.mutants import listener_messages, tcp_streams
+from fuzz.mutants import listener_messages, messages_of_both_wires, tcp_streams
 
 from kvflow.core.plan.topology import CacheShare
 
@@ -29,10 +29,15 @@ def send_messages(
     bytes_max: int,
     count: int,
     server_key: bytes,
+    stock: bool = False,
 ) -> int:
-    """Send messages of all kinds over ZeroMQ; with a `server_key` they try to get in with keys that nobody knows."""
+    """Send messages of all kinds over ZeroMQ, half of them of the stock wire if told to.
+
+    With a `server_key` they try to get in with keys that nobody knows.
+    """
     rng = Random(seed)
-    messages = listener_messages(rng, fingerprint, cache_shares, bytes_max)
+    make = messages_of_both_wires if stock else listener_messages
+    messages = make(rng, fingerprint, cache_shares, bytes_max)
     curve, address = server_key != b"", source(rng)
     sent = 0
     with zmq.Context() as context:

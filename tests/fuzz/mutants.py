@@ -11,6 +11,7 @@ import msgspec
 
 from kvflow.core.plan.topology import CacheShare
 from kvflow.core.protocol import messages
+from kvflow.core.stock.wire import encode_question
 
 ODD_NUMBERS = [True, -1, 0, 1, (1 << 31) - 1, (1 << 63) - 1, -(1 << 63), (1 << 64) - 1]
 ODD_NUMBERS += [0.0, 1e308, float("nan"), float("-inf")]
@@ -78,9 +79,14 @@ def mutant(rng: Random, message: msgspec.Struct) -> bytes:
     """A message of ours that went wrong on its way."""
     if rng.random() < 0.5:
         return torn(rng, messages.encode(message))
+    return packed_bent(rng, msgspec.msgpack.decode(messages.encode(message)))
+
+
+def packed_bent(rng: Random, value: Any) -> bytes:
+    """The structure with something wrong in it, as bytes."""
     while True:
         try:
-            return msgspec.msgpack.encode(bent(rng, msgspec.msgpack.decode(messages.encode(message))))
+            return msgspec.msgpack.encode(bent(rng, value))
         except (OverflowError, RecursionError):
             continue
 
@@ -156,6 +162,56 @@ def listener_messages(
                 yield [messages.encode(header), messages.encode(body)]
             case _:
                 yield [messages.encode(header), mutant(rng, body)]
+
+
+def stock_messages(rng: Random, bytes_max: int) -> Iterator[list[bytes]]:
+    """Messages without end, for a listener that stock engines ask: their question gone wrong, and what is none."""
+    while True:
+        question = encode_question(rng.choice((0, 0, 1)), rng.choice((0, 0, 1, 7, 130, 1023)))
+        match rng.randrange(8):
+            case 0:
+                few = ([b""], [b"", b""], [b"", question, b""], [question], [b"", b"", question])
+                yield rng.choice((*few, [b""] * 300))
+            case 1:
+                yield [b"", packed_bent(rng, [b"get_meta_msg", 0, 0])]
+            case 2:
+                yield [b"", rng.randbytes(rng.choice((1, 20, 64, 65, 3000)))]
+            case 3:  # one that says that it is huge, and one that is
+                yield [b"", rng.choice((b"\xdd", b"\xc6", b"\xdf", b"\xdb")) + b"\xff" * 4 + question]
+                if rng.random() < 0.02:
+                    yield [b"", question.ljust(bytes_max + rng.choice((-1, 0, 1, 1000)), b"\0")]
+            case 4:  # other versions: one item, two, four, another word
+                others = ([b"get_meta_msg"], [b"get_meta_msg", 0], [b"get_meta_msg", 0, 0, 0], [b"get_data_msg", 0, 0])
+                yield [b"", rng.choice((b"get_meta_msg", *map(msgspec.msgpack.encode, others)))]
+            case 5:
+                yield [b"", question]
+            case _:
+                yield [b"", torn(rng, question)]
+
+
+def messages_of_both_wires(
+    rng: Random, fingerprint: bytes, cache_shares: tuple[CacheShare, ...], bytes_max: int
+) -> Iterator[list[bytes]]:
+    """Messages without end, for a listener that answers both kinds."""
+    kinds = (stock_messages(rng, bytes_max), listener_messages(rng, fingerprint, cache_shares, bytes_max))
+    while True:
+        yield next(rng.choice(kinds))
+
+
+def stock_text(rng: Random, names: list[str]) -> bytes:
+    """A forged notification of a stock reader, of a request that there is or may be, or one gone wrong."""
+    name = rng.choice((*names, "x" * 1024, "HB", "", "a,b", "\u00e9", ":"))
+    match rng.randrange(6):
+        case 0:
+            return f"{name}:{rng.choice((0, -1, 1, 2, 1 << 20, 1 << 70, 'x', ''))}".encode()
+        case 1:
+            return ("HB:" + ",".join(rng.choices(names, k=rng.choice((1, 3, 1000))))).encode()
+        case 2:
+            return b"PUSH_REG:" + msgspec.msgpack.encode({"request_id": name, "decode_port": 1})
+        case 3:
+            return rng.randbytes(rng.choice((0, 1, 40, 5000)))
+        case _:
+            return torn(rng, f"{name}:{rng.choice((1, 2, 3))}".encode())
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00"

@@ -196,6 +196,31 @@ async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer) -> No
         assert await lease is LeaseOutcome.READ
 
 
+async def test_a_late_word_about_one_lease_forgets_no_reader_of_another(consumer: StockConsumer) -> None:
+    async with producer() as ours:
+        lease, params = ours.offer("over", [3], TOKENS)
+        await consumer.shake_hands(params)
+        await consumer.read(params, [1])
+        assert await lease is LeaseOutcome.READ
+        lease, params = ours.offer("two", [4], TOKENS)
+        consumer.say(b"two:2")
+        consumer.say(b"over:1")
+        await wait_for(lambda: ours.runtime.statistics().serving.late_notifications == 1)
+        consumer.say(b"two:2")
+        assert await lease is LeaseOutcome.READ
+
+
+async def test_of_a_name_that_is_served_again_nothing_old_counts(consumer: StockConsumer) -> None:
+    async with producer() as ours:
+        for readers in (1, 2, 3):
+            lease, params = ours.offer("again", [3], TOKENS)
+            await consumer.shake_hands(params)
+            for _ in range(readers):
+                assert not lease.done
+                consumer.say(b"again:%d" % readers)
+            assert await lease is LeaseOutcome.READ
+
+
 async def test_heartbeats_renew(consumer: StockConsumer) -> None:
     async with producer() as ours:
         lease, params = ours.offer("beats", [3], TOKENS, ttl_s=1.0)

@@ -18,6 +18,9 @@ _HEARTBEAT = "HB:"
 _PUSHED = "PUSH_REG:"
 _ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
+"""Of those that are sent."""
+HEARD_BYTES_MAX = 1 << 18
+"""Of those that come: a stock reader names all requests that wait there for one producer in one heartbeat."""
 
 
 class Read(NamedTuple):
@@ -69,8 +72,8 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 def decode_text(payload: bytes) -> Read | Heartbeat:
     """What a stock reader says. WireError for anything else: nothing of it ends anything here."""
-    if len(payload) > TEXT_BYTES_MAX:
-        raise WireError(f"a text of {len(payload)} bytes, at most {TEXT_BYTES_MAX}")
+    if len(payload) > HEARD_BYTES_MAX:
+        raise WireError(f"a text of {len(payload)} bytes, at most {HEARD_BYTES_MAX}")
     try:
         text = payload.decode("ascii")
     except UnicodeDecodeError as error:
@@ -78,7 +81,7 @@ def decode_text(payload: bytes) -> Read | Heartbeat:
     if text.startswith(_PUSHED):
         raise WireError("a reader that wants blocks pushed (NixlPushConnector)")
     if text.startswith(_HEARTBEAT):
-        names = tuple(text.removeprefix(_HEARTBEAT).split(","))
+        names = tuple(dict.fromkeys(text.removeprefix(_HEARTBEAT).split(",")))
         if not all(map(can_be_told, names)):
             raise WireError(f"a heartbeat for {len(names)} requests that cannot be")
         return Heartbeat(names)

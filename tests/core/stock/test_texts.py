@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.messages import ReadDone, Renew, WireError, encode
 from kvflow.core.stock.texts import (
+    HEARD_BYTES_MAX,
     TEXT_BYTES_MAX,
     Heartbeat,
     Read,
@@ -56,7 +57,7 @@ def test_whatever_is_sent_is_read_by_a_stock_producer_as_it_was_meant(request_id
         assert decode_text(read_text(request_id, readers)) == Read(request_id, readers)
 
 
-@given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(can_be_told), max_size=60))
+@given(st.lists(st.text("abc-:0#", min_size=1, max_size=900).filter(can_be_told), max_size=60, unique=True))
 def test_heartbeats_name_all_of_many_in_bounded_texts(names: list[str]) -> None:
     texts = list(heartbeat_texts(names))
     assert all(len(text) <= TEXT_BYTES_MAX for text in texts)
@@ -81,13 +82,20 @@ def test_heartbeats_name_all_of_many_in_bounded_texts(names: list[str]) -> None:
         b"HB:a,,b",
         b"\xff:1",
         b"PUSH_REG:\x80",
-        b"x" * (TEXT_BYTES_MAX + 1),
+        b"x" * (HEARD_BYTES_MAX - 1) + b":1",
         "id:٣".encode(),
     ],
 )
 def test_a_text_that_says_nothing_is_refused(payload: bytes) -> None:
     with pytest.raises(WireError):
         decode_text(payload)
+
+
+def test_a_reader_with_many_requests_names_all_in_one_heartbeat() -> None:
+    """vLLM's bounds it nowhere: dropped, it would let every lease run out that it names."""
+    names = [f"cmpl-{number:036}-0-aabbccdd#{number:032}" for number in range(2000)]
+    heard = decode_text(("HB:" + ",".join([*names, *names[:9]])).encode())
+    assert heard == Heartbeat(tuple(names))
 
 
 def test_our_own_notifications_are_told_from_texts_by_their_first_byte() -> None:
