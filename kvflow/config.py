@@ -52,8 +52,8 @@ def is_host(text: str) -> bool:
 
 def auto_target(advertise_host: str | None) -> str | None:
     """The HOST of "auto:HOST", "" of "auto", None of anything else."""
-    match = None if advertise_host is None else _AUTO.fullmatch(advertise_host)
-    return None if match is None else match[1] or ""
+    found = _AUTO.fullmatch(advertise_host or "")
+    return None if found is None else found.group(1) or ""
 
 
 @lru_cache(maxsize=1024)
@@ -182,7 +182,7 @@ class Config:
 
     @property
     def advertise_toward(self) -> str | None:
-        """What the address to advertise has to have a route to: HOST of "auto:HOST", "" of "auto"; None: it is given."""
+        """What the advertised address has to have a route to: HOST of "auto:HOST", "" of "auto"; None: it is given."""
         return auto_target(self.advertise_host)
 
     @property
@@ -207,7 +207,7 @@ def _check_names(config: Config) -> None:
         raise ConfigError(f"model: expected at most 1024 characters, got {len(config.model)}")
     named = config.advertise_toward or config.advertise_host
     if named is not None and not is_host(named):
-        raise ConfigError(f"advertise_host: {config.advertise_host[:300]!r} is no host that peers can connect to")
+        raise ConfigError(f"advertise_host: {named[:300]!r} is no host that peers can connect to")
 
 
 def _check_curve(config: Config) -> None:

@@ -10,7 +10,7 @@ from kvflow.core.protocol import messages
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
-from kvflow.testing.side_channel import Frames, InprocSideChannel, settle, own_host
+from kvflow.testing.side_channel import Frames, InprocSideChannel, own_host, settle
 from kvflow.testing.simulator.network import Host, Network
 
 
