@@ -24,7 +24,15 @@ TESTS = {
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
-LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["ray", "vllm"], ["bench"], ["doctor"], ["cli"]]
+LEVELS += [
+    ["stock"],
+    ["blocking"],
+    ["connector", "observe", "testing"],
+    ["ray", "vllm"],
+    ["bench"],
+    ["doctor"],
+    ["cli"],
+]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}

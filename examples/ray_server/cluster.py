@@ -41,7 +41,7 @@ class LocalCluster:
         self.url = f"http://127.0.0.1:{port}"
 
     def add(self, ip: str, **options: Any) -> None:
-        """A node more, with what Ray's nodes have: `num_cpus`, `resources`."""
+        """A node more. Replicas are placed on it by the resource that Ray gives each node, `node:ADDRESS`."""
         self._nodes[ip] = self._cluster.add_node(node_ip_address=ip, **{"num_cpus": 4, **options})
 
     def kill(self, ip: str) -> None:
@@ -50,27 +50,22 @@ class LocalCluster:
 
 
 @contextmanager
-def local_cluster(
-    nodes: int = 3, *, port: int = 8000, resources: Mapping[str, Mapping[str, float]] | None = None
-) -> Iterator[LocalCluster]:
+def local_cluster(nodes: int = 3, *, port: int = 8000) -> Iterator[LocalCluster]:
     """A cluster with Serve, without an application, for as long as the `with`.
 
     Args:
         nodes: how many, the head among them, which runs the proxy.
         port: of the proxy.
-        resources: custom ones by a node's address, to place replicas by.
     """
     folder = tempfile.mkdtemp(prefix="r", dir="/tmp")  # Ray's sockets lie deep in it, and their paths must be short
     Path(folder, "ray").mkdir()
     os.environ.update(RAY_TMPDIR=folder, RAY_USAGE_STATS_ENABLED="0", RAY_DEDUP_LOGS="0")
-    given = {ip: dict(more) for ip, more in (resources or {}).items()}
     ips = [f"127.0.0.{index}" for index in range(2, 2 + nodes)]
     cluster = Cluster()
     local = LocalCluster(cluster, {}, port)
     try:
         for ip in ips:
-            extra = {"include_dashboard": False} if ip == HEAD else {}
-            local.add(ip, resources=given.get(ip, {}), **extra)
+            local.add(ip, **({"include_dashboard": False} if ip == HEAD else {}))
         ray.init(address=cluster.address, log_to_driver=False)
         serve.start(proxy_location=ProxyLocation.HeadOnly, http_options=HTTPOptions(host="127.0.0.1", port=port))
         yield local
@@ -94,20 +89,19 @@ def service_config(changes: Mapping[str, Mapping[str, Any]] | None = None, **arg
     config["proxy_location"] = "HeadOnly"
     app = config["applications"][0]
     app["args"] |= arguments
-    for deployment in app["deployments"]:
-        for option, value in (changes or {}).get(deployment["name"], {}).items():
-            deployment[option] = value
-            if value is None:
-                del deployment[option]
+    for index, deployment in enumerate(app["deployments"]):
+        changed = deployment | (changes or {}).get(deployment["name"], {})
+        app["deployments"][index] = {option: value for option, value in changed.items() if value is not None}
     return config
 
 
-def deploy(config: Mapping[str, Any], timeout_s: float = DEPLOY_TIMEOUT_S) -> None:
+def deploy(config: Mapping[str, Any], timeout_s: float = DEPLOY_TIMEOUT_S, *, wait: bool = True) -> None:
     """Have the cluster do what the config says, as `serve deploy` does, and wait until it has. Raises TimeoutError."""
     client = _get_global_client()
     assert client is not None, "Serve has been started"
-    client.deploy_apps(ServeDeploySchema.model_validate(config))
-    wait_until(is_running, "the application runs", timeout_s)
+    client.deploy_apps(ServeDeploySchema.model_validate(config), _blocking=False)
+    if wait:
+        wait_until(is_running, "the application runs", timeout_s)
 
 
 def is_running() -> bool:
@@ -115,7 +109,7 @@ def is_running() -> bool:
     app = serve.status().applications.get(APP)
     if app is None:
         return False
-    if app.status.name in ("DEPLOY_FAILED", "UNHEALTHY") and "DEPLOY_FAILED" in app.status.name:
+    if app.status.name == "DEPLOY_FAILED":
         raise RuntimeError(f"{APP}: {app.status.name}: {app.message}")
     healthy = all(one.status.name == "HEALTHY" for one in app.deployments.values())
     return app.status.name == "RUNNING" and healthy and len(app.deployments) > 0
