@@ -96,19 +96,17 @@ def vllm(options: list[str]) -> int:
 
 def ray(options: list[str]) -> int:
     home = Path(os.environ.get("KVFLOW_RAY_HOME", ROOT / ".venv-ray"))
-    python = ensure("test-ray", home)
+    python = ensure_ray(home)
+    # Of all processes that Ray starts: where the code is, and the model.
     paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)  # of all processes that Ray starts
-    model = home / "smollm2"
-    if not (model / "model.json").exists():
-        model.mkdir(exist_ok=True)
-        check(python, ROOT / "examples" / "openai_server", "unpack", model)
-    os.environ["KVFLOW_RAY_MODEL"] = str(model)
+    os.environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+    os.environ["KVFLOW_RAY_MODEL"] = str(home / "smollm2")
     if "--test" in options:
         options = [option for option in options if option != "--test"]
         tests = [] if any(option.startswith("tests_ray") for option in options) else [ROOT / "tests_ray"]
         return run(python, "-m", "pytest", "-c", ROOT / "tests_ray" / "pytest.ini", *tests, *options)
-    os.execv(python, [str(python), "-m", "ray_server", *options])
+    # In place of this process: the cluster ends in order at Ctrl-C, which takes longer than waiting for a child would.
+    os.execv(python, [str(python), str(ROOT / "examples" / "ray_server"), *options])
 
 
 def gpu(options: list[str]) -> int:
@@ -177,6 +175,15 @@ def keep_bytecode(folder: Path) -> None:
     """Each process that a test starts imports torch: it must not compile it anew."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "pycache"))
+
+
+def ensure_ray(folder: Path) -> Path:
+    """The Python of Ray's environment, with the unpacked model beside it: all nodes read that one."""
+    python = ensure("test-ray", folder)
+    model = folder / "smollm2"
+    if not (model / "model.json").exists():
+        check(python, ROOT / "examples" / "openai_server", "unpack", model)
+    return python
 
 
 def ensure_vllm(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The example's application with replicas that tests can reach into: leases that nobody reads, a runtime that breaks."""
+"""The example's application with replicas that tests can reach into: leases that nobody reads, runtimes that break."""
 
 from __future__ import annotations
 

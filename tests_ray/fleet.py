@@ -28,7 +28,7 @@ def at(*ips: str) -> dict[str, Any]:
 
 
 def fixed(count: int, **options: Any) -> dict[str, Any]:
-    """Options of a deployment: as many replicas, on nodes of their own, gone 20 s after they were told at the latest."""
+    """Options of a deployment: as many replicas, each on a node of its own, gone within 20 s when they are told."""
     return {
         "num_replicas": count,
         "autoscaling_config": None,

@@ -1,6 +1,9 @@
-"""`python -m ray_server`, with examples/ on the path; --help says more."""
+"""`python examples/ray_server`, or `python -m examples.ray_server`; --help says more."""
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ray_server.command import main
 

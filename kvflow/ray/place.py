@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvflow import checks
 from kvflow.config import Config
 from kvflow.errors import ConfigError
 
 SETTLE_S = 1.0
 """The default of Config.drain_timeout_s here: after its own deadline a drain only waits for what it has ended."""
+
+DRAIN_LEAST_S = 1.0
+"""What a replica has to have for its leases, where it is not said how long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +74,12 @@ def drain_deadline_s(place: ReplicaPlace, config: Config, wanted_s: float | None
     ending_s = limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
     closing_s = limits.goodbye_timeout_s + limits.transport_close_timeout_s
     left_s = place.shutdown_timeout_s - place.wait_loop_s - ending_s - closing_s
-    if left_s < (0.0 if wanted_s is None else wanted_s):
-        needed_s = (wanted_s or 0.0) + place.shutdown_timeout_s - left_s
+    least_s = DRAIN_LEAST_S if wanted_s is None else checks.seconds(wanted_s, "drain_deadline_s", error=ConfigError)
+    if left_s < least_s:
+        needed_s = least_s + place.shutdown_timeout_s - left_s
         raise ConfigError(
             f"deployment {place.deployment!r}: graceful_shutdown_timeout_s: {place.shutdown_timeout_s:g}, but "
             f"{needed_s:g} are needed: {place.wait_loop_s:g} for graceful_shutdown_wait_loop_s, "
-            f"{wanted_s or 0.0:g} to drain, {ending_s + closing_s:g} to end and close"
+            f"{least_s:g} to drain, {ending_s + closing_s:g} to end and close"
         )
     return left_s if wanted_s is None else wanted_s
