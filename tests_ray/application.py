@@ -29,7 +29,7 @@ class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
         opened.start_task(_hold(opened.engine, opened.kvflow.runtime, name, held), f"hold {name}")
         return await held
 
-    def outcomes(self) -> dict[str, int]:
+    async def outcomes(self) -> dict[str, int]:
         serving = self._replica.opened.kvflow.runtime.statistics().serving
         assert serving is not None
         return {"read": serving.read, "revoked": serving.revoked}
@@ -50,7 +50,7 @@ class TestDecode(Decode.func_or_class):  # type: ignore[misc, name-defined]
             return type(error).__name__
         return "read"
 
-    def break_runtime(self) -> None:
+    async def break_runtime(self) -> None:
         """A service dies."""
         for task in asyncio.all_tasks():
             if task.get_name() == "kvflow-poller":

@@ -57,7 +57,7 @@ def tokens_of(fleet: Fleet) -> float:
 
 
 def test_metrics_are_at_the_nodes_own_port(fleet: Fleet) -> None:
-    with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=4, kill="none")):
+    with fleet.under_load(LoadSettings(clients=1, requests=1, tokens=12, kill="none")):
         pass
 
     def shown(ip: str, name: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -73,6 +74,7 @@ def local_cluster(nodes: int = 3, *, port: int = 8000) -> Iterator[LocalCluster]
         _quietly(serve.shutdown)
         _quietly(ray.shutdown)
         _quietly(cluster.shutdown)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _quietly(end: Callable[[], object]) -> None:

@@ -138,19 +138,19 @@ class Decode:
         """Give back what will not be loaded; if that fails the lease runs out."""
         await self._opened.kvflow.runtime.release_blocks(ticket)
 
-    def metadata(self) -> dict[str, Any]:
+    async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
 
-    def record_replica_metadata(self) -> dict[str, Any]:
+    async def record_replica_metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         return self._replica.routing_stats()
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         self._replica.check()
 
-    def metrics(self) -> str:
+    async def metrics(self) -> str:
         return self._replica.metrics_text()
 
     async def __del__(self) -> None:

@@ -31,19 +31,19 @@ class Prefill:
         except EXPECTED_ERRORS as error:
             return reported(error, self._metrics)
 
-    def metadata(self) -> dict[str, Any]:
+    async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
 
-    def record_replica_metadata(self) -> dict[str, Any]:
+    async def record_replica_metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
 
-    def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, Any]:
         return self._replica.routing_stats()
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         self._replica.check()
 
-    def metrics(self) -> str:
+    async def metrics(self) -> str:
         return self._replica.metrics_text()
 
     async def __del__(self) -> None:

@@ -23,6 +23,11 @@ ANSWER_TIMEOUT_S = 10.0
 
 _FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
 
+
+class PeersUnknownError(Exception):
+    """Nobody could say who the peers are, such as while a deployment has no replica."""
+
+
 ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
 
 
@@ -32,7 +37,7 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
     Args:
         runtime: whose loads are to find connections.
         peers: the deployment's handle, whose replicas have a method `metadata` (`ReplicaRuntime.metadata`), or a
-            coroutine function that lists as much.
+            coroutine function that lists as much and raises PeersUnknownError where it cannot.
         period_s: seconds between two looks; a replica that comes is connected at most so much later.
 
     Replicas that have gone are forgotten. One that cannot be connected, or an answer that cannot be right, is logged,
@@ -47,8 +52,8 @@ async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, 
             known = await _renewed(runtime, known, listed)
         except RuntimeUnavailable:
             return
-        except (RequestError, TimeoutError) as error:
-            logger.warning("peers are looked for again: %s", error or f"no answer in {ANSWER_TIMEOUT_S} s")
+        except (PeersUnknownError, RequestError, TimeoutError) as error:
+            logger.info("peers are looked for again: %s", error or f"no answer in {ANSWER_TIMEOUT_S} s")
         await asyncio.sleep(period_s)
 
 
@@ -75,8 +80,14 @@ def _peer(entry: Mapping[str, Any]) -> PeerAddress:
 def _asking(handle: Any) -> ListPeers:
     """All replicas of a deployment, asked who they are; one that fails, because it goes, is left out."""
 
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
     async def list_peers() -> Sequence[Mapping[str, Any]]:
-        answers = await handle.broadcast("metadata").results_async(return_exceptions=True)
+        try:
+            answers = await handle.broadcast("metadata").results_async(return_exceptions=True)
+        except (RayError, RayServeException) as error:
+            raise PeersUnknownError(f"{type(error).__name__}: {error}") from error
         return [answer for answer in answers if isinstance(answer, Mapping)]
 
     return list_peers

@@ -18,7 +18,7 @@ a `Lifetime`, since Serve enters and leaves a replica in different tasks:
         async def __del__(self):
             await self._lifetime.stop()
 
-        def check_health(self):
+        async def check_health(self):
             self._lifetime.check()
             self._replica.check()
 """
