@@ -31,7 +31,7 @@ PROGRAMS = ("bench", "doctor", "cli")
 IMPURE = {"asyncio", "torch", "nixl", "zmq", "time", "os", "socket", "random", "threading", "select", "subprocess"}
 IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "signal", "multiprocessing", "uvloop"}
 
-ALSO_PURE = {"kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
+ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
 
 # The bench measures kvflow against bare NIXL.
 COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}

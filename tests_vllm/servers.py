@@ -24,7 +24,7 @@ import httpx
 import psutil
 
 from kvflow import Ticket
-from kvflow.connector.scheduler import producer_params
+from kvflow.connector.parameters import producer_params
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))

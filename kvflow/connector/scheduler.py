@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import msgspec
 
 from kvflow import checks
+from kvflow.connector.parameters import OWN_DIALECT, Dialect, rendezvous_in
 from kvflow.connector.step import BlockTables, Decline, Grow, Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
@@ -51,10 +52,8 @@ from kvflow.core.policy.states import (
     request_blocks_held,
 )
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
-from kvflow.core.protocol.spare import with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
-from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -73,28 +72,8 @@ _PLAIN: Mapping[str, checks.Check] = {
 }
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
-_RENDEZVOUS = "rendezvous"
 _USED_MAX = 1 << 14  # tickets that are remembered
 _SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
-
-
-def producer_params(rendezvous: Ticket) -> dict[str, Any]:
-    """The parameters of the request that is to be computed for a rendezvous; its reader's are `rendezvous.to_params()`.
-
-    Raises RequestError if the ticket is of another kind.
-    """
-    ticket = checks.instance(rendezvous, Ticket, "producer_params")
-    if not ticket.awaited:
-        raise RequestError("producer_params: expected a ticket by Ticket.rendezvous, got one of blocks that are there")
-    name = {_RENDEZVOUS: ticket.request_id}
-    return {"do_remote_decode": True, "do_remote_prefill": False, "kvflow": name}
-
-
-def _rendezvous_in(params: Mapping[str, Any]) -> str | None:
-    """The name under which a prompt is to be offered, if it is to flow. RequestError if it cannot be one."""
-    extra = params.get("kvflow")
-    given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
-    return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
 
 
 class EngineRequest(Protocol):
@@ -191,23 +170,6 @@ class SchedulingConfig:
     def offered_of(self, num_prompt_tokens: int) -> int:
         """How many tokens of a prompt are offered."""
         return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)
-
-
-def _own_params(ticket: Ticket) -> dict[str, Any]:
-    return with_spare(ticket.to_params())
-
-
-class Dialect(NamedTuple):
-    """How tickets are written in the parameters that routers carry; by default as engines of our own make do."""
-
-    read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
-    """RequestError for what is none."""
-    params_of: Callable[[Ticket], dict[str, Any]] = _own_params
-    shown_id: Callable[[str], str] = str
-    """What of a request's id may stand in the name that its lease is found by."""
-
-
-OWN_DIALECT = Dialect()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -348,7 +310,7 @@ class ConnectorScheduler:
                 request_id=request_id,
                 num_prompt_tokens=num_prompt_tokens,
                 prompt=request.prompt_token_ids,
-                serve_id=_rendezvous_in(params),
+                serve_id=rendezvous_in(params),
             )
 
     def _first_use(self, ticket: Ticket) -> bool:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 
 from kvflow.config import Config
-from kvflow.connector.scheduler import Dialect
+from kvflow.connector.parameters import Dialect
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.core.stock.params import is_stock, read_stock, stock_params
 from kvflow.errors import ConfigError

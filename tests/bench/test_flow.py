@@ -77,7 +77,7 @@ def test_all_ways_of_a_round_move_the_same_blocks() -> None:
         assert max(ids) < flow.model.blocks
     assert flow.planned("round 2, whole", 2048)[1].local_ids != one.local_ids
     many = flow.many_loads("turn", flow.advances)
-    assert len({block for load in many for block in load.remote_ids}) == flow.small.blocks == 64 * 150
+    assert len({block for load in many for block in load.remote_ids}) == flow.small.blocks == 64 * 300
 
 
 def test_chunks_are_computed_in_three_times_their_wire_time_or_as_long_as_is_said() -> None:
@@ -96,9 +96,9 @@ def test_the_chunks_of_a_prompt_are_all_of_it() -> None:
 
 
 def test_leases_grow_in_one_step_or_spread_over_it() -> None:
-    spread, in_step = (Schedule(advances=2, every_s=0.02, in_step=in_step) for in_step in (False, True))
-    assert [spread.due_s(1, lease, 4) for lease in range(4)] == pytest.approx([0.025, 0.03, 0.035, 0.04])
-    assert [in_step.due_s(1, lease, 4) for lease in range(4)] == pytest.approx([0.04] * 4)
+    spread, in_step = (Schedule(leases=4, advances=2, every_s=0.02, in_step=in_step) for in_step in (False, True))
+    assert [spread.due_s(1, lease) for lease in range(4)] == pytest.approx([0.025, 0.03, 0.035, 0.04])
+    assert [in_step.due_s(1, lease) for lease in range(4)] == pytest.approx([0.04] * 4)
     assert spread.half_s == in_step.half_s == pytest.approx(0.02)
 
 

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvflow.connector.parameters import Dialect, producer_params
 from kvflow.connector.scheduler import (
     ConnectorScheduler,
-    Dialect,
     Finished,
     Matched,
     Scheduled,
     SchedulingConfig,
-    producer_params,
 )
 from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind

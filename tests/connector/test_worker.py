@@ -16,7 +16,8 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, producer_params
+from kvflow.connector.parameters import producer_params
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.core.policy.events import DeviceEvent

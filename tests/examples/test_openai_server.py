@@ -381,7 +381,7 @@ class TestService:
         assert running.health(f"{role}-0")["runtime"] == "open"
 
     def test_a_deadline_ends_a_whole_answer(self, running: Running, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.APIStatusError, match="deadline has passed") as caught:
+        with pytest.raises(openai.APIStatusError, match=r"deadline (has passed|exceeded)") as caught:
             client.completions.create(model=MODEL, prompt="a b", max_tokens=2000, extra_body={"deadline_s": 0.7})
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
         running.until_idle()
@@ -392,7 +392,7 @@ class TestService:
         text, deadline_s = "", 1
         while not text:  # a host may be too slow for a first token within the deadline
             deadline_s *= 2
-            with pytest.raises(openai.APIError, match="deadline has passed") as caught:
+            with pytest.raises(openai.APIError, match=r"deadline (has passed|exceeded)") as caught:
                 for piece in client.completions.create(
                     model=MODEL,
                     prompt=COUNTING.text,

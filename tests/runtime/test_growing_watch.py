@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvflow import Lease, LeaseOutcome, Limits, LoadRequest, ServeRequest
+from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
+from kvflow.runtime.consumer import seal_watch
+from kvflow.runtime.consumer.news import Follower
 from kvflow.runtime.consumer.seal_watch import LOOK_EVERY_S, SealWatches
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
@@ -94,6 +96,33 @@ async def test_small_steps_are_not_read_one_by_one() -> None:
         lease.advance(16)
         await load
         pair.assert_loaded(taken, blocks)
+
+
+@in_virtual_time
+async def test_the_look_that_finds_a_lease_complete_wakes_who_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the producer does not tell of it."""
+
+    async def told_nothing(*_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(Follower, "_ask", told_nothing)
+    monkeypatch.setattr(seal_watch, "LOOK_EVERY_S", 10.0)
+    monkeypatch.setattr(seal_watch, "_LOOK_MOST_S", 10.0)
+    async with pair_of(limits=Limits()) as pair:
+        blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
+        load = pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, taken))
+        seen = asyncio.create_task(_followed(load))
+        await asyncio.sleep(1.0)
+        lease.advance(16)
+        watches_of(pair).nudge(lease.ticket.first.lease_id)
+        await asyncio.sleep(1.0)
+        assert load.done
+        assert (await seen)[-1] == 16
+
+
+async def _followed(load: Load) -> list[int]:
+    return [progress.tokens async for progress in load]
 
 
 @in_virtual_time

@@ -76,6 +76,7 @@ class Loaded(NamedTuple):
 class Schedule:
     """When the leases of many loads grow by one block each: every `every_s`, all in one step or one after the other."""
 
+    leases: int
     advances: int
     every_s: float
     in_step: bool
@@ -84,9 +85,9 @@ class Schedule:
     def half_s(self) -> float:
         return self.advances * self.every_s / 2
 
-    def due_s(self, advance: int, lease: int, leases: int) -> float:
+    def due_s(self, advance: int, lease: int) -> float:
         """After the first one's start."""
-        return (advance + (1.0 if self.in_step else (lease + 1) / leases)) * self.every_s
+        return (advance + (1.0 if self.in_step else (lease + 1) / self.leases)) * self.every_s
 
 
 class Advanced(NamedTuple):
@@ -172,15 +173,14 @@ class FlowProducer:
         return Prefilled(begun_s, ended_s, ticket)
 
     async def advance(self, schedule: Schedule) -> Advanced:
-        """Let all leases that are open grow block by block; without any the same waiting."""
+        """Let all leases that are open grow block by block; without any the same timers."""
         leases, start_s, ended_s = list(self._leases), time.monotonic(), list[float]()
-        turns = len(leases) or 1
         cpu_s, cpu = process_cpu_s(os.getpid()), 0.0
         for advance in range(schedule.advances):
             if advance == schedule.advances // 2:
                 cpu = (process_cpu_s(os.getpid()) - cpu_s) / (time.monotonic() - start_s)
-            for at in range(turns):
-                wait_s = start_s + schedule.due_s(advance, at, turns) - time.monotonic()
+            for at in range(schedule.leases):
+                wait_s = start_s + schedule.due_s(advance, at) - time.monotonic()
                 if wait_s > 0:
                     await asyncio.sleep(wait_s)
                 if leases:

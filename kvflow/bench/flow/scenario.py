@@ -59,7 +59,7 @@ class Flow:
     layers: Annotated[int, "Layers of the model."] = MODEL.layers
     many: Annotated[int, "How many loads grow at once."] = 64
     advance_ms: Annotated[float, "How often each of them does, by one block."] = 20.0
-    many_s: Annotated[float, "How long they do in a round; 0 for prompts only."] = 3.0
+    many_s: Annotated[float, "How long they do in a round; 0 for prompts only."] = 6.0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -176,7 +176,8 @@ class Flow:
             yield Turn(key=(link, growth), run=partial(_grow, children, loads, schedule), note=note)
 
     def schedule(self, advances: int, growth: Growth) -> Schedule:
-        return Schedule(advances=advances, every_s=self.advance_ms / 1e3, in_step=growth is Growth.IN_STEP)
+        in_step = growth is Growth.IN_STEP
+        return Schedule(leases=self.many, advances=advances, every_s=self.advance_ms / 1e3, in_step=in_step)
 
     def many_loads(self, turn: str, blocks: int) -> tuple[PlannedLoad, ...]:
         """Loads of so many blocks each, which share none."""

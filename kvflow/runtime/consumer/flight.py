@@ -456,6 +456,7 @@ class Flight:
             agent=source.origin.connection.agent,
             address=source.seal.remote,
             lease_id=lease.lease_id,
+            lease_word=bytes.fromhex(lease.lease_id),
             priority=self._priority,
             on_change=partial(self._seal_changed, source),
             on_look=self._looked,

@@ -261,7 +261,7 @@ class Growth:
         if not due:
             more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
             for source in sources:
-                source.wake_at_missing = tokens - source.there(tokens) - more
+                source.wake_at_missing = max(tokens - source.there(tokens) - more, 0)
         return due
 
 

@@ -1,0 +1,50 @@
+"""What stands in the parameters that routers carry from engine to engine (`kv_transfer_params`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvflow import checks
+from kvflow.core.protocol.spare import with_spare
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.errors import RequestError
+from kvflow.limits import REQUEST_ID_CHARS_MAX
+
+_RENDEZVOUS = "rendezvous"
+
+
+def producer_params(rendezvous: Ticket) -> dict[str, Any]:
+    """The parameters of the request that is to be computed for a rendezvous; its reader's are `rendezvous.to_params()`.
+
+    Raises RequestError if the ticket is of another kind.
+    """
+    ticket = checks.instance(rendezvous, Ticket, "producer_params")
+    if not ticket.awaited:
+        raise RequestError("producer_params: expected a ticket by Ticket.rendezvous, got one of blocks that are there")
+    name = {_RENDEZVOUS: ticket.request_id}
+    return {"do_remote_decode": True, "do_remote_prefill": False, "kvflow": name}
+
+
+def rendezvous_in(params: Mapping[str, Any]) -> str | None:
+    """The name under which a prompt is to be offered, if it is to flow. RequestError if it cannot be one."""
+    extra = params.get("kvflow")
+    given = extra.get(_RENDEZVOUS) if isinstance(extra, Mapping) else None
+    return None if given is None else checks.request_id(given, REQUEST_ID_CHARS_MAX)
+
+
+def _own_params(ticket: Ticket) -> dict[str, Any]:
+    return with_spare(ticket.to_params())
+
+
+class Dialect(NamedTuple):
+    """How tickets are written in the parameters that routers carry; by default as engines of our own make do."""
+
+    read_ticket: Callable[[Mapping[str, Any]], Ticket] = Ticket.from_params
+    """RequestError for what is none."""
+    params_of: Callable[[Ticket], dict[str, Any]] = _own_params
+    shown_id: Callable[[str], str] = str
+    """What of a request's id may stand in the name that its lease is found by."""
+
+
+OWN_DIALECT = Dialect()
