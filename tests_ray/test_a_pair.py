@@ -78,7 +78,7 @@ def test_metrics_are_at_the_nodes_own_port(fleet: Fleet) -> None:
 def test_a_replica_whose_runtime_is_broken_is_replaced(fleet: Fleet) -> None:
     (old,) = fleet.pids("Decode")
     fleet.call("Decode", "break_runtime")
-    wait_until(lambda: old not in fleet.pids("Decode") and fleet.whole(), "another replica runs", 2 * WHOLE_S)
+    wait_until(lambda: old not in fleet.pids("Decode") and fleet.whole(), "another replica runs", WHOLE_S)
     with fleet.under_load(LoadSettings(clients=1, requests=2, tokens=12, kill="none")) as tally:
         pass
     assert tally.right == 2

@@ -70,16 +70,25 @@ def drain_deadline_s(place: ReplicaPlace, config: Config, wanted_s: float | None
     Raises:
         ConfigError: it does not fit: Serve would kill the replica while it drains or closes.
     """
-    limits = config.limits
-    ending_s = limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
-    closing_s = limits.goodbye_timeout_s + limits.transport_close_timeout_s
-    left_s = place.shutdown_timeout_s - place.wait_loop_s - ending_s - closing_s
+    left_s = time_to_drain_s(place, config)
     least_s = DRAIN_LEAST_S if wanted_s is None else checks.seconds(wanted_s, "drain_deadline_s", error=ConfigError)
     if left_s < least_s:
         needed_s = least_s + place.shutdown_timeout_s - left_s
         raise ConfigError(
             f"deployment {place.deployment!r}: graceful_shutdown_timeout_s: {place.shutdown_timeout_s:g}, but "
-            f"{needed_s:g} are needed: {place.wait_loop_s:g} for graceful_shutdown_wait_loop_s, "
-            f"{least_s:g} to drain, {ending_s + closing_s:g} to end and close"
+            f"{needed_s:g} are needed: {place.wait_loop_s:g} for graceful_shutdown_wait_loop_s, {least_s:g} to drain, "
+            f"{_closing_s(config):g} to end and close"
         )
     return left_s if wanted_s is None else wanted_s
+
+
+def time_to_drain_s(place: ReplicaPlace, config: Config) -> float:
+    """What the deployment's times leave for a drain; less than 0 if they are too short even without one."""
+    return place.shutdown_timeout_s - place.wait_loop_s - _closing_s(config)
+
+
+def _closing_s(config: Config) -> float:
+    """The bound of what follows a drain's deadline: leases and loads are ended, then the runtime is closed."""
+    limits = config.limits
+    ending_s = limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
+    return ending_s + limits.goodbye_timeout_s + limits.transport_close_timeout_s

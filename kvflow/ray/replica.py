@@ -38,6 +38,8 @@ from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState
 from kvflow.runtime.world import World
 
+_SHORTEST_S = 1e-3
+
 
 class ReplicaRuntime:
     """A runtime whose Config follows from its replica. An async context; its `runtime` is used as any other.
@@ -64,7 +66,8 @@ class ReplicaRuntime:
         world: World | None = None,
         **settings: Any,
     ) -> None:
-        self.place = this_replica() if place is None else place
+        self._look = this_replica if place is None else lambda: place
+        self.place = self._look()
         config = places.config_of(self.place, settings)
         self.drain_deadline_s = places.drain_deadline_s(self.place, config, drain_deadline_s)
         self.runtime = Runtime(config, observers=observers, world=world)
@@ -87,11 +90,13 @@ class ReplicaRuntime:
         """Take no new work, let leases and loads end, and end those that are left at the deadline.
 
         To be called by the replica that goes, before it ends the tasks that hold the leases' blocks. Bounded by
-        `drain_deadline_s` and what `Runtime.drain` adds. Cancelling stops the waiting.
+        `drain_deadline_s` and what `Runtime.drain` adds; by less if the deployment was given less time meanwhile, which
+        Serve does without starting replicas again. Cancelling stops the waiting.
         """
         if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
             return DrainReport(finished=False)  # what was open has ended with it
-        return await self.runtime.drain(self.drain_deadline_s)
+        left_s = places.time_to_drain_s(self._look(), self.runtime.config)
+        return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
 
     def metadata(self) -> dict[str, Any]:
         """Who the replica is, in JSON types: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).

@@ -108,6 +108,17 @@ async def test_it_drains_and_then_closes() -> None:
     assert (await opened.drain()).finished is False
 
 
+async def test_a_drain_keeps_to_the_time_that_is_left_now() -> None:
+    """Serve changes a deployment's times without starting its replicas again."""
+    async with replica() as opened:
+        assert opened.drain_deadline_s == pytest.approx(14.95)
+        await opened.runtime.register_kv_caches(*small_cache())
+        opened._look = lambda: replace(PLACE, shutdown_timeout_s=1.0)
+        lease = opened.runtime.serve_blocks(ServeRequest("r", block_ids=[1], num_tokens=4))
+        assert (await opened.drain()).leases_revoked == 1
+        assert await lease is LeaseOutcome.REVOKED
+
+
 async def test_one_whose_service_died_is_found_by_the_check() -> None:
     async with replica() as opened:
         (poller,) = [task for task in asyncio.all_tasks() if task.get_name() == "kvflow-poller"]

@@ -1,10 +1,14 @@
-"""Which replica of the example on Ray gets a request: the rule, without Ray."""
+"""The example server on Ray without Ray: which replica gets a request, and what service.yaml says."""
 
 from __future__ import annotations
 
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from ray_server.room import Candidate, Wanted, ranked
+from tiny_model import EXAMPLES
+
+from kvflow.ray.place import ReplicaPlace, config_of, drain_deadline_s
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 CANDIDATES = st.dictionaries(NAMES, st.integers(0, 100), max_size=4).map(
@@ -41,3 +45,25 @@ def test_a_prefix_has_a_replica_of_its_own_while_that_has_room() -> None:
         for blocks, tokens, first in ((5, 16, True), (4, 16, False), (9, 160, False)):
             now = [Candidate(name, blocks if name == home else 10) for name in names]
             assert (ranked(now, Wanted(tokens, prefix))[0] == [home]) is first
+
+
+def test_what_service_yaml_says_goes_together() -> None:
+    """Places for all who wait, time to drain, and files that are there."""
+    (app,) = yaml.safe_load((EXAMPLES / "ray_server/service.yaml").read_text())["applications"]
+    module, _, function = app["import_path"].partition(":")
+    assert f"def {function}(" in (EXAMPLES / f"{module.replace('.', '/')}.py").read_text()
+    prefill, decode, ingress = app["deployments"]
+    assert [one["name"] for one in (prefill, decode, ingress)] == ["Prefill", "Decode", "Ingress"]
+    asking = decode["max_ongoing_requests"] * decode["autoscaling_config"]["max_replicas"]
+    assert prefill["max_ongoing_requests"] >= asking, "requests could wait for each other in a circle"
+    for deployment in (prefill, decode):
+        place = ReplicaPlace(
+            app=app["name"],
+            deployment=deployment["name"],
+            unique_id="x",
+            node_ip="10.0.0.7",
+            shutdown_timeout_s=deployment["graceful_shutdown_timeout_s"],
+            wait_loop_s=deployment["graceful_shutdown_wait_loop_s"],
+        )
+        deadline_s = drain_deadline_s(place, config_of(place, {}))
+        assert deadline_s >= app["args"]["deadline_s"], "a lease lives as long as its request may take"
