@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Hashable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from openai_server.attempts import AttemptError, Attempts, Prompt, first_of
@@ -22,6 +22,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 import kvflow
+from kvflow.errors import KVFlowError
 from kvflow.ray import keep_prewarmed
 from ray_server.losses import losses
 from ray_server.messages import AnswerRequest, Ended
@@ -136,7 +137,8 @@ class Decode:
 
     async def _release(self, ticket: kvflow.Ticket) -> None:
         """Give back what will not be loaded; if that fails the lease runs out."""
-        await self._opened.kvflow.runtime.release_blocks(ticket)
+        with suppress(KVFlowError):
+            await self._opened.kvflow.runtime.release_blocks(ticket)
 
     async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
