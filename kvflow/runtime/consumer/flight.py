@@ -240,6 +240,8 @@ class Flight:
         """Whose read failed first."""
         self.followed = False
         """Whether somebody wants to know how far it is: then leases that grow are looked at until it has ended."""
+        self.on_wait: Callable[[], None] | None = None
+        """Called once if not all is there at the first look at leases that grow."""
         self._ids = ids
         self._priority = priority
         self._gear = gear
@@ -440,6 +442,9 @@ class Flight:
             self._watching = True
             for source in sources:
                 self._watch(source)
+        elif self.on_wait is not None:
+            tell, self.on_wait = self.on_wait, None
+            tell()
         for source in sources:
             if source.problem is not None:
                 raise source.problem

@@ -384,10 +384,11 @@ class Loader:
         ticket = load.ticket
         chunks: dict[tuple[int, int], tuple[Chunks, ...]] = {}
         offered: list[Sequence[BlockIds]] = []
-        follows = False
+        follows = told = False
         for source in sources:
             connection, wanted = source.connection, False
-            follows = follows or source.lease.pending or source.lease.payload
+            follows = follows or source.lease.pending
+            told = told or source.lease.payload or ticket.extends
             given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
             for block_map in connection.block_maps:
                 if block_map.of_groups not in chunks:
@@ -416,8 +417,10 @@ class Loader:
                 for block_map in read.origin.connection.block_maps:
                     for some in chunks[block_map.of_groups]:
                         read.chunks.append((block_map, some.locate(read.tables[block_map.remote_group])))
-            if follows:
+            if told:
                 self._follow(load, sources, chunks)
+            elif follows:  # its seal may say already that all is there
+                flight.on_wait = partial(self._follow, load, sources, chunks)
             verify = load.request.verify
             if verify is None and self._config.verify_share:
                 verify = self._verifier.drawn()
