@@ -10,7 +10,7 @@ from ray_server.cluster import deploy, wait_until
 
 from tests_ray.fleet import WHOLE_S, Fleet, fixed
 
-PATIENT = {"graceful_shutdown_timeout_s": 180}  # so that a lease is read in time on any machine
+PATIENT = {"graceful_shutdown_timeout_s": 180}  # so that leases are read, and answers end, in time on any machine
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,9 @@ def deploy_only(fleet: Fleet, prefill: dict[str, Any]) -> None:
 
 
 def test_a_rolling_update_is_seen_by_nobody(fleet: Fleet) -> None:
+    fleet.have(fixed(2, **PATIENT), fixed(2, **PATIENT))
     old = {*fleet.pids("Prefill"), *fleet.pids("Decode")}
-    other = {"ray_actor_options": {"num_cpus": 0.4}}
+    other = {"ray_actor_options": {"num_cpus": 0.4}, **PATIENT}
     with fleet.under_load(LoadSettings(clients=6, requests=5, tokens=12, kill="none")) as tally:
         fleet.begun(tally)
         fleet.deployed = fleet.config(fixed(2, **other), fixed(2, **other))
@@ -76,7 +77,7 @@ def test_replicas_come_with_load_and_go_without(fleet: Fleet) -> None:
         "look_back_period_s": 2,
         "metrics_interval_s": 1,
     }
-    fleet.have(fixed(1), fixed(1, num_replicas=None, autoscaling_config=scaling))
+    fleet.have(fixed(1), fixed(1, num_replicas=None, autoscaling_config=scaling, **PATIENT))
     assert fleet.count("Decode") == 1
     with fleet.under_load(LoadSettings(clients=6, requests=6, tokens=12, kill="none")) as tally:
         wait_until(lambda: fleet.count("Decode") == 2, "another one comes", WHOLE_S)
