@@ -19,10 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from ray_server.cluster import deploy, local_cluster, service_config
 
     ending = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ending.set())
     print(f"starting a cluster of {options.nodes} nodes", flush=True)
     with local_cluster(options.nodes, port=options.port) as cluster:
+        for number in (signal.SIGINT, signal.SIGTERM):  # not before: connecting to a cluster puts Ray's in their place
+            signal.signal(number, lambda *_: ending.set())
         try:
             deploy(service_config(deadline_s=options.deadline_s))
         except (TimeoutError, RuntimeError) as error:
