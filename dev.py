@@ -6,6 +6,7 @@
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
+    python3 dev.py ray [options]    the same on Ray Serve: a local cluster of three nodes (--test runs the tests of it)
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (see --help)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
@@ -14,7 +15,8 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME). On a machine without an NVIDIA GPU it takes a
+needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME), and so does Ray, 2 GB in `.venv-ray`
+(KVFLOW_RAY_HOME). On a machine without an NVIDIA GPU it takes a
 CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for, or
 the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling all
 that pip installs takes longer than the demo.
@@ -52,6 +54,7 @@ def main(arguments: list[str]) -> int:
         "package": package,
         "setup": setup,
         "vllm": vllm,
+        "ray": ray,
         "gpu": gpu,
     }
     if not arguments or arguments[0] not in commands:
@@ -90,6 +93,21 @@ def vllm(options: list[str]) -> int:
     os.environ["KVFLOW_VLLM_HOME"] = str(home)
     tests = [] if any(option.startswith("tests_vllm") for option in options) else [ROOT / "tests_vllm"]
     return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *tests, *options)
+
+
+def ray(options: list[str]) -> int:
+    home = Path(os.environ.get("KVFLOW_RAY_HOME", ROOT / ".venv-ray"))
+    python = ensure_ray(home)
+    # Of all processes that Ray starts: where the code is, and the model.
+    paths = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = ":".join(path for path in paths if path)
+    os.environ["KVFLOW_RAY_MODEL"] = str(home / "smollm2")
+    if "--test" in options:
+        options = [option for option in options if option != "--test"]
+        tests = [] if any(option.startswith("tests_ray") for option in options) else [ROOT / "tests_ray"]
+        return run(python, "-m", "pytest", "-c", ROOT / "tests_ray" / "pytest.ini", *tests, *options)
+    # In place of this process: the cluster ends in order at Ctrl-C, which takes longer than waiting for a child would.
+    os.execv(python, [str(python), str(ROOT / "examples" / "ray_server"), *options])
 
 
 def gpu(options: list[str]) -> int:
@@ -136,9 +154,9 @@ def setup(options: list[str]) -> int:
     return 0
 
 
-def ensure(extras: str) -> Path:
+def ensure(extras: str, folder: Path | None = None) -> Path:
     """The environment's Python, with kvflow and `extras` installed; quick when nothing has changed."""
-    folder = Path(os.environ.get("KVFLOW_VENV", ROOT / ".venv"))
+    folder = folder or Path(os.environ.get("KVFLOW_VENV", ROOT / ".venv"))
     keep_bytecode(folder)
     python = folder / "bin" / "python"
     if not python.exists():
@@ -158,6 +176,15 @@ def keep_bytecode(folder: Path) -> None:
     """Each process that a test starts imports torch: it must not compile it anew."""
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "pycache"))
+
+
+def ensure_ray(folder: Path) -> Path:
+    """The Python of Ray's environment, with the unpacked model beside it: all nodes read that one."""
+    python = ensure("test-ray", folder)
+    model = folder / "smollm2"
+    if not (model / "model.json").exists():
+        check(python, ROOT / "examples" / "openai_server", "unpack", model)
+    return python
 
 
 def ensure_vllm(folder: Path) -> Path:

@@ -32,6 +32,7 @@ HOST_CHARS_MAX = 253
 _KEY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+=-]{0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
+_AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 _MODES = {
     "role": ("producer", "consumer", "both"),
     "scratch": ("auto", "always", "never"),
@@ -47,6 +48,12 @@ def is_key_name(text: str) -> bool:
 def is_host(text: str) -> bool:
     """Whether `text` can be resolved or connected to; wildcards cannot."""
     return len(text) <= HOST_CHARS_MAX and _matches_host(text)
+
+
+def auto_target(advertise_host: str | None) -> str | None:
+    """The HOST of "auto:HOST", "" of "auto", None of anything else."""
+    found = _AUTO.fullmatch(advertise_host or "")
+    return None if found is None else found.group(1) or ""
 
 
 @lru_cache(maxsize=1024)
@@ -83,7 +90,9 @@ class Config:
     engine_id: str
     listen: str = "tcp://127.0.0.1:5600"
     advertise_host: str | None = None
-    """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0."""
+    """Host that tickets name; needed when `listen` binds a wildcard such as 0.0.0.0. "auto" is decided when the runtime
+    opens, on the host that it runs on: the address of the interface that the default route leaves by; of the one that
+    routes to HOST with "auto:HOST", such as a peer or a head node; or what `listen` binds, if that is one address."""
 
     model: str = ""
     """Name of the model; both sides must give the same."""
@@ -167,6 +176,16 @@ class Config:
         return split_address(self.listen)[0]
 
     @property
+    def listens_everywhere(self) -> bool:
+        """Whether `listen` binds a wildcard, so that tickets cannot name its host."""
+        return self.listen_host in _WILDCARDS
+
+    @property
+    def advertise_toward(self) -> str | None:
+        """What the advertised address has to have a route to: HOST of "auto:HOST", "" of "auto"; None: it is given."""
+        return auto_target(self.advertise_host)
+
+    @property
     def listen_port(self) -> int:
         """The port this rank binds; 0 means any free one."""
         port = split_address(self.listen)[1]
@@ -186,8 +205,9 @@ def _check_names(config: Config) -> None:
         )
     if len(config.model) > 1024:
         raise ConfigError(f"model: expected at most 1024 characters, got {len(config.model)}")
-    if config.advertise_host is not None and not is_host(config.advertise_host):
-        raise ConfigError(f"advertise_host: {config.advertise_host[:300]!r} is no host that peers can connect to")
+    named = config.advertise_toward or config.advertise_host
+    if named is not None and not is_host(named):
+        raise ConfigError(f"advertise_host: {named[:300]!r} is no host that peers can connect to")
 
 
 def _check_curve(config: Config) -> None:

@@ -120,6 +120,7 @@ def test_what_is_just_possible_is_legal(changes: dict[str, Any]) -> None:
         # Else the engine starts, and every ticket that it makes is refused by every reader.
         *(("engine_id: ", {"engine_id": name}) for name in ("prefill 0", "\t", "\ud800", "a\x00b")),
         *(("advertise_host: ", {"advertise_host": name}) for name in ("10.0.0.7 ", "x" * 1025, "\ud800")),
+        *(("advertise_host: ", {"advertise_host": name}) for name in ("auto:", "auto:0.0.0.0", "auto:a b", "auto:\n")),
         *(
             ("engine_id: .* cannot name key files", {"engine_id": name, **KEYS})
             for name in ("org/prefill", "..", ".hidden", "x" * 101)
@@ -252,7 +253,7 @@ def test_the_tickets_of_every_legal_config_are_legal(
         engine_id=legal.engine_id,
         ttl_s=legal.lease_ttl_s,
         expires_s=legal.lease_ttl_s,
-        host=legal.advertise_host or legal.listen_host,
+        host=legal.advertise_toward or legal.advertise_host or legal.listen_host,
         port=legal.listen_port,
     )
     assert Ticket.from_params(ticket.to_params()) == ticket

@@ -34,7 +34,7 @@ from kvflow.errors import (
 from tests.tests_support import each
 
 PACKAGE = Path(kvflow.__file__).parent
-NOT_HERE = ("kvflow.vllm",)  # needs vLLM
+NOT_HERE = ("kvflow.ray.metrics", "kvflow.vllm")  # they need Ray, and vLLM
 
 
 def subclasses(kind: type[KVFlowError]) -> Iterator[type[KVFlowError]]:

@@ -80,6 +80,12 @@ def test_extra_config_goes_where_it_belongs() -> None:
     assert extra_of(given).kv_format == "plain"
 
 
+def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have() -> None:
+    given = vllm_config(listen="tcp://0.0.0.0:0", advertise_host="auto:10.0.0.1")
+    config = config_of(given, tp_rank=3, pp_rank=1)
+    assert (config.listens_everywhere, config.advertise_toward) == (True, "10.0.0.1")
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

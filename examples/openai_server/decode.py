@@ -138,13 +138,18 @@ class Generation:
         self._lines = lines
         self._task = task
 
-    async def lines(self) -> AsyncIterator[str]:
-        """A line of JSON for each step; a failure is the last one."""
+    async def steps(self) -> AsyncIterator[Step | Failure]:
+        """Each step; a failure is the last one."""
         while True:
-            line = await self._lines.get()
-            yield line.model_dump_json() + "\n"
-            if isinstance(line, Failure) or line.finish_reason is not None:
+            step = await self._lines.get()
+            yield step
+            if isinstance(step, Failure) or step.finish_reason is not None:
                 return
+
+    async def lines(self) -> AsyncIterator[str]:
+        """The same as lines of JSON."""
+        async for step in self.steps():
+            yield step.model_dump_json() + "\n"
 
     async def aclose(self) -> None:
         """Let the task end; it gives the blocks back when its step has ended, and nobody waits for that."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from openai_server.answer_text import AnswerText
+from openai_server.attempts import Answers, AttemptError, Prompt, Stream
 from openai_server.dialects import Chat, Completions, Dialect
 from openai_server.failures import STATUS
 from openai_server.http_server import serve_http
@@ -34,7 +35,7 @@ from openai_server.metrics import RouterMetrics, add_metrics
 from openai_server.parameters import ChatRequest, CompletionRequest, GenerationRequest
 from openai_server.responses import ClientGoneError, LiveStream, unless_gone
 from openai_server.rotation import Rotation, Worker
-from openai_server.router import AttemptError, Prompt, Router, Stream, open_client
+from openai_server.router import Router, open_client
 from openai_server.shapes import ErrorBody, ErrorReply, Model, ModelList, Usage
 from openai_server.starts import listen_at
 
@@ -52,11 +53,13 @@ class RefusedError(Exception):
 class Front:
     """Answers the clients' requests."""
 
-    router: Router
+    router: Answers
     tokenizer: ChatTokenizer
     metrics: RouterMetrics
     deadline_s: float
     """How long any answer may take; a request may ask for less."""
+    health: Callable[[], RouterHealth]
+    """Which workers there are, for /health."""
 
     async def answer(self, http: Request, request: GenerationRequest) -> Response:
         """The whole answer, or a stream of it. Raises AttemptError, RefusedError and ClientGoneError."""
@@ -187,7 +190,7 @@ def front_app(front: Front) -> FastAPI:
 
     @app.get("/health")
     async def health(response: Response) -> RouterHealth:
-        view = health_of(front.router)
+        view = front.health()
         response.status_code = 503 if view.status == "down" else 200
         return view
 
@@ -268,7 +271,13 @@ async def run_router(
             prefill=rotations["prefill"], decode=rotations["decode"], client=client, tasks=group, metrics=metrics
         )
         watching = router.watch()
-        front = Front(router=router, tokenizer=ChatTokenizer(checkpoint), metrics=metrics, deadline_s=deadline_s)
+        front = Front(
+            router=router,
+            tokenizer=ChatTokenizer(checkpoint),
+            metrics=metrics,
+            deadline_s=deadline_s,
+            health=partial(health_of, router),
+        )
         await serve_http(front_app(front), listening)
         for task in watching:
             task.cancel()

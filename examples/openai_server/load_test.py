@@ -102,7 +102,7 @@ async def put_load(service: Service, load: LoadSettings, right: Mapping[Question
     tally, began_s = Tally(), time.monotonic()
     async with asyncio.TaskGroup() as clients:
         for index in range(load.clients):
-            clients.create_task(_client(service, load, index, right, tally), name=f"client {index}")
+            clients.create_task(run_client(service.url, load, index, right, tally), name=f"client {index}")
         killed = await _kill_in_the_middle(service, load, tally)
     took_s = time.monotonic() - began_s
     return LoadResult(tally=tally, killed=killed, took_s=took_s, recovered_s=await _recovered(service))
@@ -137,12 +137,10 @@ async def _checkpoint(settings: ServiceSettings) -> AsyncIterator[Path]:
         yield Path(directory)
 
 
-async def _client(
-    service: Service, load: LoadSettings, index: int, right: Mapping[Question, str], tally: Tally
-) -> None:
+async def run_client(url: str, load: LoadSettings, index: int, right: Mapping[Question, str], tally: Tally) -> None:
     """One client: its requests one after the other, every second one streamed."""
     questions = list(right)
-    async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
         for number in range(index, index + load.requests):
             question = questions[(number * 7) % len(questions)]
             await _ask(client, question, load.tokens, right[question], tally, stream=number % 2 == 0)

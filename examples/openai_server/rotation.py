@@ -6,7 +6,7 @@ when a request or a probe has lost it. Those that are down are probed with growi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import kvflow
@@ -51,7 +51,7 @@ class Rotation:
     def up(self) -> list[Worker]:
         return [worker for worker in self.workers if worker.up]
 
-    def pick(self, avoid: Collection[Worker] = ()) -> Worker | None:
+    def pick(self, avoid: Collection[Hashable] = ()) -> Worker | None:
         """The next worker that is up, one that is not to be avoided if there is one; None if all are down."""
         in_turn = [*self.workers[self._turn :], *self.workers[: self._turn]]
         chosen = _first(worker for worker in in_turn if worker.up and worker not in avoid) or _first(

@@ -15,19 +15,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 import aiohttp
-from paged_engine import GREEDY, Sampling
 from pydantic import ValidationError
 
 import kvflow
-from openai_server.failures import STATUS
+from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, first_of
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
 from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
 from openai_server.metrics import RouterMetrics
@@ -44,15 +42,6 @@ PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5.0)
 PROBE_TICK_S = 0.1
 
 
-class AttemptError(Exception):
-    """An attempt failed, and which worker the next one should avoid."""
-
-    def __init__(self, failure: Failure, worker: Worker | None = None) -> None:
-        super().__init__(failure.message)
-        self.failure = failure
-        self.worker = worker
-
-
 def open_client() -> aiohttp.ClientSession:
     """Connections to workers, as many as there are requests; idle ones are kept for the next."""
     return aiohttp.ClientSession(
@@ -60,21 +49,6 @@ def open_client() -> aiohttp.ClientSession:
         headers={"Content-Type": "application/json"},
         timeout=REQUEST_TIMEOUT,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Prompt:
-    """One request as the router sees it. `deadline` is a time of the loop's clock."""
-
-    id: str
-    token_ids: Sequence[int]
-    max_tokens: int
-    deadline: float
-    sampling: Sampling = GREEDY
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,50 +64,18 @@ class Router:
     attempts_max: int = 3
 
     async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
-        """What `read` makes of the answer, of which it may take as much as it wants. Raises AttemptError.
-
-        It is called again for every attempt.
-        """
-
-        async def attempt(steps: AsyncGenerator[Step, None]) -> Result:
-            async with aclosing(steps):
-                return await read(steps)
-
-        return await _before(prompt, self._tried(prompt, attempt))
+        """See `Answers`."""
+        return await self._attempts.whole(prompt, read)
 
     async def stream(self, prompt: Prompt) -> Stream:
-        """The answer, once its first token is there. Raises AttemptError until then, and the stream after that."""
+        """See `Answers`."""
+        return await self._attempts.stream(prompt)
 
-        async def attempt(steps: AsyncGenerator[Step, None]) -> Stream:
-            try:
-                return Stream(prompt=prompt, first=await anext(steps), rest=steps)
-            except BaseException:
-                await steps.aclose()
-                raise
+    @property
+    def _attempts(self) -> Attempts:
+        return Attempts(attempt=self._attempt, retried=self.metrics.retried, attempts_max=self.attempts_max)
 
-        return await _before(prompt, self._tried(prompt, attempt))
-
-    async def _tried(
-        self, prompt: Prompt, attempt: Callable[[AsyncGenerator[Step, None]], Awaitable[Result]]
-    ) -> Result:
-        """The result of the first attempt that succeeds."""
-        avoid: set[Worker] = set()
-        number = 1
-        while True:
-            try:
-                # Each attempt has its own id: an earlier one's blocks may still be on offer.
-                attempt_id = f"{prompt.id}-{number}-{secrets.token_hex(16)}"
-                return await attempt(self._attempt(attempt_id, prompt, avoid))
-            except AttemptError as error:
-                if number == self.attempts_max or not STATUS[error.failure.kind].retry:
-                    raise
-                logger.info("request %s, attempt %s: %s", prompt.id, number, error)
-                self.metrics.retried(error.failure.kind)
-                if error.worker is not None:
-                    avoid.add(error.worker)
-                number += 1
-
-    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Worker]) -> AsyncGenerator[Step, None]:
+    async def _attempt(self, request_id: str, prompt: Prompt, avoid: set[Hashable]) -> AsyncGenerator[Step, None]:
         prefill = self._pick(self.prefill, avoid)
         if prompt.max_tokens == 1:
             yield (await self._ask_prefill(prefill, request_id, prompt)).step
@@ -150,7 +92,7 @@ class Router:
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._ask_prefill(prefill, request_id, prompt), name=f"prefill {request_id}")
-                first = both.create_task(_first_of(steps), name=f"decode {request_id}")
+                first = both.create_task(first_of(steps), name=f"decode {request_id}")
         except BaseException as error:
             self._release(prefill, request_id)
             if isinstance(error, BaseExceptionGroup):
@@ -158,7 +100,7 @@ class Router:
             raise
         return first.result()
 
-    def _pick(self, rotation: Rotation, avoid: set[Worker]) -> Worker:
+    def _pick(self, rotation: Rotation, avoid: set[Hashable]) -> Worker:
         worker = rotation.pick(avoid)
         if worker is None:
             message = f"no {rotation.role} worker is up; try again in a few seconds"
@@ -182,7 +124,7 @@ class Router:
 
     @asynccontextmanager
     async def _decoding(
-        self, prefill: Worker, request_id: str, prompt: Prompt, avoid: set[Worker]
+        self, prefill: Worker, request_id: str, prompt: Prompt, avoid: set[Hashable]
     ) -> AsyncIterator[AsyncGenerator[Step, None]]:
         """The steps of an answer; entering it waits until a decode worker has room for them."""
         decode = self._pick(self.decode, avoid)
@@ -253,36 +195,6 @@ class Router:
             return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stream:
-    """An answer whose first token is there. Close it when nobody wants the rest."""
-
-    prompt: Prompt
-    first: Step
-    rest: AsyncGenerator[Step, None]
-
-    async def steps(self) -> AsyncIterator[Step]:
-        """All steps, once. Raises AttemptError."""
-        step = self.first
-        yield step
-        while step.finish_reason is None:
-            step = await _before(self.prompt, anext(self.rest))
-            yield step
-
-    async def aclose(self) -> None:
-        await self.rest.aclose()
-
-
-async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:
-    """Wait for the result, but not longer than the request may take."""
-    try:
-        async with asyncio.timeout_at(prompt.deadline):
-            return await result
-    except TimeoutError:
-        failure = Failure(kind=FailureKind.DEADLINE, message="the request's deadline has passed")
-        raise AttemptError(failure) from None
-
-
 async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: Worker) -> AsyncGenerator[Step, None]:
     """The steps of a decode worker's answer, up to the last one."""
     async for line in response.content:
@@ -295,10 +207,6 @@ async def _steps_in(response: aiohttp.ClientResponse, prefill: Worker, decode: W
             return
     message = f"{decode.name} ended its answer early"
     raise AttemptError(Failure(kind=FailureKind.WORKER_FAILED, message=message), decode)
-
-
-async def _first_of(steps: AsyncGenerator[Step, None]) -> Step:
-    return await anext(steps)
 
 
 def _failed(failure: Failure, prefill: Worker, decode: Worker) -> AttemptError:

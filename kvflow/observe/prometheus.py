@@ -12,59 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvflow.core.plan.topology import Rank
+from kvflow.observe.instruments import COUNTERS, GAUGES, LABELS, RecordMetrics
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
 
-_LABELS = ("engine", *Rank._fields)
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_BYTES = tuple(float(4**power) for power in range(6, 18))  # 4 KiB to 16 GiB
 _SCRAPE_WAIT_S = 1.0
-
-
-Values: TypeAlias = Callable[[RuntimeStatistics], Mapping[str, float]]
-
-
-def _blocks(now: RuntimeStatistics) -> Mapping[str, float]:
-    return {} if now.blocks is None else {use: getattr(now.blocks, use) for use in _BLOCK_USES}
-
-
-def _dropped(now: RuntimeStatistics) -> Mapping[str, float]:
-    kinds = () if now.serving is None else ("late", "duplicate", "malformed")
-    return {"early": now.early_notifications, **{kind: getattr(now.serving, f"{kind}_notifications") for kind in kinds}}
-
-
-def _messages(now: RuntimeStatistics) -> Mapping[str, float]:
-    results = () if now.listener is None else ("answered", "refused", "dropped")
-    return {result: getattr(now.listener, result) for result in results}
-
-
-# What is shown of `Runtime.statistics()`: name, help, label beside `_LABELS`, and the values by that label.
-_BLOCK_USES = ("free", "leased", "in_flight", "quarantined")
-_GAUGES: tuple[tuple[str, str, str, Values], ...] = (
-    ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _blocks),
-    ("kvflow_open_loads", "Loads under way.", "", lambda now: {"": now.loading.open_loads if now.loading else 0}),
-    ("kvflow_open_leases", "Leases open.", "", lambda now: {"": now.serving.open_leases if now.serving else 0}),
-    ("kvflow_open_reads", "Reads posted and not ended.", "", lambda now: {"": now.transport.open_reads}),
-    ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
-    ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
-)
-_COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
-    ("kvflow_read_bytes", "Bytes that reads have brought.", "", lambda now: {"": now.transport.bytes_read}),
-    ("kvflow_reads", "Reads posted.", "", lambda now: {"": now.transport.reads}),
-    ("kvflow_reads_failed", "Reads that the transport failed.", "", lambda now: {"": now.transport.reads_failed}),
-    ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
-    ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
-)
 
 
 class PrometheusMetrics(Collector):
@@ -72,6 +31,7 @@ class PrometheusMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._watched: list[_Watched] = []
+<<<<<<< HEAD
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, (*_LABELS, *labels), registry=registry)
@@ -99,6 +59,9 @@ class PrometheusMetrics(Collector):
         self._load_grow_seconds = histogram(
             "kvflow_load_grow_seconds", "Time in successful loads of growing leases from the first tokens to the last."
         )
+=======
+        self._records = RecordMetrics(_Registered(registry))
+>>>>>>> ray
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
@@ -106,6 +69,7 @@ class PrometheusMetrics(Collector):
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
+<<<<<<< HEAD
         where = (record.engine_id, *record.rank)
         self._loads.labels(*where, record.outcome).inc()
         if record.freshness:
@@ -123,13 +87,12 @@ class PrometheusMetrics(Collector):
             self._load_grow_seconds.labels(*where).observe(record.landed[-1].seconds - record.landed[0].seconds)
         for phase, seconds in record.seconds.items():
             self._phase_seconds.labels(*where, phase).observe(seconds)
+=======
+        self._records.load_ended(record)
+>>>>>>> ray
 
     def lease_ended(self, record: LeaseRecord) -> None:
-        where = (record.engine_id, *record.rank, record.outcome)
-        self._leases.labels(*where).inc()
-        self._lease_seconds.labels(*where).observe(sum(record.seconds.values()))
-        if record.computed and record.computed[-1].tokens == record.tokens:
-            self._lease_grow_seconds.labels(record.engine_id, *record.rank).observe(record.computed[-1].seconds)
+        self._records.lease_ended(record)
 
     def describe(self) -> list[Metric]:
         """Nothing in advance: the gauges are not known before a runtime is watched."""
@@ -138,13 +101,26 @@ class PrometheusMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """For the registry; from any thread."""
         snapshots = [(watched.labels, watched.statistics()) for watched in self._watched]
-        for kind, shown in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+        for kind, shown in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for name, text, label, values_of in shown:
-                family = kind(name, text, labels=(*_LABELS, label) if label else _LABELS)
+                family = kind(name, text, labels=(*LABELS, label) if label else LABELS)
                 for labels, now in snapshots:
                     for value, count in values_of(now).items():
                         family.add_metric([*labels, value] if label else labels, count)
                 yield family
+
+
+class _Registered:
+    """Instruments of a registry; see `Instruments`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
+        return Counter(name, text, labels, registry=self._registry)
+
+    def histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
 
 
 class _Watched:

@@ -17,6 +17,7 @@ import atexit
 import importlib.metadata
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from kvflow.config import Config
@@ -96,6 +97,9 @@ class Supervisor:
         self.loop = asyncio.get_running_loop()
         first = self._incarnation
         assert first is not None, "made with the supervisor"
+        if self.config.advertise_toward is not None:
+            self._host = await self._world.own_host(self.config)
+            self.config = replace(self.config, advertise_host=self._host)
         await first.open()
         try:
             self._listener = await self._side_channel.listen(self._answer)

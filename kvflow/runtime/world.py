@@ -7,7 +7,7 @@ another world sees all of it.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from kvflow.config import Config
@@ -15,6 +15,7 @@ from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.own_host import own_host
 from kvflow.transport.base import Transport
 from kvflow.transport.factory import make_transport
 
@@ -26,6 +27,8 @@ class World:
     transport: Callable[[Config, str], Transport] = make_transport
     """From the config and the agent's name."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
+    own_host: Callable[[Config], Awaitable[str]] = own_host
+    """What tickets name of where it listens."""
     clock: Callable[[], Clock] = SystemClock
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""

@@ -23,7 +23,7 @@ from kvflow.runtime.world import World
 from kvflow.testing.clock import LoopClock
 from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import CacheSize, TestEngine, open_engine
-from kvflow.testing.side_channel import Exchange, InprocSideChannel
+from kvflow.testing.side_channel import Exchange, InprocSideChannel, own_host
 from kvflow.testing.simulator.network import Host, Network
 from kvflow.testing.simulator.settings import Weather, draw_weather
 from kvflow.testing.simulator.world import make_world
@@ -113,6 +113,7 @@ class InprocCluster:
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
             clock=clock,
             copier=InlineCopier,
+            own_host=own_host,
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:

@@ -18,6 +18,21 @@ Frames = list[bytes]
 Reply = Callable[[Frames], None]
 
 
+LOOPBACK = "127.0.0.1"
+
+
+def host_of(config: Config) -> str:
+    """What tickets name; there are no interfaces to choose from."""
+    if config.advertise_toward is None:
+        return config.advertise_host or config.listen_host
+    return LOOPBACK if config.listens_everywhere else config.listen_host
+
+
+async def own_host(config: Config) -> str:
+    """The same, as a `World` has it."""
+    return host_of(config)
+
+
 class Exchange:
     """Who listens where."""
 
@@ -28,7 +43,7 @@ class Exchange:
 
     def listen(self, config: Config, answer: Answer) -> InprocListener:
         """Bind a rank's address; ConfigError if somebody has it."""
-        host = config.advertise_host or config.listen_host
+        host = host_of(config)
         free = (port for port in self._ports if f"tcp://{host}:{port}" not in self.listeners)
         port = config.listen_port or next(free)
         address = f"tcp://{host}:{port}"

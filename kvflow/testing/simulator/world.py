@@ -10,7 +10,7 @@ from kvflow.core.protocol import messages
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.world import World
 from kvflow.testing.copier import InlineCopier
-from kvflow.testing.side_channel import Frames, InprocSideChannel, settle
+from kvflow.testing.side_channel import Frames, InprocSideChannel, own_host, settle
 from kvflow.testing.simulator.network import Host, Network
 
 
@@ -74,6 +74,7 @@ def make_world(network: Callable[[], Network], host: Callable[[Config], Host], c
             network().exchange, config, send=send_through(network(), host(config))
         ),
         clock=clock,
+        own_host=own_host,
         token_hex=lambda count: network().rng.randbytes(count).hex(),
         copier=lambda name: InlineCopier(name, lambda: network().rng.expovariate(1 / network().weather.read_s)),
         real=False,

@@ -1,0 +1,145 @@
+"""An answer by attempts: each starts over, elsewhere, until a client has seen a token; one deadline covers all of them.
+
+What an attempt is, its owner says: a generator of steps that raises AttemptError. Pure of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from paged_engine import GREEDY, Sampling
+
+from openai_server.failures import STATUS
+from openai_server.messages import Failure, FailureKind, Step
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class AttemptError(Exception):
+    """An attempt failed, and which worker the next one should avoid."""
+
+    def __init__(self, failure: Failure, worker: Hashable | None = None, *, final: bool = False) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.worker = worker
+        self.final = final
+        """Whether no other attempt is to be made, whatever its kind says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One request as the router sees it. `deadline` is a time of the loop's clock."""
+
+    id: str
+    token_ids: Sequence[int]
+    max_tokens: int
+    deadline: float
+    sampling: Sampling = GREEDY
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
+
+
+class Answers(Protocol):
+    """What the front needs of a router."""
+
+    async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
+        """What `read` makes of the answer, of which it may take as much as it wants. Raises AttemptError.
+
+        It is called again for every attempt.
+        """
+
+    async def stream(self, prompt: Prompt) -> Stream:
+        """The answer, once its first token is there. Raises AttemptError until then, and the stream after that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempts:
+    """See `Answers`."""
+
+    attempt: Callable[[str, Prompt, set[Hashable]], AsyncGenerator[Step, None]]
+    """The steps of one attempt, from its id, which nobody else knows, and the workers that it should avoid."""
+    retried: Callable[[str], None] = lambda kind: None
+    """Is told why another attempt follows."""
+    attempts_max: int = 3
+
+    async def whole(self, prompt: Prompt, read: Callable[[AsyncIterator[Step]], Awaitable[Result]]) -> Result:
+        async def attempt(steps: AsyncGenerator[Step, None]) -> Result:
+            async with aclosing(steps):
+                return await read(steps)
+
+        return await _before(prompt, self._tried(prompt, attempt))
+
+    async def stream(self, prompt: Prompt) -> Stream:
+        async def attempt(steps: AsyncGenerator[Step, None]) -> Stream:
+            try:
+                return Stream(prompt=prompt, first=await anext(steps), rest=steps)
+            except BaseException:
+                await steps.aclose()
+                raise
+
+        return await _before(prompt, self._tried(prompt, attempt))
+
+    async def _tried(
+        self, prompt: Prompt, attempt: Callable[[AsyncGenerator[Step, None]], Awaitable[Result]]
+    ) -> Result:
+        """The result of the first attempt that succeeds."""
+        avoid: set[Hashable] = set()
+        number = 1
+        while True:
+            try:
+                # Each attempt has its own id: an earlier one's blocks may still be on offer.
+                attempt_id = f"{prompt.id}-{number}-{secrets.token_hex(16)}"
+                return await attempt(self.attempt(attempt_id, prompt, avoid))
+            except AttemptError as error:
+                if error.final or number == self.attempts_max or not STATUS[error.failure.kind].retry:
+                    raise
+                logger.info("request %s, attempt %s: %s", prompt.id, number, error)
+                self.retried(error.failure.kind)
+                if error.worker is not None:
+                    avoid.add(error.worker)
+                number += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stream:
+    """An answer whose first token is there. Close it when nobody wants the rest."""
+
+    prompt: Prompt
+    first: Step
+    rest: AsyncGenerator[Step, None]
+
+    async def steps(self) -> AsyncGenerator[Step, None]:
+        """All steps, once. Raises AttemptError."""
+        step = self.first
+        yield step
+        while step.finish_reason is None:
+            step = await _before(self.prompt, anext(self.rest))
+            yield step
+
+    async def aclose(self) -> None:
+        await self.rest.aclose()
+
+
+async def first_of(steps: AsyncGenerator[Step, None]) -> Step:
+    """The next step, as a coroutine that a task can run."""
+    return await anext(steps)
+
+
+async def _before(prompt: Prompt, result: Awaitable[Result]) -> Result:
+    """Wait for the result, but not longer than the request may take."""
+    try:
+        async with asyncio.timeout_at(prompt.deadline):
+            return await result
+    except TimeoutError:
+        failure = Failure(kind=FailureKind.DEADLINE, message="the request's deadline has passed")
+        raise AttemptError(failure) from None

@@ -1,0 +1,26 @@
+"""The three deployments as one application: `ray_server.application:build` in service.yaml."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray.serve import Application
+
+from ray_server.decode import Decode
+from ray_server.ingress import Ingress
+from ray_server.prefill import Prefill
+
+DEADLINE_S = 60.0
+CHECKPOINT = "KVFLOW_RAY_MODEL"
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    """Arguments: `checkpoint`, the unpacked model on every node (by default where KVFLOW_RAY_MODEL says), and
+    `deadline_s`, how long any answer may take.
+    """
+    checkpoint = arguments.get("checkpoint") or os.environ.get(CHECKPOINT)
+    if not checkpoint:
+        raise ValueError(f"args: checkpoint: expected the folder of an unpacked model, and {CHECKPOINT} is not set")
+    deadline_s = float(arguments.get("deadline_s", DEADLINE_S))
+    return Ingress.bind(Decode.bind(Prefill.bind(checkpoint), checkpoint), checkpoint, deadline_s)

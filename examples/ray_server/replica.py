@@ -1,0 +1,105 @@
+"""What both kinds of replicas open, and what Serve asks both: metadata, routing stats, health, their end."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from openai_server.metrics import WorkerMetrics
+from openai_server.worker import StartTask, background_tasks, introduction_of, open_engine
+from paged_engine import Engine
+from paged_engine.weights import MODEL_NAME
+from prometheus_client import generate_latest
+
+import kvflow
+from kvflow.ray import Lifetime, RayMetrics, ReplicaRuntime
+
+MetricsT = TypeVar("MetricsT", bound=WorkerMetrics)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened(Generic[MetricsT]):
+    """What a replica works with."""
+
+    engine: Engine
+    kvflow: ReplicaRuntime
+    start_task: StartTask
+    metrics: MetricsT
+    introduction: dict[str, Any]
+    """A ticket of nothing: where this replica's blocks are to be had."""
+
+    @property
+    def name(self) -> str:
+        """The replica's own name, by which requests avoid it."""
+        return self.kvflow.place.unique_id
+
+
+class Replica(Generic[MetricsT]):
+    """One replica's engine and runtime, from `open` to `close`."""
+
+    def __init__(self, checkpoint: str, make_metrics: Callable[..., MetricsT]) -> None:
+        logging.getLogger("openai_server").setLevel(logging.INFO)
+        self._lifetime = Lifetime(_opened(Path(checkpoint), make_metrics), "replica")
+        self._opened: Opened[MetricsT] | None = None
+
+    async def open(self) -> Opened[MetricsT]:
+        self._opened = await self._lifetime.start()
+        return self._opened
+
+    async def close(self) -> None:
+        """Drain, and close. Also of a replica that never opened: Serve ends those, too."""
+        await self._lifetime.stop()
+
+    def check(self) -> None:
+        """Raise if the replica has to be replaced."""
+        self._lifetime.check()
+        self.opened.kvflow.check()
+
+    @property
+    def opened(self) -> Opened[MetricsT]:
+        assert self._opened is not None, "Serve asks only what has started"
+        return self._opened
+
+    def metadata(self) -> dict[str, Any]:
+        opened = self.opened
+        more = {"replica": opened.name, "pid": os.getpid(), "introduction": opened.introduction}
+        return opened.kvflow.metadata() | more
+
+    def routing_stats(self) -> dict[str, Any]:
+        """The engine knows more of its blocks than the runtime: what is computed is reserved, too."""
+        statistics = self.opened.engine.statistics()
+        used = {"blocks_free": statistics.blocks_free, "blocks_used": statistics.blocks_used}
+        return self.opened.kvflow.routing_stats() | used
+
+    def metrics_text(self) -> str:
+        return generate_latest(self.opened.metrics.registry).decode()
+
+
+@asynccontextmanager
+async def _opened(checkpoint: Path, make_metrics: Callable[..., MetricsT]) -> AsyncIterator[Opened[MetricsT]]:
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    shown = RayMetrics()
+    replica = ReplicaRuntime(model=MODEL_NAME, observers=[shown])
+    async with open_engine(replica.place.engine_id, checkpoint) as engine:
+        metrics = make_metrics(
+            blocks_used=lambda: engine.statistics().blocks_used, blocks_free=lambda: engine.statistics().blocks_free
+        )
+        with replica.runtime.observed_by(metrics.kvflow):
+            async with replica, background_tasks() as start_task:
+                layout = kvflow.CacheLayout.infer(engine.kv_caches, order="HND", block_size=engine.block_size)
+                await replica.runtime.register_kv_caches(engine.kv_caches, layout)
+                start_task(shown.watch(replica.runtime), "metrics")
+                yield Opened(
+                    engine=engine,
+                    kvflow=replica,
+                    start_task=start_task,
+                    metrics=metrics,
+                    introduction=introduction_of(replica.runtime).to_params(),
+                )
+                await replica.drain()  # before the tasks end that keep leased blocks

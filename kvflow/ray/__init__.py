@@ -1,0 +1,40 @@
+"""kvflow in replicas of Ray Serve; needs the extra `kvflow[ray]`.
+
+    replica    `ReplicaRuntime`: a runtime that is what its replica is, drains in the time that it is left, and says how
+               it is
+    lifetime   `Lifetime`: one task owns what a replica has open
+    place      where a replica is, its Config and the time that it has to go: pure
+    metrics    records and statistics as `ray.serve.metrics`
+    peers      the replicas behind a handle, connected before the first load from them
+    llm        KVFlowConnector's backend in Ray Serve LLM: `register()`
+
+Nothing of Ray is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvflow.ray.lifetime import Lifetime
+    from kvflow.ray.metrics import RayMetrics
+    from kvflow.ray.peers import keep_prewarmed
+    from kvflow.ray.place import ReplicaPlace
+    from kvflow.ray.replica import ReplicaRuntime
+
+__all__ = ["Lifetime", "RayMetrics", "ReplicaPlace", "ReplicaRuntime", "keep_prewarmed"]
+
+_HOMES = {
+    "Lifetime": "lifetime",
+    "RayMetrics": "metrics",
+    "ReplicaPlace": "place",
+    "ReplicaRuntime": "replica",
+    "keep_prewarmed": "peers",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,99 @@
+"""KVFlowConnector in Ray Serve LLM: the backend that tells each replica's workers where to listen.
+
+    import kvflow.ray.llm
+
+    kvflow.ray.llm.register()  # before the application is built
+    app = build_pd_openai_app({"prefill_config": ..., "decode_config": ...})  # kv_connector: "KVFlowConnector"
+
+The backend's base class and registry are Ray's internals, so this is the one module that knows them, and it says so
+where they are not what they were: it is written for ray 2.60.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from kvflow.errors import ConfigError
+
+NAME = "KVFlowConnector"
+WRITTEN_FOR = "2.60"
+_INTERNALS = "ray.llm._internal.serve.engines.vllm.kv_transfer"
+
+
+def register() -> None:
+    """Tell the cluster that Ray is connected to about the backend. Telling it again changes nothing.
+
+    Raises:
+        ConfigError: this Ray has no such registry, or Ray Serve LLM is not installed.
+    """
+    factory = _internal("factory", "KVConnectorBackendFactory", ("is_registered", "register_backend"))
+    if not factory.is_registered(NAME):
+        factory.register_backend(NAME, f"{__name__}:Backend")
+
+
+def worker_settings(given: Mapping[str, Any], *, node_ip: str, head: str, workers: int) -> dict[str, Any]:
+    """`kv_connector_extra_config` of a replica's workers: what was given, and where they listen if that was not.
+
+    Args:
+        given: the configuration's own.
+        node_ip: the address of the replica's node.
+        head: that of the cluster's head, which all nodes have a route to.
+        workers: how many; one is beside its replica, several may be on other nodes, whose addresses only they know.
+    """
+    if "listen" in given:
+        return dict(given)
+    if workers == 1:
+        return {**given, "listen": f"tcp://{_bracketed(node_ip)}:0"}
+    everywhere = "tcp://[::]:0" if ":" in head else "tcp://0.0.0.0:0"
+    return {"advertise_host": f"auto:{_bracketed(head)}", **given, "listen": everywhere}
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+@cache
+def _backend() -> Any:
+    """The class, made when it is asked for: its bases are Ray's."""
+    base = _internal("base", "BaseConnectorBackend", ("setup", "kv_transfer_config"))
+    protocol = _internal("base", "DefaultPDProtocolMixin", ("prepare_prefill_request", "prepare_decode_request"))
+
+    return type("Backend", (protocol, base), {"__module__": __name__, "setup": _setup})
+
+
+def _setup(backend: Any) -> None:
+    """vLLM makes each replica's engine id, and tickets carry ports: only the address is missing."""
+    import ray
+
+    kwargs, transfer = backend.llm_config.engine_kwargs, backend.kv_transfer_config
+    transfer["kv_connector_extra_config"] = worker_settings(
+        transfer.get("kv_connector_extra_config") or {},
+        node_ip=ray.util.get_node_ip_address(),
+        head=ray.get_runtime_context().gcs_address.rpartition(":")[0].strip("[]"),
+        workers=kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1),
+    )
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Backend":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _backend()
+
+
+def _internal(module: str, name: str, needed: tuple[str, ...]) -> Any:
+    try:
+        import ray
+
+        found = getattr(importlib.import_module(f"{_INTERNALS}.{module}"), name)
+        missing = [entry for entry in needed if not hasattr(found, entry)]
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"Ray Serve LLM: {error}; kvflow.ray.llm is written for ray {WRITTEN_FOR}") from error
+    if missing:
+        raise ConfigError(
+            f"Ray Serve LLM: {name} has no {', '.join(missing)} in ray {ray.__version__}; "
+            f"kvflow.ray.llm is written for ray {WRITTEN_FOR}"
+        )
+    return found

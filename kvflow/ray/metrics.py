@@ -1,0 +1,105 @@
+"""Records and statistics of a replica's runtime as `ray.serve.metrics`, which leave by the node's own metrics port.
+
+    metrics = RayMetrics()
+    async with ReplicaRuntime(model="llama", observers=[metrics]) as replica, asyncio.TaskGroup() as tasks:
+        tasks.create_task(metrics.watch(replica.runtime))
+
+Names and labels are those of `kvflow.observe`, each name with Ray's prefix `ray_`; Ray adds the deployment and the
+replica. Registries of prometheus_client within a replica leave by nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ray.serve import metrics as serve_metrics
+
+from kvflow.observe.instruments import COUNTERS, GAUGES, LABELS, RecordMetrics
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.statistics import RuntimeStatistics
+
+
+class RayMetrics:
+    """A `records.Observer` for one runtime of a replica, and a task that shows its statistics. Made in the replica."""
+
+    def __init__(self, period_s: float = 5.0) -> None:
+        self._period_s = period_s
+        self._records = RecordMetrics(_Instruments())
+        self._gauges = [
+            (serve_metrics.Gauge(name, text, tag_keys=_keys(label)), label, values_of)
+            for name, text, label, values_of in GAUGES
+        ]
+        self._counters = [
+            (serve_metrics.Counter(name, text, tag_keys=_keys(label)), label, values_of)
+            for name, text, label, values_of in COUNTERS
+        ]
+        self._counted: dict[tuple[int, str], float] = {}
+
+    def load_ended(self, record: LoadRecord) -> None:
+        self._records.load_ended(record)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        self._records.lease_ended(record)
+
+    async def watch(self, runtime: Runtime) -> None:
+        """Show the runtime's statistics every period, until this is cancelled."""
+        where = dict(zip(LABELS, (runtime.config.engine_id, *map(str, runtime.rank)), strict=True))
+        while True:
+            self._show(runtime.statistics(), where)
+            await asyncio.sleep(self._period_s)
+
+    def _show(self, now: RuntimeStatistics, where: dict[str, str]) -> None:
+        for gauge, label, values_of in self._gauges:
+            for value, amount in values_of(now).items():
+                gauge.set(amount, tags={**where, label: value} if label else where)
+        for index, (counter, label, values_of) in enumerate(self._counters):
+            for value, amount in values_of(now).items():
+                more = amount - self._counted.get((index, value), 0)
+                self._counted[index, value] = amount
+                if more > 0:
+                    counter.inc(more, tags={**where, label: value} if label else where)
+
+
+def _keys(label: str) -> tuple[str, ...]:
+    return (*LABELS, label) if label else LABELS
+
+
+class _Instruments:
+    """See `Instruments`."""
+
+    def counter(self, name: str, text: str, labels: Sequence[str]) -> _Counter:
+        return _Counter(serve_metrics.Counter(name, text, tag_keys=tuple(labels)), tuple(labels))
+
+    def histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> _Histogram:
+        made = serve_metrics.Histogram(name, text, boundaries=list(buckets), tag_keys=tuple(labels))
+        return _Histogram(made, tuple(labels))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    made: serve_metrics.Counter
+    names: tuple[str, ...]
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def labels(self, *values: str) -> _Counter:
+        return _Counter(self.made, self.names, dict(zip(self.names, values, strict=True)))
+
+    def inc(self, amount: float = 1) -> None:
+        if amount > 0:  # Ray refuses to add nothing
+            self.made.inc(amount, tags=self.tags)
+
+
+@dataclass(frozen=True, slots=True)
+class _Histogram:
+    made: serve_metrics.Histogram
+    names: tuple[str, ...]
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def labels(self, *values: str) -> _Histogram:
+        return _Histogram(self.made, self.names, dict(zip(self.names, values, strict=True)))
+
+    def observe(self, amount: float) -> None:
+        self.made.observe(amount, tags=self.tags)

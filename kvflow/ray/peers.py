@@ -1,0 +1,93 @@
+"""The replicas behind a deployment's handle, connected before the first load from them, and again as they come and go.
+
+A ticket names where its blocks are, so loads need none of this; it saves the first one from each replica the handshake.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvflow.errors import RequestError, RuntimeUnavailable
+from kvflow.runtime.peers.prewarm import PeerAddress
+from kvflow.runtime.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 10.0
+
+_FIELDS = ("engine_id", "address", "dp_rank", "pp_rank", "tp_rank")
+
+
+class PeersUnknownError(Exception):
+    """Nobody could say who the peers are, such as while a deployment has no replica."""
+
+
+ListPeers = Callable[[], Awaitable[Sequence[Mapping[str, Any]]]]
+
+
+async def keep_prewarmed(runtime: Runtime, peers: DeploymentHandle | ListPeers, *, period_s: float = 10.0) -> None:
+    """Connect to the replicas of a deployment, and to those that come later, until this is cancelled or drained.
+
+    Args:
+        runtime: whose loads are to find connections.
+        peers: the deployment's handle, whose replicas have a method `metadata` (`ReplicaRuntime.metadata`), or a
+            coroutine function that lists as much and raises PeersUnknownError where it cannot.
+        period_s: seconds between two looks; a replica that comes is connected at most so much later.
+
+    Replicas that have gone are forgotten. One that cannot be connected, or an answer that cannot be right, is logged,
+    and tried again.
+    """
+    list_peers = peers if callable(peers) and not hasattr(peers, "broadcast") else _asking(peers)
+    known: frozenset[PeerAddress] = frozenset()
+    while True:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                listed = await list_peers()
+            known = await _renewed(runtime, known, listed)
+        except RuntimeUnavailable:
+            return
+        except (PeersUnknownError, RequestError, TimeoutError) as error:
+            logger.info("peers are looked for again: %s", error or f"no answer in {ANSWER_TIMEOUT_S} s")
+        await asyncio.sleep(period_s)
+
+
+async def _renewed(
+    runtime: Runtime, known: frozenset[PeerAddress], listed: Sequence[Mapping[str, Any]]
+) -> frozenset[PeerAddress]:
+    """Forget who has gone and connect who has come; who is connected now."""
+    now = frozenset(_peer(entry) for entry in listed)
+    for gone in known - now:
+        await runtime.forget_peer(gone.engine_id)
+    come = sorted(now - known, key=lambda peer: peer.engine_id)
+    results = await runtime.prewarm(come)
+    for result in results:
+        if result.error is not None:
+            logger.info("engine %s is not connected yet: %s", result.engine_id, result.error)
+    failed = {peer for peer, result in zip(come, results, strict=True) if result.error is not None}
+    return now - failed
+
+
+def _peer(entry: Mapping[str, Any]) -> PeerAddress:
+    return PeerAddress(**{name: entry[name] for name in _FIELDS if name in entry}).checked()
+
+
+def _asking(handle: Any) -> ListPeers:
+    """All replicas of a deployment, asked who they are; one that fails, because it goes, is left out."""
+
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    async def list_peers() -> Sequence[Mapping[str, Any]]:
+        try:
+            answers = await handle.broadcast("metadata").results_async(return_exceptions=True)
+        except (RayError, RayServeException) as error:
+            raise PeersUnknownError(f"{type(error).__name__}: {error}") from error
+        return [answer for answer in answers if isinstance(answer, Mapping)]
+
+    return list_peers

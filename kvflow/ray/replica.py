@@ -1,0 +1,162 @@
+"""ReplicaRuntime: the runtime of one replica of Ray Serve.
+
+Serve does not see a replica's open leases, so a replica that is to go drains first: see `drain`. Whoever holds one has
+a `Lifetime`, since Serve enters and leaves a replica in different tasks:
+
+    @asynccontextmanager
+    async def opened():
+        async with ReplicaRuntime(model="llama") as replica:
+            await replica.runtime.register_kv_caches(kv_caches, layout)
+            yield replica
+            await replica.drain()
+
+    class Decode:
+        async def __init__(self):
+            self._lifetime = Lifetime(opened())
+            self._replica = await self._lifetime.start()
+
+        async def __del__(self):
+            await self._lifetime.stop()
+
+        async def check_health(self):
+            self._lifetime.check()
+            self._replica.check()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from kvflow.errors import ConfigError, RuntimeBroken
+from kvflow.ray import place as places
+from kvflow.ray.place import ReplicaPlace
+from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.records import Observer
+from kvflow.runtime.runtime import Runtime
+from kvflow.runtime.statistics import RuntimeState
+from kvflow.runtime.world import World
+
+_SHORTEST_S = 1e-3
+
+
+class ReplicaRuntime:
+    """A runtime whose Config follows from its replica. An async context; its `runtime` is used as any other.
+
+    Args:
+        place: where the replica is; None asks Serve, which has to be asked in a replica.
+        drain_deadline_s: how long leases and loads may take to end when the replica goes, in seconds; None is as long
+            as the deployment's `graceful_shutdown_timeout_s` leaves.
+        observers: are told how loads and leases have ended, as a Runtime's.
+        world: for tests, as a Runtime's.
+        settings: fields of `kvflow.Config`, such as `model` and ranks. By default `engine_id` is the deployment and the
+            replica's unique id, and `listen` is any free port of the node's address.
+
+    Raises:
+        ConfigError: it is in no replica, a setting cannot be right, or the deadline does not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        place: ReplicaPlace | None = None,
+        drain_deadline_s: float | None = None,
+        observers: Sequence[Observer] = (),
+        world: World | None = None,
+        **settings: Any,
+    ) -> None:
+        self._look = this_replica if place is None else lambda: place
+        self.place = self._look()
+        config = places.config_of(self.place, settings)
+        self.drain_deadline_s = places.drain_deadline_s(self.place, config, drain_deadline_s)
+        self.runtime = Runtime(config, observers=observers, world=world)
+
+    def __repr__(self) -> str:
+        return f"<kvflow.ReplicaRuntime {self.runtime!r} on {self.place.node_ip}>"
+
+    async def __aenter__(self) -> Self:
+        """Open the runtime. Raises ConfigError if it cannot be; cancelling leaves it closed."""
+        await self.runtime.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the runtime: what was not drained gets Config.drain_timeout_s."""
+        await self.runtime.aclose()
+
+    async def drain(self) -> DrainReport:
+        """Take no new work, let leases and loads end, and end those that are left at the deadline.
+
+        To be called by the replica that goes, before it ends the tasks that hold the leases' blocks. Bounded by
+        `drain_deadline_s` and what `Runtime.drain` adds; by less if the deployment was given less time meanwhile, which
+        Serve does without starting replicas again. Cancelling stops the waiting.
+        """
+        if self.runtime.state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
+            return DrainReport(finished=False)  # what was open has ended with it
+        left_s = places.time_to_drain_s(self._look(), self.runtime.config)
+        return await self.runtime.drain(max(min(self.drain_deadline_s, left_s), _SHORTEST_S))
+
+    def metadata(self) -> dict[str, Any]:
+        """Who the replica is, in JSON types: for `record_replica_metadata`, and for who prewarms (`kvflow.ray.peers`).
+
+        Raises RuntimeBroken and RuntimeClosed, as `Runtime.address` does.
+        """
+        rank = self.runtime.rank
+        return {
+            "engine_id": self.runtime.config.engine_id,
+            "address": self.runtime.address,
+            "node_ip": self.place.node_ip,
+            "dp_rank": rank.dp,
+            "pp_rank": rank.pp,
+            "tp_rank": rank.tp,
+        }
+
+    def routing_stats(self) -> dict[str, Any]:
+        """What is open and what is free now, in JSON types: for `record_routing_stats`."""
+        now = self.runtime.statistics()
+        blocks = now.blocks
+        return {
+            "state": str(now.state),
+            "blocks_free": 0 if blocks is None else blocks.free,
+            "open_leases": 0 if now.serving is None else now.serving.open_leases,
+            "open_loads": 0 if now.loading is None else now.loading.open_loads,
+        }
+
+    def check(self) -> None:
+        """For `check_health`: raise if the runtime can do no more work, so that Serve replaces the replica.
+
+        Raises:
+            RuntimeBroken: a service of the runtime died, or it was closed though the replica was not told to go.
+        """
+        state = self.runtime.state
+        if state not in (RuntimeState.OPEN, RuntimeState.DRAINING):
+            raise RuntimeBroken(f"replica {self.place.unique_id} of {self.place.deployment!r}: its runtime is {state}")
+
+
+def this_replica() -> ReplicaPlace:
+    """The replica that this process is.
+
+    Raises:
+        ConfigError: it is none, or Ray is not installed.
+    """
+    try:
+        import ray
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+    except ImportError as error:
+        raise ConfigError(f"ReplicaRuntime needs Ray Serve: pip install 'kvflow[ray]' ({error})") from error
+    try:
+        context = serve.get_replica_context()
+    except RayServeException as error:
+        raise ConfigError(f"ReplicaRuntime: this process is no replica of Ray Serve: {error}") from error
+    deployment = context._deployment_config  # the one place that says how long a replica may take to go
+    return ReplicaPlace(
+        app=context.app_name,
+        deployment=context.deployment,
+        unique_id=context.replica_tag,
+        node_ip=ray.util.get_node_ip_address(),
+        shutdown_timeout_s=deployment.graceful_shutdown_timeout_s,
+        wait_loop_s=deployment.graceful_shutdown_wait_loop_s,
+    )

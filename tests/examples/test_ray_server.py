@@ -1,0 +1,69 @@
+"""The example server on Ray without Ray: which replica gets a request, and what service.yaml says."""
+
+from __future__ import annotations
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from ray_server.room import Candidate, Wanted, ranked
+from tiny_model import EXAMPLES
+
+from kvflow.ray.place import ReplicaPlace, config_of, drain_deadline_s
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+CANDIDATES = st.dictionaries(NAMES, st.integers(0, 100), max_size=4).map(
+    lambda free: [Candidate(name, blocks) for name, blocks in free.items()]
+)
+
+
+@given(CANDIDATES, st.integers(0, 2000), st.text(max_size=3), st.frozensets(NAMES))
+def test_everybody_is_asked_once_and_who_has_failed_last(
+    candidates: list[Candidate], tokens: int, prefix: str, avoid: frozenset[str]
+) -> None:
+    ranks = ranked(candidates, Wanted(tokens, prefix, avoid))
+    names = [name for rank in ranks for name in rank]
+    assert sorted(names) == sorted(candidate.name for candidate in candidates)
+    assert all(ranks), "Serve takes no empty rank"
+    failed = [name in avoid for name in names]
+    assert failed == sorted(failed)
+
+
+def test_without_a_prefix_the_freest_is_first() -> None:
+    free = [Candidate("a", 3), Candidate("b", 9), Candidate("c", 5)]
+    assert ranked(free, Wanted(16)) == [["b"], ["c"], ["a"]]
+    assert ranked(free, Wanted(16, avoid=frozenset("b"))) == [["c"], ["a"], ["b"]]
+
+
+def test_a_prefix_has_a_replica_of_its_own_while_that_has_room() -> None:
+    names = "abc"
+    even = [Candidate(name, 10) for name in names]
+    homes = {prefix: ranked(even, Wanted(16, prefix))[0][0] for prefix in map(str, range(20))}
+    assert set(homes.values()) == set(names), "prefixes are spread"
+    for prefix, home in homes.items():
+        fewer = [candidate for candidate in even if candidate.name == home or candidate.name == "a"]
+        assert ranked(fewer, Wanted(16, prefix))[0] == [home], "whoever else comes or goes"
+        for blocks, tokens, first in ((5, 16, True), (4, 16, False), (9, 160, False)):
+            now = [Candidate(name, blocks if name == home else 10) for name in names]
+            assert (ranked(now, Wanted(tokens, prefix))[0] == [home]) is first
+
+
+def test_what_service_yaml_says_goes_together() -> None:
+    """Places for all who wait, time to drain, and files that are there."""
+    (app,) = yaml.safe_load((EXAMPLES / "ray_server/service.yaml").read_text())["applications"]
+    module, _, function = app["import_path"].partition(":")
+    assert f"def {function}(" in (EXAMPLES / f"{module.replace('.', '/')}.py").read_text()
+    prefill, decode, ingress = app["deployments"]
+    assert [one["name"] for one in (prefill, decode, ingress)] == ["Prefill", "Decode", "Ingress"]
+    asking = decode["max_ongoing_requests"] * decode["autoscaling_config"]["max_replicas"]
+    assert prefill["max_ongoing_requests"] >= asking, "requests could wait for each other in a circle"
+    for deployment in (prefill, decode):
+        place = ReplicaPlace(
+            app=app["name"],
+            deployment=deployment["name"],
+            unique_id="x",
+            node_ip="10.0.0.7",
+            shutdown_timeout_s=deployment["graceful_shutdown_timeout_s"],
+            wait_loop_s=deployment["graceful_shutdown_wait_loop_s"],
+        )
+        deadline_s = drain_deadline_s(place, config_of(place, {}))
+        assert deadline_s >= app["args"]["deadline_s"], "a lease lives as long as its request may take"

@@ -1,0 +1,70 @@
+"""The example's application with replicas that tests can reach into: leases that nobody reads, runtimes that break."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray_server.decode import Decode
+from ray_server.ingress import Ingress
+from ray_server.prefill import Prefill
+
+import kvflow
+
+BLOCKS = 2
+TOKENS = 32
+
+
+@serve.deployment(name="Prefill")
+class TestPrefill(Prefill.func_or_class):  # type: ignore[misc, name-defined]
+    """Offers blocks on demand."""
+
+    async def hold(self, request_id: str) -> dict[str, Any]:
+        """A ticket of a lease that stays open until it is read, or revoked."""
+        opened = self._replica.opened
+        name = f"{request_id}-{opened.name}"
+        held: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        opened.start_task(_hold(opened.engine, opened.kvflow.runtime, name, held), f"hold {name}")
+        return await held
+
+    async def outcomes(self) -> dict[str, int]:
+        serving = self._replica.opened.kvflow.runtime.statistics().serving
+        assert serving is not None
+        return {"read": serving.read, "revoked": serving.revoked}
+
+
+@serve.deployment(name="Decode")
+class TestDecode(Decode.func_or_class):  # type: ignore[misc, name-defined]
+    """Loads what tests have had offered."""
+
+    async def load(self, ticket: dict[str, Any]) -> str:
+        """What came of it: "read", or the name of the error."""
+        opened = self._replica.opened
+        try:
+            async with opened.engine.reserve(TOKENS) as block_ids:
+                request = kvflow.LoadRequest("load", ticket=ticket, block_ids=block_ids, deadline_s=20.0)
+                await opened.kvflow.runtime.load_blocks(request)
+        except kvflow.errors.KVFlowError as error:
+            return type(error).__name__
+        return "read"
+
+    async def break_runtime(self) -> None:
+        """A service dies."""
+        for task in asyncio.all_tasks():
+            if task.get_name() == "kvflow-poller":
+                task.cancel()
+
+
+async def _hold(engine: Any, runtime: kvflow.Runtime, name: str, held: asyncio.Future[dict[str, Any]]) -> None:
+    async with engine.reserve(TOKENS) as block_ids:
+        lease = runtime.serve_blocks(kvflow.ServeRequest(name, block_ids=block_ids, num_tokens=TOKENS, ttl_s=120.0))
+        held.set_result(lease.ticket.to_params())
+        await lease
+
+
+def build(arguments: dict[str, Any]) -> Application:
+    checkpoint = arguments["checkpoint"]
+    prefill = TestPrefill.bind(checkpoint)
+    return Ingress.bind(TestDecode.bind(prefill, checkpoint), checkpoint, arguments["deadline_s"])
