@@ -107,6 +107,9 @@ class RecordMetrics:
         self._verified = counter(
             "kvflow_loads_verified", "Loads that were to be verified, by what came of it.", "result"
         )
+        self._vouched = counter(
+            "kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", "freshness", "outcome"
+        )
         self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
         self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
         self._lease_grow_seconds = histogram("kvflow_lease_grow_seconds", "How long leases grew, until the last token.")
@@ -117,6 +120,8 @@ class RecordMetrics:
     def load_ended(self, record: LoadRecord) -> None:
         where = _where(record)
         self._loads.labels(*where, record.outcome).inc()
+        if record.freshness:
+            self._vouched.labels(*where, record.freshness, record.outcome).inc()
         if record.verification != "off":
             self._verified.labels(*where, record.verification).inc()
         if record.error or record.outcome == "cancelled":

@@ -31,37 +31,7 @@ class PrometheusMetrics(Collector):
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
         self._watched: list[_Watched] = []
-<<<<<<< HEAD
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, (*_LABELS, *labels), registry=registry)
-
-        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
-            return Histogram(name, text, (*_LABELS, *labels), buckets=buckets, registry=registry)
-
-        self._loads = counter("kvflow_loads", "Loads that have ended.", "outcome")
-        self._load_seconds = histogram("kvflow_load_seconds", "Duration of successful loads.")
-        self._phase_seconds = histogram(
-            "kvflow_load_phase_seconds", "Time that successful loads spent in each phase.", "phase"
-        )
-        self._load_bytes = histogram("kvflow_load_bytes", "Bytes of successful loads.", buckets=_BYTES)
-        self._descriptors = counter("kvflow_load_descriptors", "Descriptors of successful loads.")
-        self._blocks = counter("kvflow_load_blocks", "Blocks that successful loads have filled.", "group")
-        self._verified = counter(
-            "kvflow_loads_verified", "Loads that were to be verified, by what came of it.", "result"
-        )
-        self._vouched = counter(
-            "kvflow_loads_vouched", "Loads that read, by what vouches for their bytes.", "freshness", "outcome"
-        )
-        self._leases = counter("kvflow_leases", "Leases that have ended.", "outcome")
-        self._lease_seconds = histogram("kvflow_lease_seconds", "How long leases kept their blocks.", "outcome")
-        self._lease_grow_seconds = histogram("kvflow_lease_grow_seconds", "How long leases grew, until the last token.")
-        self._load_grow_seconds = histogram(
-            "kvflow_load_grow_seconds", "Time in successful loads of growing leases from the first tokens to the last."
-        )
-=======
         self._records = RecordMetrics(_Registered(registry))
->>>>>>> ray
         registry.register(self)
 
     def watch(self, runtime: Runtime) -> None:
@@ -69,27 +39,7 @@ class PrometheusMetrics(Collector):
         self._watched.append(_Watched(runtime, asyncio.get_running_loop()))
 
     def load_ended(self, record: LoadRecord) -> None:
-<<<<<<< HEAD
-        where = (record.engine_id, *record.rank)
-        self._loads.labels(*where, record.outcome).inc()
-        if record.freshness:
-            self._vouched.labels(*where, record.freshness, record.outcome).inc()
-        if record.verification != "off":
-            self._verified.labels(*where, record.verification).inc()
-        if record.error or record.outcome == "cancelled":
-            return
-        self._load_seconds.labels(*where).observe(sum(record.seconds.values()))
-        self._load_bytes.labels(*where).observe(record.bytes)
-        self._descriptors.labels(*where).inc(record.descriptors)
-        for group, count in record.blocks_by_group.items():
-            self._blocks.labels(*where, group).inc(count)
-        if record.landed:
-            self._load_grow_seconds.labels(*where).observe(record.landed[-1].seconds - record.landed[0].seconds)
-        for phase, seconds in record.seconds.items():
-            self._phase_seconds.labels(*where, phase).observe(seconds)
-=======
         self._records.load_ended(record)
->>>>>>> ray
 
     def lease_ended(self, record: LeaseRecord) -> None:
         self._records.lease_ended(record)
