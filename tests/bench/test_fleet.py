@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvflow.bench.fleet.channel import Costs
-from kvflow.bench.fleet.memory import MemorySample, measure_memory
-from kvflow.bench.fleet.scenario import FleetBench, PhaseResult, run_fleet
+from kvflow.bench.fleet.life import run_fleet
+from kvflow.bench.fleet.memory import measure_memory
+from kvflow.bench.fleet.results import MemorySample, PhaseResult
+from kvflow.bench.fleet.scenario import FleetBench
 from kvflow.bench.fleet.traffic import FleetShape
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Samples

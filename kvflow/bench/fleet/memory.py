@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import gc
 import tracemalloc
-from dataclasses import dataclass
 
+from kvflow.bench.fleet.results import MemorySample
 from kvflow.config import Config
 from kvflow.limits import Limits
 from kvflow.runtime.consumer.load import LoadRequest
@@ -25,17 +25,6 @@ from kvflow.testing.virtual_loop import run_virtual
 _BLOCK_SIZE = 16
 _WARM = 1
 _SETTLED_S = 100.0  # virtual: until no timer is left of what has ended
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemorySample:
-    """Bytes for each peer."""
-
-    peers: int
-    layers: int
-    connected_bytes: float
-    loaded_bytes: float
-    """After loads of every length that the last block of a prompt can have."""
 
 
 def measure_memory(peers: int, layers: int) -> MemorySample:

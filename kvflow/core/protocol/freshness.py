@@ -98,23 +98,17 @@ class SealTable:
 
     def tokens_missing(self, index: int, lease_id: str) -> int | None:
         """How many tokens of this lease cannot be read yet; None if the word is not this lease's."""
-        return tokens_missing(self.words[index].tobytes(), bytes.fromhex(lease_id))
+        word: bytes = self.words[index].tobytes()
+        wanted = bytes.fromhex(lease_id)
+        if word == wanted and word != _WIPED:  # the usual case, in few steps
+            return 0
+        if len(wanted) != SEAL_SIZE_BYTES or word[:_SECRET_BYTES] != wanted[:_SECRET_BYTES] or word == _WIPED:
+            return None
+        return int.from_bytes(word[_SECRET_BYTES:], "little") ^ int.from_bytes(wanted[_SECRET_BYTES:], "little")
 
     def holds(self, index: int, lease_id: str) -> bool:
         """Whether the word is this lease's id, all its tokens there; an empty word is nobody's."""
         return self.tokens_missing(index, lease_id) == 0
-
-
-def tokens_missing(word: bytes, lease_word: bytes) -> int | None:
-    """How many tokens of a lease cannot be read yet, by a word that should be its seal; None if it is not.
-
-    `lease_word` is that of the lease when all is there: its id.
-    """
-    if word == lease_word and word != _WIPED:  # the usual case, in few steps
-        return 0
-    if len(lease_word) != SEAL_SIZE_BYTES or word[:_SECRET_BYTES] != lease_word[:_SECRET_BYTES] or word == _WIPED:
-        return None
-    return int.from_bytes(word[_SECRET_BYTES:], "little") ^ int.from_bytes(lease_word[_SECRET_BYTES:], "little")
 
 
 DRIFT_MAX = 200e-6

@@ -33,7 +33,7 @@ from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
-from kvflow.core.protocol.freshness import SealTable, Step, Vouching, fetch_seal, tokens_missing
+from kvflow.core.protocol.freshness import SealTable, Step, Vouching, fetch_seal
 from kvflow.errors import KVFlowError, RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.consumer.seal_watch import SealWatches, Told, WatchedSeal
@@ -367,8 +367,7 @@ class Flight:
                 self._error, self.failed = event.error, read.source
         elif read.fetches_seal:
             index, lease_id = read.source.seal_index, read.source.origin.lease.lease_id
-            word = self._gear.seals.words[index].tobytes()
-            read.source.freshness.fetched(tokens_missing(word, bytes.fromhex(lease_id)))
+            read.source.freshness.fetched(self._gear.seals.tokens_missing(index, lease_id))
         if read.running is not None:
             self._ended(read.running, intact=event.error is None)
         self._note_end()
@@ -462,7 +461,6 @@ class Flight:
             agent=source.origin.connection.agent,
             address=source.seal.remote,
             lease_id=lease.lease_id,
-            lease_word=bytes.fromhex(lease.lease_id),
             priority=self._priority,
             on_change=partial(self._seal_changed, source),
             on_look=self._looked,

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
-from kvflow.core.protocol.freshness import HOST, SEAL_SIZE_BYTES, SealTable, tokens_missing
+from kvflow.core.protocol.freshness import HOST, SEAL_SIZE_BYTES, SealTable
 from kvflow.errors import RuntimeBroken
 from kvflow.transport.base import AgentName, ReadEnded, TransportError
 
@@ -71,8 +71,6 @@ class WatchedSeal:
     address: int
     """Where it is there."""
     lease_id: str
-    lease_word: bytes
-    """What the seal is when all of the lease is there: its id."""
     priority: int
     on_change: Callable[[int | None, float], None]
     """Told how many tokens are missing, None if the word is not the lease's; and when the look was posted."""
@@ -265,7 +263,8 @@ class _Watch:
 
     def _tell_changes(self, look: _Look) -> None:
         """Tell whose word is another one than before; a telling may end the watching."""
-        changed, found = False, self._shared.words.words[look.plan.words].tobytes()
+        table, changed = self._shared.words, False
+        found = table.words[look.plan.words].tobytes()
         for at, seal in enumerate(look.plan.seals):
             word = found[at * SEAL_SIZE_BYTES : (at + 1) * SEAL_SIZE_BYTES]
             seal.looked_s = look.posted_s
@@ -275,7 +274,7 @@ class _Watch:
                 seal.on_look()
                 continue
             changed, seal.word = True, word
-            seal.on_change(tokens_missing(word, seal.lease_word), look.posted_s)
+            seal.on_change(table.tokens_missing(look.plan.words[at], seal.lease_id), look.posted_s)
         if changed:
             self._changed_s = look.posted_s
 
