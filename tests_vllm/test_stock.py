@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -219,7 +218,7 @@ class TestALongLife:
         prompt = story[200:600]
         expected = producer.text(prompt, **ALONE)
         assert hand_over(producer, consumer, prompt) == expected
-        lost = prefill(producer, story[700:1000])
+        lost, kept = prefill(producer, story[700:1000]), prefill(producer, story[1000:1300])
         producer.kill()
         with pytest.raises(HTTPFailed) as caught:
             consumer.text(story[700:1000], kv_transfer_params=lost)
@@ -227,8 +226,11 @@ class TestALongLife:
         producer, consumer = site.have(setup, ours("kv_consumer", 1))
         assert prefill(producer, prompt)["remote_engine_id"] == lost["remote_engine_id"]
         assert hand_over(producer, consumer, story[100:300]) == producer.text(story[100:300], **ALONE)
-        with pytest.raises(HTTPFailed):
-            consumer.text(story[700:1000], kv_transfer_params=lost)
+        with pytest.raises(HTTPFailed) as caught:
+            consumer.text(story[1000:1300], kv_transfer_params=kept)
+        assert caught.value.status == 500
+        computed = consumer.text(story[700:1000], kv_transfer_params=lost)
+        assert computed == producer.text(story[700:1000], **ALONE), "parameters are used once"
         assert_alive(producer, consumer, story[300:700])
 
     def test_a_consumer_that_died_and_came_again_reads_again(self, site: Site, story: list[int]) -> None:
@@ -238,8 +240,10 @@ class TestALongLife:
         producer, consumer = site.have(*setups)
         assert_alive(producer, consumer, story[300:700])
 
-    def test_a_producer_of_ours_that_died_and_came_again_is_read_by_stock(self, site: Site, story: list[int]) -> None:
-        """Under the same id, at the same address. Stock learns of it by reads that fail."""
+    def test_a_producer_of_ours_that_died_and_came_again_is_unknown_to_stock(
+        self, site: Site, story: list[int]
+    ) -> None:
+        """Under the same id, at the same address: stock holds on to the life that is over, and reads nothing more."""
         setup = known_as(ours("kv_producer", 0), "the-same")
         setup = replace(setup, extra=(*setup.extra, ("listen", "tcp://127.0.0.1:26500")))
         setups = setup, stock("kv_consumer", 1, 26200)
@@ -252,11 +256,12 @@ class TestALongLife:
         assert caught.value.status == 500
         producer, consumer = site.have(*setups)
         assert prefill(producer, story[:200])["remote_engine_id"] == lost["remote_engine_id"]
-        for _ in range(10):
-            with contextlib.suppress(HTTPFailed):
-                hand_over(producer, consumer, story[:300], 1)
-                break
-        assert_alive(producer, consumer, story[300:700])
+        for start in (0, 300):
+            with pytest.raises(HTTPFailed) as caught:
+                hand_over(producer, consumer, story[start : start + 300])
+            assert caught.value.status == 500
+        for server in (producer, consumer):
+            assert server.text(story[300:700], **ALONE) == server.text(story[300:700], **ALONE)
 
     def test_a_stock_consumer_that_died_and_came_again_reads_again(self, site: Site, story: list[int]) -> None:
         setups = ours("kv_producer", 0), stock("kv_consumer", 1, 26200)
