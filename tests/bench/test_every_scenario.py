@@ -131,7 +131,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
-    "fleet": (check_fleet, ("rolling restart", "all decode restart", "honest loads")),
+    "fleet": (check_fleet, ("steady", "churn", "honest loads")),
 }
 
 
