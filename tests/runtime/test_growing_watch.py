@@ -99,6 +99,22 @@ async def test_small_steps_are_not_read_one_by_one() -> None:
 
 
 @in_virtual_time
+async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever finds that not all is there asks for news, also if what is there is not worth a read."""
+    monkeypatch.setattr(seal_watch, "LOOK_EVERY_S", 10.0)
+    monkeypatch.setattr(seal_watch, "_LOOK_MOST_S", 10.0)
+    async with pair_of(limits=Limits()) as pair:
+        blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
+        load = pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, taken))
+        await asyncio.sleep(1.0)
+        lease.advance(16)
+        await asyncio.sleep(1.0)
+        assert load.done
+        pair.assert_loaded(taken, blocks)
+
+
+@in_virtual_time
 async def test_the_look_that_finds_a_lease_complete_wakes_who_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the producer does not tell of it."""
 

@@ -474,7 +474,7 @@ class Flight:
         source.freshness.watched(tokens_missing, posted_s)
         if tokens_missing is None or (tokens_missing == 0 and not self.followed):
             self._unwatch(source)
-        elif tokens_missing > source.wake_at_missing and not source.freshness.over:
+        elif self.on_wait is None and tokens_missing > source.wake_at_missing and not source.freshness.over:
             return
         self._note_end()
 
