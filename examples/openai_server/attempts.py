@@ -15,8 +15,9 @@ from typing import Protocol, TypeVar
 
 from paged_engine import GREEDY, Sampling
 
+from kvflow import Ticket
 from openai_server.failures import STATUS
-from openai_server.messages import Failure, FailureKind, Step
+from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillRequest, Step
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,27 @@ class Prompt:
     @property
     def remaining_s(self) -> float:
         return max(self.deadline - asyncio.get_running_loop().time(), 0.001)
+
+    def to_compute(self, request_id: str) -> PrefillRequest:
+        """What a prefill worker is asked, for one attempt."""
+        return PrefillRequest(
+            request_id=request_id,
+            prompt=list(self.token_ids),
+            max_tokens=self.max_tokens,
+            deadline_s=self.remaining_s,
+            sampling=self.sampling,
+        )
+
+    def to_answer(self, request_id: str, ticket: Ticket) -> DecodeRequest:
+        """What a decode worker is asked, for one attempt."""
+        return DecodeRequest(
+            request_id=request_id,
+            ticket=ticket.to_params(),
+            prompt_count=len(self.token_ids),
+            max_tokens=self.max_tokens,
+            deadline_s=self.remaining_s,
+            sampling=self.sampling,
+        )
 
 
 class Answers(Protocol):

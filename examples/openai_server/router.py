@@ -27,7 +27,7 @@ from pydantic import ValidationError
 import kvflow
 from openai_server.attempts import AttemptError, Attempts, Prompt, Stream, first_of
 from openai_server.http_server import CLIENT_KEEP_ALIVE_S
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from openai_server.messages import Failure, FailureKind, PrefillReply, Step
 from openai_server.metrics import RouterMetrics
 from openai_server.rotation import Rotation, Worker
 
@@ -108,13 +108,7 @@ class Router:
         return worker
 
     async def _ask_prefill(self, worker: Worker, request_id: str, prompt: Prompt) -> PrefillReply:
-        request = PrefillRequest(
-            request_id=request_id,
-            prompt=list(prompt.token_ids),
-            max_tokens=prompt.max_tokens,
-            deadline_s=prompt.remaining_s,
-            sampling=prompt.sampling,
-        )
+        request = prompt.to_compute(request_id)
         with self._losses(self.prefill, worker):
             async with self.client.post(f"{worker.url}/prefill", data=request.model_dump_json()) as response:
                 body = await response.read()
@@ -130,14 +124,7 @@ class Router:
         decode = self._pick(self.decode, avoid)
         assert prefill.introduction is not None, "it is up, so it has been probed"
         ticket = kvflow.Ticket.rendezvous(prefill.introduction, request_id, ttl_s=prompt.remaining_s)
-        request = DecodeRequest(
-            request_id=request_id,
-            ticket=ticket.to_params(),
-            prompt_count=len(prompt.token_ids),
-            max_tokens=prompt.max_tokens,
-            deadline_s=prompt.remaining_s,
-            sampling=prompt.sampling,
-        )
+        request = prompt.to_answer(request_id, ticket)
         with self._losses(self.decode, decode):
             async with self.client.post(f"{decode.url}/decode", data=request.model_dump_json()) as response:
                 if response.status != HTTPStatus.OK:

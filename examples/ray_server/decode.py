@@ -15,7 +15,7 @@ from typing import Any
 from openai_server.attempts import AttemptError, Attempts, Prompt, first_of
 from openai_server.decode import DecodeWorker, Generation
 from openai_server.failures import EXPECTED_ERRORS
-from openai_server.messages import DecodeRequest, Failure, FailureKind, PrefillReply, PrefillRequest, Step
+from openai_server.messages import Failure, FailureKind, PrefillReply, Step
 from openai_server.metrics import DecodeMetrics
 from openai_server.worker import reported
 from ray import serve
@@ -90,27 +90,14 @@ class Decode:
 
     async def _room(self, request_id: str, prompt: Prompt, ticket: kvflow.Ticket) -> Generation:
         """Blocks of this replica, and the load into them. What fails here is nobody else's fault."""
-        request = DecodeRequest(
-            request_id=request_id,
-            ticket=ticket.to_params(),
-            prompt_count=len(prompt.token_ids),
-            max_tokens=prompt.max_tokens,
-            deadline_s=prompt.remaining_s,
-            sampling=prompt.sampling,
-        )
+        request = prompt.to_answer(request_id, ticket)
         try:
             return await self._worker.decode(request)
         except EXPECTED_ERRORS as error:
             raise self._own_failure(reported(error, self._opened.metrics)) from error
 
     async def _ask(self, chosen: Any, request_id: str, prompt: Prompt) -> PrefillReply:
-        request = PrefillRequest(
-            request_id=request_id,
-            prompt=list(prompt.token_ids),
-            max_tokens=prompt.max_tokens,
-            deadline_s=prompt.remaining_s,
-            sampling=prompt.sampling,
-        )
+        request = prompt.to_compute(request_id)
         name = chosen.replica_metadata["replica"]
         response = self._prefill.prefill.dispatch(chosen, request)
         try:

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from kvflow.core.protocol.ticket import Ticket
@@ -17,6 +18,7 @@ from kvflow.core.stock.params import StockTicket, is_stock
 from kvflow.core.stock.texts import heartbeat_texts
 from kvflow.errors import KVFlowError
 from kvflow.runtime.clock import Timer
+from kvflow.runtime.consumer.remote_leases import keeping
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Keeping, Source
 from kvflow.stock.reach import StockReach, StockSource
@@ -60,13 +62,8 @@ class StockLeases:
         if not any(ticket.block_tables):
             yield
             return
-        owner = object()
-        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
-        try:
+        with keeping(self._spawn, partial(self._keep_for, ticket=ticket), self.forget, ticket.request_id):
             yield
-        finally:
-            task.cancel()
-            self.forget(owner)
 
     def tell(self, sources: Sequence[StockSource]) -> None:
         """Report to every rank that we need it no more: from now on nothing is read for this request."""

@@ -118,7 +118,6 @@ def test_a_service_finds_the_pods_of_its_deployment() -> None:
         assert service["spec"]["selector"].items() <= labels.items()
 
 
-@pytest.mark.skipif(not SERVICE.exists(), reason="this checkout has no examples/ray_server")
 def test_the_ray_service_deploys_what_the_example_deploys() -> None:
     (manifest,) = yaml.safe_load_all((DEPLOY / "kuberay" / "rayservice.yaml").read_text("utf-8"))
     config = manifest["spec"]["serveConfigV2"]

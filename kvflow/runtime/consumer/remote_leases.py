@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError
 from kvflow.runtime.clock import Timer
-from kvflow.runtime.context import RankContext
+from kvflow.runtime.context import RankContext, Spawn
 from kvflow.runtime.peers.peer import LocalRank, PeerTable, Reaching, Source, check_parallelism
 from kvflow.transport.base import AgentName
 
@@ -92,13 +92,8 @@ class RemoteLeases:
         if ticket.offers_nothing:
             yield  # its leases ended when they were made
             return
-        owner = object()
-        task = self._spawn(self._keep_for(owner, ticket), name=f"kvflow-keep {ticket.request_id}")
-        try:
+        with keeping(self._spawn, partial(self._keep_for, ticket=ticket), self.forget, ticket.request_id):
             yield
-        finally:
-            task.cancel()
-            self.forget(owner)
 
     def tell(self, sources: Sequence[Source]) -> None:
         """Report to every rank that holds a lease for us that we have read, also to those that we only report to."""
@@ -229,3 +224,17 @@ class RemoteLeases:
                 lease_id=lease_id, reader=self._local.reader, numerator=numerator, denominator=denominator
             )
             self._transport.notify(agent, messages.encode(message))
+
+
+@contextmanager
+def keeping(
+    spawn: Spawn, keep_for: Callable[[object], Coroutine[None, None, None]], forget: Callable[[object], None], name: str
+) -> Iterator[None]:
+    """Keep leases for an owner of their own while the block runs: a task finds and keeps them beside it."""
+    owner = object()
+    task = spawn(keep_for(owner), name=f"kvflow-keep {name}")
+    try:
+        yield
+    finally:
+        task.cancel()
+        forget(owner)
