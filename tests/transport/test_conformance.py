@@ -158,6 +158,37 @@ async def test_many_reads_each_end_once(ends: Ends) -> None:
     assert ends.reader.transport.statistics.bytes_read == 200 * 64
 
 
+async def test_one_of_many_reads_that_cannot_be_made_fails_alone(ends: Ends) -> None:
+    transport, wrong = ends.reader.transport, (SIZE - 4, 0, 8)
+    ranges = [(index * 64, index * 64, 64) if index % 7 else wrong for index in range(50)]
+    reads = [transport.post_read(ends.peer, ends.descriptors(one)) for one in ranges]
+    errors = {event.read: event.error for event in await end_of(transport, 50) if isinstance(event, ReadEnded)}
+    assert [errors[read] is None for read in reads] == [bool(index % 7) for index in range(50)]
+    assert transport.statistics.bytes_read == 42 * 64
+
+
+async def test_reads_from_several_peers_and_of_all_sizes_at_once(make: Callable[[str], Transport], ends: Ends) -> None:
+    other = await open_side(make, "other", np.full(SIZE, 7, dtype=np.uint64))
+    transport, peers = (
+        ends.reader.transport,
+        {7: await ends.reader.transport.add_peer(await other.transport.metadata())},
+    )
+    for index in range(64):
+        size, offset = 1 << index % 13, index << 13
+        local, remote = [ends.reader.address(offset)], (other if index % 3 else ends.writer).address(offset)
+        one = Descriptors.of(local=local, remote=[remote], sizes=[size], local_device=CPU, remote_device=CPU)
+        transport.post_read(peers[7] if index % 3 else ends.peer, one)
+    assert [event.error for event in await end_of(transport, 64) if isinstance(event, ReadEnded)] == [None] * 64
+    expected = np.full(SIZE, 255, dtype=np.uint8)
+    for index in range(64):
+        size, offset = 1 << index % 13, index << 13
+        source = other if index % 3 else ends.writer
+        expected[offset : offset + size] = source.buffer[offset : offset + size]
+    np.testing.assert_array_equal(ends.reader.buffer, expected)
+    await transport.remove_peer(peers[7])
+    await other.transport.aclose(WAIT_S)
+
+
 @pytest.mark.parametrize("side", ["local", "remote"])
 async def test_ranges_outside_registered_memory_end_with_an_error(ends: Ends, side: str) -> None:
     ranges = (SIZE - 4, 0, 8) if side == "local" else (0, SIZE - 4, 8)

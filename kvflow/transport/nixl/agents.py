@@ -206,7 +206,11 @@ class NixlAgents:
         while self._to_post:
             following = self._to_post.next.descriptors
             size_bytes, count = size_bytes + following.size_bytes, count + len(following)
-            if size_bytes > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(self._to_post.next):
+            if (
+                size_bytes > _TOGETHER_BYTES_MAX
+                or count > _TOGETHER_COUNT_MAX
+                or not first.goes_with(self._to_post.next)
+            ):
                 break
             together.append(self._to_post.pop())
         if not self._post_request(together):
