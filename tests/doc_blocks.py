@@ -214,7 +214,7 @@ def started_by_dev(words: list[str]) -> list[str]:
     exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command))
     vars(dev).update(os=system, run=start, check=start, ensure=lambda _: "python", ensure_vllm=lambda _: "python")
-    vars(dev).update(ensure_ray=lambda _: "python")
+    vars(dev).update(ensure_ray=lambda _: "python", ensure_peers=lambda _: "python")
     vars(dev).update(make_environment=lambda _: Path("python"), install_torch=start, has_gpu=lambda: True)
     vars(dev).update(with_wheels=lambda _: "python")
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"

@@ -15,8 +15,10 @@ from kvflow.bench.cache import PatternCache, WrongBytes
 from kvflow.bench.child import Child
 from kvflow.bench.loads import MIB, PeerAddress, SettingsError, Transport
 from kvflow.bench.transfer.ranks import Blocking, Contender, Hop, Reader, TurnResult
-from kvflow.bench.transfer.raw import RawAgent
-from kvflow.bench.transfer.scenario import Transfer, pair_of
+from kvflow.bench.transfer.raw import Posted, RawAgent
+from kvflow.bench.transfer.scenario import Transfer
+from kvflow.bench.transfer.sizes import loads_of_turn
+from kvflow.bench.transfer.turns import pair_of, rounds_of_pair
 
 SMALL = Transfer(sizes="1", layers=2)
 
@@ -46,8 +48,7 @@ def test_the_cache_holds_every_turn_with_its_wake_up_block() -> None:
 
 @pytest.mark.parametrize(("pairs", "rounds"), [(1, 1), (1, 10), (3, 3), (3, 10), (3, 12), (4, 7)])
 def test_the_pairs_share_the_rounds(pairs: int, rounds: int) -> None:
-    scenario = Transfer(pairs=pairs, rounds=rounds)
-    shares = [scenario.rounds_of_pair(index) for index in range(pairs)]
+    shares = [rounds_of_pair(rounds, pairs, index) for index in range(pairs)]
     assert [index for share in shares for index in share] == list(range(rounds))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     with pytest.raises(SettingsError, match=rf"--rounds: {pairs - 1} .* --pairs {pairs}"):
@@ -57,14 +58,18 @@ def test_the_pairs_share_the_rounds(pairs: int, rounds: int) -> None:
 def test_a_turn_uses_no_block_twice() -> None:
     scenario = Transfer(sizes="block,1,16")
     for size in scenario.load_sizes:
-        loads = scenario.loads_of_turn(size, "round 0")
+        loads = loads_of_turn(size, "round 0", scenario.shape.blocks)
         assert [len(load.local_ids) for load in loads] == [1] + [size.blocks] * size.loads_per_turn
         for ids in ([load.local_ids for load in loads], [load.remote_ids for load in loads]):
             flat = [block_id for part in ids for block_id in part]
             assert len(set(flat)) == len(flat)
             assert set(flat) <= set(range(scenario.shape.blocks))
         assert len({load.request_id for load in loads}) == len(loads)
-        assert scenario.loads_of_turn(size, "round 0") == loads != scenario.loads_of_turn(size, "round 1")
+        assert (
+            loads_of_turn(size, "round 0", scenario.shape.blocks)
+            == loads
+            != loads_of_turn(size, "round 1", scenario.shape.blocks)
+        )
 
 
 def test_each_pair_of_each_contender_has_its_turns_and_the_spinning_one_rests() -> None:
@@ -106,7 +111,11 @@ class Copying:
 
     def connect(self, address: PeerAddress) -> None: ...
 
-    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
+    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted:
+        return Posted((local_ids, remote_ids), None, 0.0)
+
+    def finish(self, posted: Posted) -> None:
+        local_ids, remote_ids = posted.handle
         count = len(local_ids) - self._left_out
         self._target.layers[:, :, local_ids[:count]] = self._source.layers[:, :, remote_ids[:count]]
 
@@ -117,7 +126,7 @@ async def take_turn(*, left_out: int, check_all: bool) -> TurnResult:
     cache = PatternCache(SMALL.shape)
     reader = Reader(cache, Blocking(Copying(cache, left_out=left_out)))
     await reader.connect(PeerAddress(), os.getpid())
-    return await reader.turn(SMALL.loads_of_turn(SMALL.load_sizes[0], "any"), [], check_all=check_all)
+    return await reader.turn(loads_of_turn(SMALL.load_sizes[0], "any", SMALL.shape.blocks), [], check_all=check_all)
 
 
 async def test_a_turn_times_all_loads_but_the_first_and_compares_blocks_of_each() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,12 +31,21 @@ _NOTIFICATION = b"read"
 _DEVICE = 0
 
 
+class Posted(NamedTuple):
+    """A read on its way."""
+
+    handle: Any
+    state: Any
+    posted_s: float
+
+
 class RawAgent(Protocol):
-    """One side of a raw contender; `load` belongs to the reader, `drain` to the producer."""
+    """One side of a raw contender; `post` and `finish` belong to the reader, `drain` to the producer."""
 
     def address(self) -> PeerAddress: ...
     def connect(self, address: PeerAddress) -> None: ...
-    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None: ...
+    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted: ...
+    def finish(self, posted: Posted) -> None: ...
     def drain(self) -> None: ...
 
 
@@ -61,23 +70,26 @@ class ExampleAgent:
         self._remote_agent = self._agent.add_remote_agent(address.metadata)
         self._remote_bases = address.bases
 
-    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
+    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted:
         agent = self._agent
-        local = agent.get_xfer_descs(_block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
-        remote = agent.get_xfer_descs(_block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
+        local = agent.get_xfer_descs(block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
+        remote = agent.get_xfer_descs(block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
         handle = agent.initialize_xfer("READ", local, remote, self._remote_agent, _NOTIFICATION)
-        state = agent.transfer(handle)
+        return Posted(handle, agent.transfer(handle), time.perf_counter())
+
+    def finish(self, posted: Posted) -> None:
+        state = posted.state
         while state == "PROC":
-            state = agent.check_xfer_state(handle)
+            state = self._agent.check_xfer_state(posted.handle)
         if state != "DONE":
             raise RuntimeError(f"raw NIXL transfer ended in state {state}")
-        agent.release_xfer_handle(handle)
+        self._agent.release_xfer_handle(posted.handle)
 
     def drain(self) -> None:
         self._agent.get_new_notifs()
 
 
-def _block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
+def block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
     """One row (address, length, device) for each block of K and of V in each layer."""
     size = cache.shape.region_block_size_bytes
     starts = (np.arange(2)[:, None] * cache.shape.blocks + np.array(block_ids)).ravel() * size
@@ -119,7 +131,7 @@ class TunedAgent:
         handle: int = self._agent.prepXferDlist(agent, self._api.DRAM_SEG, rows, [self._backend])
         return handle
 
-    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
+    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted:
         remote = np.array(remote_ids, dtype=np.int32)
         order = np.argsort(remote)
         handle = self._agent.makeXferReq(
@@ -132,16 +144,18 @@ class TunedAgent:
             [self._backend],
             False,
         )
-        state = self._agent.postXferReq(handle, _NOTIFICATION)
-        posted = time.perf_counter()
+        return Posted(handle, self._agent.postXferReq(handle, _NOTIFICATION), time.perf_counter())
+
+    def finish(self, posted: Posted) -> None:
+        state = posted.state
         while state == self._api.NIXL_IN_PROG:
-            elapsed = time.perf_counter() - posted
+            elapsed = time.perf_counter() - posted.posted_s
             if elapsed > _SPIN_S:
                 time.sleep(min(max(elapsed / 8, _SLEEP_MIN_S), _SLEEP_MAX_S))
-            state = self._agent.getXferStatus(handle)
+            state = self._agent.getXferStatus(posted.handle)
         if state != self._api.NIXL_SUCCESS:
             raise RuntimeError(f"raw NIXL transfer ended in state {state}")
-        self._agent.releaseXferReq(handle)
+        self._agent.releaseXferReq(posted.handle)
 
     def _indices(self, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         shape = self._cache.shape
