@@ -16,11 +16,11 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME), so does Ray, 2 GB in `.venv-ray`
-(KVFLOW_RAY_HOME), and so do the peers, 2 GB in `.venv-peers` (KVFLOW_PEERS_HOME). On a machine without an NVIDIA GPU it takes a
-CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for, or
-the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling all
-that pip installs takes longer than the demo.
+needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME), so do Ray, 2 GB in `.venv-ray`
+(KVFLOW_RAY_HOME), and the peers, 2 GB in `.venv-peers` (KVFLOW_PEERS_HOME). On a machine without an NVIDIA GPU it takes
+a CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for,
+or the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling
+all that pip installs takes longer than the demo.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def ensure_ray(folder: Path) -> Path:
 
 
 def ensure_peers(folder: Path) -> Path:
-    """The Python of an environment with what kvflow is compared with. Mooncake's wheel also wants Debian's libibverbs1."""
+    """The Python of an environment with what kvflow is compared with. Mooncake's also wants Debian's libibverbs1."""
     python = ensure("cli", folder)
     stamp, wanted = folder / "kvflow-peers.stamp", f"{PEERS}"
     if not stamp.exists() or stamp.read_text() != wanted:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,21 +31,12 @@ _NOTIFICATION = b"read"
 _DEVICE = 0
 
 
-class Posted(NamedTuple):
-    """A read on its way."""
-
-    handle: Any
-    state: Any
-    posted_s: float
-
-
 class RawAgent(Protocol):
-    """One side of a raw contender; `post` and `finish` belong to the reader, `drain` to the producer."""
+    """One side of a raw contender; `load` belongs to the reader, `drain` to the producer."""
 
     def address(self) -> PeerAddress: ...
     def connect(self, address: PeerAddress) -> None: ...
-    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted: ...
-    def finish(self, posted: Posted) -> None: ...
+    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None: ...
     def drain(self) -> None: ...
 
 
@@ -70,20 +61,17 @@ class ExampleAgent:
         self._remote_agent = self._agent.add_remote_agent(address.metadata)
         self._remote_bases = address.bases
 
-    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted:
+    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         agent = self._agent
         local = agent.get_xfer_descs(block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
         remote = agent.get_xfer_descs(block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
         handle = agent.initialize_xfer("READ", local, remote, self._remote_agent, _NOTIFICATION)
-        return Posted(handle, agent.transfer(handle), time.perf_counter())
-
-    def finish(self, posted: Posted) -> None:
-        state = posted.state
+        state = agent.transfer(handle)
         while state == "PROC":
-            state = self._agent.check_xfer_state(posted.handle)
+            state = agent.check_xfer_state(handle)
         if state != "DONE":
             raise RuntimeError(f"raw NIXL transfer ended in state {state}")
-        self._agent.release_xfer_handle(posted.handle)
+        agent.release_xfer_handle(handle)
 
     def drain(self) -> None:
         self._agent.get_new_notifs()
@@ -131,7 +119,7 @@ class TunedAgent:
         handle: int = self._agent.prepXferDlist(agent, self._api.DRAM_SEG, rows, [self._backend])
         return handle
 
-    def post(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> Posted:
+    def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         remote = np.array(remote_ids, dtype=np.int32)
         order = np.argsort(remote)
         handle = self._agent.makeXferReq(
@@ -144,18 +132,16 @@ class TunedAgent:
             [self._backend],
             False,
         )
-        return Posted(handle, self._agent.postXferReq(handle, _NOTIFICATION), time.perf_counter())
-
-    def finish(self, posted: Posted) -> None:
-        state = posted.state
+        state = self._agent.postXferReq(handle, _NOTIFICATION)
+        posted = time.perf_counter()
         while state == self._api.NIXL_IN_PROG:
-            elapsed = time.perf_counter() - posted.posted_s
+            elapsed = time.perf_counter() - posted
             if elapsed > _SPIN_S:
                 time.sleep(min(max(elapsed / 8, _SLEEP_MIN_S), _SLEEP_MAX_S))
-            state = self._agent.getXferStatus(posted.handle)
+            state = self._agent.getXferStatus(handle)
         if state != self._api.NIXL_SUCCESS:
             raise RuntimeError(f"raw NIXL transfer ended in state {state}")
-        self._agent.releaseXferReq(posted.handle)
+        self._agent.releaseXferReq(handle)
 
     def _indices(self, block_ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         shape = self._cache.shape

@@ -34,6 +34,7 @@ from kvflow.bench.transfer.ranks import (
     open_hop_reader,
     open_raw_producer,
     open_raw_reader,
+    together,
 )
 from kvflow.bench.transfer.results import Idle
 from kvflow.bench.transfer.sizes import LoadSize, loads_of_turn, parse_sizes, shape_for
@@ -147,11 +148,4 @@ class KVFlow:
             kvflow.LoadRequest(load.request_id, ticket=ticket, block_ids=load.local_ids)
             for load, ticket in zip(loads, tickets, strict=True)
         ]
-        if len(requests) == 1:
-            return partial(self._runtime.load_blocks, requests[0])
-
-        async def job() -> None:
-            for load in [self._runtime.start_load(request) for request in requests]:
-                await load
-
-        return job
+        return together([partial(self._runtime.load_blocks, request) for request in requests])

@@ -36,7 +36,7 @@ def turns_of_pairs(
     The samples of a size are kept under (transport, size, contender, pair); `key` says transport and pair.
     """
     for both in every.values():
-        yield Turn(key="connect", run=partial(_connect, *both), children=both)
+        yield Turn(key="connect", run=partial(connect, *both), children=both)
     transport, pair = key
     check_all = 0 in rounds  # the first set: the others run the same code, and 1 GB takes seconds to compare
     for size in sizes:
@@ -44,20 +44,20 @@ def turns_of_pairs(
         note = f"{size.label}: {first}, then {len(rounds)} x {size.loads_per_turn} loads"
         loads = loads_of_turn(size, "check", blocks)
         for both in every.values():
-            run = partial(_run_turn, *both, loads, check_all=check_all, at_once=size.at_once)
+            run = partial(run_turn, *both, loads, check_all=check_all, at_once=size.at_once)
             yield Turn(key="check", run=run, children=both, note=note)
         for index, contender in interleaved(tuple(every), rounds):
             both, loads = every[contender], loads_of_turn(size, f"round {index}", blocks)
-            run = partial(_run_turn, *both, loads, check_all=False, at_once=size.at_once)
+            run = partial(run_turn, *both, loads, check_all=False, at_once=size.at_once)
             yield Turn(key=(transport, size, contender, pair), run=run, children=both, note=note)
 
 
-def _connect(producer: Child, reader: Child) -> None:
+def connect(producer: Child, reader: Child) -> None:
     reader.run(Reader.connect, producer.run(Producer.address), producer.pid)
 
 
-def _run_turn(
-    producer: Child, reader: Child, loads: Sequence[PlannedLoad], *, check_all: bool, at_once: int
+def run_turn(
+    producer: Child, reader: Child, loads: Sequence[PlannedLoad], *, check_all: bool, at_once: int = 1
 ) -> TurnResult:
     tickets = producer.run(Producer.offer, loads)
     result = reader.run(Reader.turn, loads, tickets, check_all=check_all, at_once=at_once)
