@@ -139,11 +139,18 @@ def test_bulk_has_to_be_as_fast_as_mooncake_in_its_better_direction(
         (BULK, Peer.MOONCAKE_READ, read_s),
         (BULK, Peer.MOONCAKE_WRITE, write_s),
     )
-    (row,) = outcome.targets
+    row, at_once = outcome.targets
+    assert at_once.measured is None
     assert (row.measured, row.where, row.verdict) == (pytest.approx(measured), where, verdict)
+
+
+def test_loads_at_once_are_a_target_of_their_own() -> None:
+    found = ((Peer.TUNED, 1.0), (Peer.KVFLOW, 2.0), (Peer.MOONCAKE_READ, 1.0))
+    bulk, at_once = judged(Transport.TCP, *((BURST, peer, seconds) for peer, seconds in found)).targets
+    assert (bulk.measured, at_once.measured, at_once.verdict) == (None, 0.5, Verdict.FAIL)
+    assert at_once.where == "64 x 1 MB, mooncake_read"
 
 
 def test_without_mooncake_nothing_is_said_of_it() -> None:
     outcome = judged(Transport.TCP, (BULK, Peer.TUNED, 1.0), (BULK, Peer.KVFLOW, 2.0))
-    (row,) = outcome.targets
-    assert (row.measured, row.verdict) == (None, Verdict.NOT_MEASURED)
+    assert {(row.measured, row.verdict) for row in outcome.targets} == {(None, Verdict.NOT_MEASURED)}

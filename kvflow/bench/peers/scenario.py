@@ -18,6 +18,7 @@ from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.transfer.sizes import LoadSize, parse_sizes, shape_for
 from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
 
+_QUIET = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "3"}
 _CHOICE = tuple(peer for peer in Peer if peer not in ALWAYS)
 
 
@@ -73,7 +74,7 @@ class Peers:
                     note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {len(ranks)} processes",
                     ranks=ranks,
                     turns=partial(self._turns, here, rounds, (transport, pair)),
-                    environment={**transport.environment, "MC_LOG_LEVEL": "ERROR"},
+                    environment={**transport.environment, **_QUIET},
                 )
                 for pair, rounds in enumerate(shares)
             ]
