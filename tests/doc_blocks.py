@@ -174,6 +174,8 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             pass
         case ["python", "-m", "kvflow.bench.gpu", *rest]:
             assert make_parser().parse_known_args(rest)[1] == [], words
+        case ["python", "-m", "kvflow.cli.main", *rest]:
+            check_kvflow(rest, complete=complete)
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
         case ["python", script, *rest]:

@@ -18,7 +18,7 @@ from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.transfer.sizes import LoadSize, parse_sizes, shape_for
 from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
 
-_QUIET = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "3"}
+_QUIET = {"MC_LOG_LEVEL": "ERROR"}
 _CHOICE = tuple(peer for peer in Peer if peer not in ALWAYS)
 
 
