@@ -63,8 +63,8 @@ class ExampleAgent:
 
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         agent = self._agent
-        local = agent.get_xfer_descs(_block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
-        remote = agent.get_xfer_descs(_block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
+        local = agent.get_xfer_descs(block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
+        remote = agent.get_xfer_descs(block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
         handle = agent.initialize_xfer("READ", local, remote, self._remote_agent, _NOTIFICATION)
         state = agent.transfer(handle)
         while state == "PROC":
@@ -77,7 +77,7 @@ class ExampleAgent:
         self._agent.get_new_notifs()
 
 
-def _block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
+def block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
     """One row (address, length, device) for each block of K and of V in each layer."""
     size = cache.shape.region_block_size_bytes
     starts = (np.arange(2)[:, None] * cache.shape.blocks + np.array(block_ids)).ravel() * size
