@@ -50,6 +50,7 @@ from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.statistics import RuntimeStatistics
+from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -408,6 +409,29 @@ class Runtime:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
         bound_s = self.config.handshake_timeout_s + self._call_timeout_s
         return self._host.call(lambda runtime: runtime.release_blocks(ticket), bound_s)
+
+    def save_blocks(self, request: SaveRequest) -> SaveReport:
+        """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels it.
+        """
+        return self._host.call(lambda runtime: runtime.save_blocks(request), self._storing_s(request))
+
+    def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
+        """Fill blocks with what was saved: see `kvflow.Runtime.restore_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+        """
+        return self._host.call(lambda runtime: runtime.restore_blocks(request), self._storing_s(request))
+
+    def is_stored(self, key: bytes | str) -> bool:
+        """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`."""
+        return self._host.call_at_once(lambda runtime: runtime.is_stored(key), self._call_timeout_s)
+
+    def _storing_s(self, request: SaveRequest | RestoreRequest) -> float:
+        asked_s = checks.answer(lambda: request.deadline_s)
+        deadline_s = self.config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
+        return deadline_s + 2 * self.config.cancel_grace_s + self._call_timeout_s
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None
