@@ -158,8 +158,8 @@ class Config:
     most an eighth of the host's memory, shared by the engine's ranks."""
 
     store_dir: str | PathLike[str] | None = None
-    """Where blocks are saved to and restored from (`Runtime.save_blocks`). Each rank has a folder of its own in it, which
-    no other runtime may use at the same time."""
+    """Where blocks are saved to and restored from (`Runtime.save_blocks`). Each rank has a folder of its own in it,
+    which no other runtime may use at the same time."""
     store_bytes_max: int = 16 << 30
     """What a rank's files may take; entries that were not used for longest make room for new ones."""
 

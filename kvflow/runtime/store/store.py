@@ -88,7 +88,8 @@ class _Job:
     phase: str = PHASES[0]
     since_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    started: bool = False
+    timed: bool = False
+    """Whether its time runs: it has begun, and has no outcome yet."""
     reserved: Entry | None = None
     """The entry that it writes; its room is reserved."""
     read: Entry | None = None
@@ -160,7 +161,7 @@ class BlockStore:
         self._closed, self._unregistered = True, self._unregistered or unregistered
         now_s = asyncio.get_running_loop().time()
         for job in self._jobs:
-            if job.started and not job.timeout.expired():
+            if job.timed and not job.timeout.expired():
                 job.timeout.reschedule(now_s)
 
     async def drained(self) -> None:
@@ -249,10 +250,13 @@ class BlockStore:
         what = f"request {request_id!r}: {job.transit.direction} in {path!r}"
         try:
             async with job.timeout:
-                job.started = True
-                if self._closed:
-                    raise self._closed_error(job)
-                return await work(job)
+                job.timed = True
+                try:
+                    if self._closed:
+                        raise self._closed_error(job)
+                    return await work(job)
+                finally:
+                    job.timed = False
         except OSError as error:  # a TimeoutError among them
             if job.timeout.expired() and self._closed:
                 raise self._closed_error(job) from None

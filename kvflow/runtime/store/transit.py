@@ -65,6 +65,7 @@ class Transit:
         self._on_safe = on_safe
         self._under_way = 0
         self._lost = 0
+        self._settled = False
         self._error: TransportError | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -180,7 +181,10 @@ class Transit:
             self._settle()
 
     def _settle(self) -> None:
-        if not self._end.done():
-            self._give_back(self._entries)
+        if self._settled:
+            return
+        self._settled = True
+        self._give_back(self._entries)
+        if not self._end.done():  # else who waits was told that nobody will ever know
             self._end.set_result(None)
-            self._on_safe()
+        self._on_safe()
