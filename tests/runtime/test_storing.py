@@ -93,7 +93,7 @@ def groups() -> list[CacheGroup]:
 async def test_groups_windows_and_state_come_back(tmp_path: Path) -> None:
     config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0", store_dir=tmp_path)
     caches = groups()
-    full, window, state = (list(group.layers.values())[0] for group in caches)
+    full, window, state = (next(iter(group.layers.values())) for group in caches)
     async with Runtime(config) as runtime:
         await runtime.register_kv_caches(caches)
         await runtime.save_blocks(SaveRequest("s", b"k", {"full": [1, 2, 3], "window": [4, 5], "state": [3]}, 11))

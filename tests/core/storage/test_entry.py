@@ -84,5 +84,5 @@ def test_keys(key: object, plain: bytes) -> None:
 
 @each("key", ["", b"", "x" * 257, b"x" * 257, "\u00fc" * 129, None, 1, bytearray(b"k"), ["k"], "\ud800"])
 def test_what_cannot_be_a_key_is_refused(key: object) -> None:
-    with pytest.raises(RequestError, match="^key: "):
+    with pytest.raises(RequestError, match=r"^key: "):
         checked_key(key, "key")
