@@ -183,14 +183,7 @@ class Config:
     @property
     def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
         """The backends that `nixl_backend` names, each with its parameters."""
-        return {name: self.params_of(name) for name in self.nixl_backend.split(",")}
-
-    def params_of(self, backend: str) -> Mapping[str, str]:
-        """What `nixl_backend_params` have for a backend: its own, and those for all that `nixl_backend` names."""
-        named = backend in self.nixl_backend.split(",")
-        given = self.nixl_backend_params.items()
-        common = {key: value for key, value in given if named and "." not in key}
-        return common | {key.partition(".")[2]: value for key, value in given if key.startswith(f"{backend}.")}
+        return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
     def listen_port_offset(self) -> int:
@@ -221,6 +214,14 @@ class Config:
 def config_on(config: Config, kind: str) -> Config:
     """With what is 0, since it depends on where the cache is, as a device of that kind wants it."""
     return replace(by_device(config, kind), limits=by_device(config.limits, kind))
+
+
+def params_of(config: Config, backend: str) -> Mapping[str, str]:
+    """What `nixl_backend_params` have for a backend: its own, and those for all that `nixl_backend` names."""
+    named = backend in config.nixl_backend.split(",")
+    given = config.nixl_backend_params.items()
+    common = {key: value for key, value in given if named and "." not in key}
+    return common | {key.partition(".")[2]: value for key, value in given if key.startswith(f"{backend}.")}
 
 
 def _check_names(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvflow.config import STORE_BACKEND, Config
+from kvflow.config import STORE_BACKEND, Config, params_of
 from kvflow.errors import ConfigError
 from kvflow.transport.base import Transport
 from kvflow.transport.files import Files, PlainMover
@@ -16,7 +16,7 @@ def make_files(config: Config, name: str) -> Files:
         return Files(f"kvflow-store {name}", PlainMover)
     from kvflow.transport.nixl.posix import PosixMover
 
-    return Files(f"kvflow-store {name}", lambda: PosixMover(f"{name}/store", config.params_of(STORE_BACKEND)))
+    return Files(f"kvflow-store {name}", lambda: PosixMover(f"{name}/store", params_of(config, STORE_BACKEND)))
 
 
 def make_transport(config: Config, agent_name: str) -> Transport:
