@@ -31,7 +31,7 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.consumer.load import Load as AsyncLoad
 from kvflow.runtime.consumer.load import (
@@ -210,6 +210,34 @@ class Load(Pending[LoadReport]):
             await asyncio.wait([self._task])
         if self._load is not None:
             await self._load.settled()
+
+
+class HeldBlocks:
+    """Blocks of a restore in which bytes may still land: the `quarantine` of the error that it ended with."""
+
+    def __init__(self, held: Quarantine, host: _Host) -> None:
+        self.request_id, self.block_ids = held.request_id, held.block_ids
+        self._held = held
+        self._host = host
+
+    @property
+    def safe(self) -> bool:
+        """Whether no byte can land any more."""
+        return self._held.safe
+
+    def settled(self, timeout_s: float | None = None) -> None:
+        """Wait until no byte can land any more. TimeoutError after `timeout_s`; RuntimeBroken if that is never known."""
+
+        async def settle(_: asynchronous.Runtime) -> None:
+            await self._held.settled()
+
+        if self.safe:
+            return
+        try:
+            self._host.call(settle, timeout_s)
+        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
+            if not self.safe:
+                raise RuntimeBroken(f"request {self.request_id!r}: its moves were not seen to stop") from None
 
 
 class Lease:
@@ -422,7 +450,12 @@ class Runtime:
 
         An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
         """
-        return self._host.call(lambda runtime: runtime.restore_blocks(request), self._storing_s(request))
+        try:
+            return self._host.call(lambda runtime: runtime.restore_blocks(request), self._storing_s(request))
+        except KVFlowError as error:
+            if error.quarantine is not None:
+                error.quarantine = HeldBlocks(error.quarantine, self._host)
+            raise
 
     def is_stored(self, key: bytes | str) -> bool:
         """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`."""

@@ -271,6 +271,8 @@ def _check_backends(config: Config) -> None:
     names = config.nixl_backend.split(",")
     if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(name) for name in names):
         raise ConfigError(f"nixl_backend: expected names separated by commas, got {shown(config.nixl_backend)}")
+    if names == [STORE_BACKEND]:
+        raise ConfigError(f"nixl_backend: {STORE_BACKEND} reaches files only, no peers: it is what store_dir uses")
     for key in config.nixl_backend_params:
         whose, dot, _ = key.partition(".")
         if dot and whose not in (*names, STORE_BACKEND):

@@ -45,7 +45,9 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
+from kvflow.transport.files import Files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.storing import HeldMover
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), seal_hold_s=0.01)
 PLAIN = replace(CONFIG, transport="inproc")
@@ -426,6 +428,28 @@ def test_a_forgotten_runtime_does_not_keep_the_process() -> None:
         [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "False"])
+
+
+def test_a_restore_whose_bytes_do_not_stop_is_waited_for(tmp_path: Path) -> None:
+    cache, layout = small_cache()
+    mover = HeldMover()
+    network = InprocNetwork()
+    world = World(
+        transport=lambda _, name: InprocTransport(name, network), files=lambda _, name: Files(name, lambda: mover)
+    )
+    with Runtime(replace(PLAIN, store_dir=tmp_path, cancel_grace_s=0.01), world=world) as runtime:
+        runtime.register_kv_caches(cache, layout)
+        runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8))
+        mover.gate.clear()
+        with pytest.raises(DeadlineExceeded) as caught:
+            runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8, deadline_s=0.05))
+        held = caught.value.quarantine
+        assert held is not None
+        assert (held.request_id, held.block_ids, held.safe) == ("r", (5, 4), False)
+        mover.gate.set()
+        held.settled()
+        assert held.safe
+    assert_closed(runtime.statistics())
 
 
 def test_blocks_are_saved_and_restored(tmp_path: Path) -> None:

@@ -355,12 +355,12 @@ class Supervisor:
             await incarnation.transport.aclose(bound_s)
         except TransportError as error:
             problem = str(error)
-        if cache and cache.store is not None:
-            problem = await cache.store.aclose(bound_s) or problem
         stopped = not problem and not isinstance(self._cause, TransportBroken)  # it has waited for the last read
         incarnation.poller.settle(stopped=stopped)
         if cache and stopped:
             cache.loader.all_stopped()
+        if cache and cache.store is not None:
+            problem = await cache.store.aclose(bound_s) or problem
         return problem
 
     async def _end_copies_of(self, cache: RegisteredCache) -> str:

@@ -51,9 +51,9 @@ class Transit:
         gear: MoveGear,
         on_safe: Callable[[], None],
     ) -> None:
-        self._claim = gear.ledger.lease if direction is Direction.SAVE else gear.ledger.begin_load
-        self._give_back = gear.ledger.release if direction is Direction.SAVE else gear.ledger.end_load
-        self._claim(entries)
+        ledger, saves = gear.ledger, direction is Direction.SAVE
+        self._give_back = ledger.release if saves else ledger.end_load
+        (ledger.lease if saves else ledger.begin_load)(entries)
         self.request_id = request_id
         self.state = TransferState.PENDING
         self.size_bytes = 0
