@@ -226,7 +226,10 @@ class HeldBlocks:
         return self._held.safe
 
     def settled(self, timeout_s: float | None = None) -> None:
-        """Wait until no byte can land any more. TimeoutError after `timeout_s`; RuntimeBroken if that is never known."""
+        """Wait until no byte can land any more.
+
+        TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
+        """
 
         async def settle(_: asynchronous.Runtime) -> None:
             await self._held.settled()

@@ -18,7 +18,6 @@ from kvflow.runtime.store.requests import StoreStatistics
 from kvflow.runtime.world import World
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
-from kvflow.transport.base import TransportError
 from kvflow.transport.factory import make_files
 from kvflow.transport.files import Files, PlainMover
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
@@ -35,7 +34,7 @@ class HeldMover(PlainMover):
         self.gate = threading.Event()
         """Moves wait while it is not set."""
         self.gate.set()
-        self.errors: list[TransportError] = []
+        self.errors: list[Exception] = []
         """What the next moves end with; their bytes do not land."""
 
     def ended(self, begun: object) -> bool:

@@ -90,6 +90,8 @@ class Files:
         self._under_way: set[_Move] = set()
         self._last_job: Callable[[], None] | None = None
         self._closing = False
+        self.cause: BaseException | None = None
+        """What has killed the thread, if something has: nothing is known of its moves then."""
 
     @property
     def moves_under_way(self) -> int:
@@ -216,6 +218,7 @@ class Files:
     def _died(self, cause: BaseException) -> None:
         """The thread has ended by a bug of ours: nobody may wait for it."""
         self._closing = True
+        self.cause = cause
         for move in list(self._under_way):
             error = MoveLost(f"the store's thread has ended: {cause}")
             error.__cause__ = cause

@@ -504,6 +504,26 @@ async def test_a_move_that_never_stops_breaks_the_runtime_that_is_to_give_its_me
         await engine.quiet()
 
 
+async def test_a_bug_that_kills_the_thread_leaves_nobody_waiting(tmp_path: Path) -> None:
+    limits = limited(PATIENT, transport_close_timeout_s=1.0).limits
+    with pytest.raises(RuntimeBroken, match="the store's thread has died: a bug"):
+        async with storing(tmp_path, cancel_grace_s=0.02, drain_timeout_s=0.02, limits=limits) as engine:
+            await engine.save("a")
+            engine.mover.errors = [ValueError("a bug")]
+            with pytest.raises(StorageFailed) as caught:
+                await engine.restore("a")
+            held = caught.value.quarantine
+            assert held is not None
+            with pytest.raises(RuntimeBroken):
+                await engine.save("b")
+            with pytest.raises(RuntimeBroken):
+                await engine.runtime.unregister()
+            with pytest.raises(RuntimeBroken):
+                await held.settled()
+    async with storing(tmp_path) as engine:
+        await engine.restore("a")
+
+
 async def test_while_it_drains_nothing_is_begun_and_what_was_goes_on(tmp_path: Path) -> None:
     async with storing(tmp_path) as engine:
         await engine.save("a")

@@ -174,14 +174,22 @@ class BlockStore:
             async with asyncio.timeout(timeout_s):
                 await self._files.aclose(self._put_all_away)
         except TimeoutError:
-            problem = f"{self._files.moves_under_way} moves of the store have not stopped within {timeout_s} s"
-            for job in self._jobs:
-                job.transit.never_known(RuntimeBroken(problem))
-            return problem
+            return self._never_known(
+                f"{self._files.moves_under_way} moves of the store have not stopped within {timeout_s} s"
+            )
+        if self._files.cause is not None:
+            self._directory.close()
+            return self._never_known(f"the store's thread has died: {self._files.cause}")
         for job in list(self._jobs):
             job.transit.all_stopped()
             self._over(job)
         return ""
+
+    def _never_known(self, problem: str) -> str:
+        """Nobody will tell when bytes have stopped."""
+        for job in self._jobs:
+            job.transit.never_known(RuntimeBroken(problem))
+        return problem
 
     def abandon(self, wait_s: float) -> None:
         """Shut down without the loop, which is gone."""
