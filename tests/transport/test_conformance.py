@@ -69,8 +69,9 @@ def make_nixl(backend: str = "UCX") -> Callable[[str], Transport]:
     return lambda name: NixlTransport(config, name)
 
 
-NIXL_BACKENDS = ("UCX", "UCX,POSIX", "LIBFABRIC")
-"""Those that move bytes between peers, alone and beside another, where they start on this machine."""
+NIXL_BACKENDS = {"UCX": [], "UCX,POSIX": [], "LIBFABRIC": [pytest.mark.thorough]}
+"""Those that move bytes between peers, alone and beside another, where they start on this machine. The fast suite
+leaves out what does not start on most."""
 
 
 @functools.cache
@@ -94,7 +95,9 @@ def problem_of(backend: str) -> str:
     return found[0]
 
 
-@pytest.fixture(params=["inproc", *(pytest.param(name, marks=pytest.mark.nixl) for name in NIXL_BACKENDS)])
+@pytest.fixture(
+    params=["inproc", *(pytest.param(name, marks=[pytest.mark.nixl, *marks]) for name, marks in NIXL_BACKENDS.items())]
+)
 def make(request: pytest.FixtureRequest) -> Callable[[str], Transport]:
     if request.param == "inproc":
         return make_inproc()
