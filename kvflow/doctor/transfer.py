@@ -27,17 +27,18 @@ _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
 
 
-def check_nixl() -> Finding:
-    """The version, and which plugins load."""
+def check_nixl() -> tuple[Finding, Sequence[str]]:
+    """The version, and which plugins there are."""
     try:
         installed = version("nixl")
     except PackageNotFoundError:
-        return fail("NIXL", "not installed", _INSTALL)
+        return fail("NIXL", "not installed", _INSTALL), ()
     try:
         with open_children([RankProcess("NIXL", _open_nixl)], QUIET) as children:
-            return judge_plugins(installed, children["NIXL"].run(_Nixl.plugins))
+            plugins = children["NIXL"].run(_Nixl.plugins)
     except BenchError as error:
-        return judge_plugins(installed, (), problem=last_line(error))
+        return judge_plugins(installed, (), problem=last_line(error)), ()
+    return judge_plugins(installed, plugins), plugins
 
 
 def judge_plugins(installed: str, plugins: Sequence[str], problem: str = "") -> Finding:

@@ -192,25 +192,27 @@ class Hop:
             job()
 
 
-def _make_agent(role: str, cache: PatternCache, *, tuned: bool) -> RawAgent:
-    return TunedAgent(role, cache, producer=role == "producer") if tuned else ExampleAgent(role, cache)
+def _make_agent(role: str, cache: PatternCache, backend: str, *, tuned: bool) -> RawAgent:
+    """`backend` is one name, or several with commas between, as Config.nixl_backend."""
+    names = backend.split(",")
+    return TunedAgent(role, cache, names, producer=role == "producer") if tuned else ExampleAgent(role, cache, names)
 
 
 @contextlib.asynccontextmanager
-async def open_raw_producer(shape: CacheShape, *, tuned: bool) -> AsyncIterator[RawProducer]:
+async def open_raw_producer(shape: CacheShape, backend: str, *, tuned: bool) -> AsyncIterator[RawProducer]:
     cache = PatternCache(shape)
     cache.fill()
-    yield RawProducer(_make_agent("producer", cache, tuned=tuned))
+    yield RawProducer(_make_agent("producer", cache, backend, tuned=tuned))
 
 
 @contextlib.asynccontextmanager
-async def open_raw_reader(shape: CacheShape, *, tuned: bool) -> AsyncIterator[Reader]:
+async def open_raw_reader(shape: CacheShape, backend: str, *, tuned: bool) -> AsyncIterator[Reader]:
     cache = PatternCache(shape)
-    yield Reader(cache, Blocking(_make_agent("reader", cache, tuned=tuned)), on_loop=False)
+    yield Reader(cache, Blocking(_make_agent("reader", cache, backend, tuned=tuned)), on_loop=False)
 
 
 @contextlib.asynccontextmanager
-async def open_hop_reader(shape: CacheShape) -> AsyncIterator[Reader]:
+async def open_hop_reader(shape: CacheShape, backend: str) -> AsyncIterator[Reader]:
     cache = PatternCache(shape)
-    with contextlib.closing(Hop(_make_agent("reader", cache, tuned=True))) as way:
+    with contextlib.closing(Hop(_make_agent("reader", cache, backend, tuned=True))) as way:
         yield Reader(cache, way)

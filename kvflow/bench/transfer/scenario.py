@@ -58,6 +58,7 @@ class Transfer:
     rounds: Annotated[int, "Rounds per size, divided among the pairs; each gives every contender a turn."] = 12
     layers: Annotated[int, "Layers of the imaginary model."] = 8
     idle_s: Annotated[float, "How long idle CPU is measured."] = 5.0
+    backend: Annotated[str, "NIXL's backend for every contender; several are separated by commas."] = "UCX"
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -73,7 +74,7 @@ class Transfer:
 
     def sets(self) -> Sequence[RankSet]:
         shares = [rounds_of_pair(self.rounds, self.pairs, pair) for pair in range(self.pairs)]
-        ranks = [rank for contender in Contender for rank in ranks_of(contender, self.shape)]
+        ranks = [rank for contender in Contender for rank in ranks_of(contender, self.shape, self.backend)]
         return [
             RankSet(
                 note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {len(ranks)} processes",
@@ -108,26 +109,26 @@ class Transfer:
 # --- a contender's processes
 
 
-def ranks_of(contender: Contender, shape: CacheShape) -> tuple[RankProcess, RankProcess]:
+def ranks_of(contender: Contender, shape: CacheShape, backend: str = "UCX") -> tuple[RankProcess, RankProcess]:
     """Producer and reader. The agents of (a) spin; (a) and (b) have no loop, nor has the producer of (d)."""
     raw, tuned = contender in (Contender.EXAMPLE, Contender.TUNED), contender is not Contender.EXAMPLE
     make = partial(RankProcess, spins=not tuned)
     if contender is Contender.KVFLOW:
         return (
-            make(f"{contender} producer", partial(open_producer, config_of("bench-producer"), shape)),
-            make(f"{contender} reader", partial(open_reader, shape)),
+            make(f"{contender} producer", partial(open_producer, config_of("bench-producer", backend), shape)),
+            make(f"{contender} reader", partial(open_reader, shape, backend)),
         )
-    setup = partial(open_raw_reader, shape, tuned=tuned) if raw else partial(open_hop_reader, shape)
+    setup = partial(open_raw_reader, shape, backend, tuned=tuned) if raw else partial(open_hop_reader, shape, backend)
     return (
-        make(f"{contender} producer", partial(open_raw_producer, shape, tuned=tuned), on_loop=False),
+        make(f"{contender} producer", partial(open_raw_producer, shape, backend, tuned=tuned), on_loop=False),
         make(f"{contender} reader", setup, on_loop=not raw),
     )
 
 
 @contextlib.asynccontextmanager
-async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
+async def open_reader(shape: CacheShape, backend: str) -> AsyncIterator[Reader]:
     cache = PatternCache(shape)
-    async with open_runtime(config_of("bench-reader"), cache) as runtime:
+    async with open_runtime(config_of("bench-reader", backend), cache) as runtime:
         yield Reader(cache, KVFlow(runtime))
 
 

@@ -254,7 +254,7 @@ class Loader:
         return await self._carry_out(load)
 
     def _accept(self, request: LoadRequest, begun_s: float) -> _Load:
-        """Check all that can be judged without the peer: from here on the load counts as open. Its time runs already."""
+        """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
         watch = Stopwatch(self._context.clock, begun_s)
         try:
             if self._config.role == "producer":
