@@ -21,7 +21,7 @@ from kvflow.core.cache.regions import Device, Regions
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 _TAILS_MAX = 64  # lengths of partly filled chunks that a block map remembers
-_ROWS_KEPT_MAX = 1 << 8
+_ROWS_KEPT_MAX = 1 << 7
 
 
 class HeadSlice(NamedTuple):
@@ -70,16 +70,19 @@ class RegionMap:
     piece_size: int
     local_device: Device
     remote_device: Device
+    usual: bool = False
+    """Whether its chunks are whole, and not tails."""
     pieces: int = field(init=False)
     """Descriptors that one chunk takes, unless it is joined with its neighbours."""
     chunk_size_bytes: int = field(init=False)
     first_rows: Int64Array | None = field(init=False)
-    """`rows`, if they are few: then a load takes longer to make them than to use them."""
+    """`rows`, where they are used often and are few: then a load takes longer to make them than to use them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
         object.__setattr__(self, "chunk_size_bytes", self.pieces * self.piece_size)
-        object.__setattr__(self, "first_rows", self.rows() if self.pieces <= _ROWS_KEPT_MAX else None)
+        kept = self.usual and self.pieces <= _ROWS_KEPT_MAX
+        object.__setattr__(self, "first_rows", self.rows() if kept else None)
 
     def __len__(self) -> int:
         return len(self.local_bases)
@@ -174,6 +177,7 @@ class BlockMap:
                     piece_size=piece_size,
                     local_device=self.local.device,
                     remote_device=self.remote.device,
+                    usual=tokens == self.chunk_tokens,
                 )
             )
         return tuple(groups)
