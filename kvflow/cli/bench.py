@@ -25,6 +25,7 @@ from kvflow.bench.flow.scenario import Flow
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.peers.scenario import Peers
 from kvflow.bench.planning import Planning
+from kvflow.bench.profiling import Profile
 from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
@@ -37,6 +38,7 @@ SCENARIOS: dict[str, type[Scenario]] = {
     "topology": Topology,
     "fairness": Fairness,
     "planning": Planning,
+    "profile": Profile,
     "verifying": Verifying,
     "flow": Flow,
     "fleet": FleetBench,
