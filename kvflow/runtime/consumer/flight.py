@@ -406,7 +406,7 @@ class Flight:
         begun = False
         try:
             for read in group.reads:
-                await self._wait_until_below(self._gear.reads_max)
+                await self._wait_until_below(self._gear.reads_max, of_reads=True)
                 source = read.source
                 step = source.freshness.next_step(self._gear.clock.now_s())
                 if step is not Step.POST and not await self._see_seal(source, step):
@@ -575,9 +575,11 @@ class Flight:
             self._tell_landed(running.group.on_land)
         self._note_end()
 
-    async def _wait_until_below(self, count: int) -> None:
-        """Wait until fewer than `count` reads and copies are under way; raises what has gone wrong once all stopped."""
-        while self._under_way >= (1 if self._error else count):
+    async def _wait_until_below(self, count: int, *, of_reads: bool = False) -> None:
+        """Wait until fewer than `count` reads and copies, or reads only, are under way; raises what has gone wrong once
+        all have stopped.
+        """
+        while self._under_way - (self._copies if of_reads and not self._error else 0) >= (1 if self._error else count):
             self._progress = asyncio.get_running_loop().create_future()
             await self._progress
         if self._end.done():
