@@ -209,7 +209,7 @@ class Gear:
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Of one load at once; 2 hides the completion latency of the first."""
+    """Of one load at once, and as many copies; 2 hides the completion latency of the first."""
     digests: DigestGear
 
 
@@ -406,7 +406,7 @@ class Flight:
         begun = False
         try:
             for read in group.reads:
-                await self._wait_until_below(self._gear.reads_max, of_reads=True)
+                await self._wait_for_room()
                 source = read.source
                 step = source.freshness.next_step(self._gear.clock.now_s())
                 if step is not Step.POST and not await self._see_seal(source, step):
@@ -450,8 +450,7 @@ class Flight:
                 raise source.problem
         over = any(source.freshness.over for source in sources)
         if not over and self._error is None and not self._end.done():
-            self._progress = asyncio.get_running_loop().create_future()
-            await self._progress
+            await self._next_progress()
         await self._wait_until_below(self._under_way + 1)  # it raises what has gone wrong
         return not over and not any(source.freshness.over for source in sources)
 
@@ -575,13 +574,26 @@ class Flight:
             self._tell_landed(running.group.on_land)
         self._note_end()
 
-    async def _wait_until_below(self, count: int, *, of_reads: bool = False) -> None:
-        """Wait until fewer than `count` reads and copies, or reads only, are under way; raises what has gone wrong once
-        all have stopped.
+    async def _next_progress(self) -> None:
+        """Wait until a read or a copy has ended, or a seal says more."""
+        self._progress = asyncio.get_running_loop().create_future()
+        await self._progress
+
+    async def _wait_for_room(self) -> None:
+        """Wait until a read may be posted; raises what has gone wrong once all has stopped.
+
+        As many copies may be under way beside the reads: else nothing is read while one of two groups is copied. More
+        would be in the way of other loads' copies.
         """
-        while self._under_way - (self._copies if of_reads and not self._error else 0) >= (1 if self._error else count):
-            self._progress = asyncio.get_running_loop().create_future()
-            await self._progress
+        most = self._gear.reads_max
+        while not self._error and self._under_way >= most + min(self._copies, most):
+            await self._next_progress()
+        await self._wait_until_below(self._under_way + 1)
+
+    async def _wait_until_below(self, count: int) -> None:
+        """Wait until fewer than `count` reads and copies are under way; raises what has gone wrong once all stopped."""
+        while self._under_way >= (1 if self._error else count):
+            await self._next_progress()
         if self._end.done():
             self._end.result()
         if self._error is not None:
