@@ -14,8 +14,10 @@ from tests_vllm.test_stock import FREED, LOADS, SOURCES, ours, stock
 from tests_vllm.tiny import WINDOW
 
 PP2 = ("--pipeline-parallel-size", "2")
-LENGTHS = (2, 33, WINDOW - 1, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1, 2 * WINDOW + 2, 321, 511)
+LENGTHS = (2, 33, WINDOW - 1, WINDOW + 1, 2 * WINDOW, 2 * WINDOW + 1, 2 * WINDOW + 2, 321, 510)
 """Of 2 * WINDOW + 1 and 321 the last token begins a block."""
+FREED_EARLY = 511
+"""Computing its last token needs a block of the window that vLLM frees once it is computed."""
 
 
 def of_model(setup: Setup, model: str, *options: str) -> Setup:
@@ -75,6 +77,12 @@ def test_the_tokens_are_those_of_a_single_instance(pair: tuple[Server, Server], 
     if ours_reads:
         consumer.wait_metric(LOADS, len(LENGTHS), freshness="deadline")
         assert producer.metric("vllm:nixl_num_notifications_after_expiry_total") == 0
+
+
+def test_a_window_that_has_moved_on_is_computed_once_more(pair: tuple[Server, Server], exact: bool) -> None:
+    """A stock engine computes the last token itself: what that needs and prefill has lost is not offered to it."""
+    prompt = prompt_of(FREED_EARLY, seed=4)
+    assert_same(pair[0], prompt, hand_over_ids(*pair, prompt), exact)
 
 
 def test_of_a_cached_prefix_the_rest_is_read(pair: tuple[Server, Server], exact: bool) -> None:

@@ -114,7 +114,7 @@ class StockService:
             return
         tally.told += 1
         message = messages.ReadDone(
-            lease_id=lease_id or _NOBODYS, reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
+            lease_ids=(lease_id or _NOBODYS,), reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
         )
         self._leases.on_notification(messages.encode(message))
 

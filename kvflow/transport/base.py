@@ -91,6 +91,10 @@ class TransportStatistics:
     notifications_failed: int
 
 
+Join: TypeAlias = Callable[[Sequence[bytes]], Sequence[bytes]]
+"""Makes few notifications out of many."""
+
+
 class Transport(Protocol):
     """Moves bytes for one runtime. All methods belong to the event loop that called `open`."""
 
@@ -118,8 +122,12 @@ class Transport(Protocol):
         Reads, and the descriptors of one read, may be performed in any order.
         """
 
-    def notify(self, peer: AgentName, payload: bytes) -> None:
-        """Send `payload` to a peer; returns at once. Failures are counted, not raised: delivery is best effort."""
+    def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
+        """Send `payload` to a peer; returns at once. Failures are counted, not raised: delivery is best effort.
+
+        Payloads to one peer that wait to be sent and come with the same `join` may be sent as what that makes of them;
+        it is called on any thread.
+        """
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
         """Call `deliver` on the loop for every event, until cancelled; one caller only.

@@ -26,6 +26,7 @@ from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
     Event,
+    Join,
     MemoryUse,
     Notified,
     PeerGone,
@@ -203,7 +204,7 @@ class InprocTransport:
         else:
             self._tell(event)
 
-    def notify(self, peer: AgentName, payload: bytes) -> None:
+    def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         if not self._open:
             self._require_open()
         target = self._network.agents.get(peer)

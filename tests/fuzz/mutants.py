@@ -131,7 +131,7 @@ def strangers() -> list[msgspec.Struct]:
         messages.NoLease(ended=True),
         messages.Refusal(reason="no", version=messages.PROTOCOL_VERSION),
         messages.Ack(),
-        messages.ReadDone(lease_id="0" * 32, reader=READER, numerator=1, denominator=1),
+        messages.ReadDone(lease_ids=("0" * 32,), reader=READER, numerator=1, denominator=1),
     ]
 
 

@@ -178,7 +178,7 @@ async def notify(rng: Random, producer: Engine, count: int) -> None:
                 ServeRequest("victim", block_ids=[BLOCKS - 1], num_tokens=4, ttl_s=60)
             )
         lease_id = rng.choice((lease.ticket.lease_id, rng.randbytes(16).hex()))
-        done = messages.ReadDone(lease_id=lease_id, reader="fuzz", numerator=1, denominator=rng.choice((1, 3)))
+        done = messages.ReadDone(lease_ids=(lease_id,), reader="fuzz", numerator=1, denominator=rng.choice((1, 3)))
         told = rng.choice((done, messages.Renew(lease_ids=(lease_id, rng.randbytes(16).hex()), reader="fuzz")))
         size = rng.choice((1, 40, 5000))
         producer.transport.deliver(mutant(rng, told) if rng.random() < 0.8 else rng.randbytes(rng.randrange(size)))

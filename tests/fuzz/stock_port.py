@@ -156,7 +156,7 @@ async def notify(rng: Random, producer: Producer, count: int) -> None:
     secret, _ = producer.offer("secret", [BLOCKS - 1])
     victim, params = producer.offer("victim", [BLOCKS - 2])
     await attacker.shake_hands(params)
-    honest = messages.ReadDone(lease_id=victim.ticket.lease_id, reader="fuzz", numerator=1, denominator=3)
+    honest = messages.ReadDone(lease_ids=(victim.ticket.lease_id,), reader="fuzz", numerator=1, denominator=3)
     renewal = messages.Renew(lease_ids=(victim.ticket.lease_id,), reader="fuzz")
     names = ["secret", "honest-1", "honest-1#", f"secret#{'0' * 32}", params["remote_request_id"]]
     for number in range(count):

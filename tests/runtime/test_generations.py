@@ -201,7 +201,7 @@ async def test_messages_of_before_change_nothing() -> None:
         lease = pair.offer([3, 4])
         reader, lease_id = "consumer", before.first.lease_id
         for message in (
-            messages.ReadDone(lease_id=lease_id, reader=reader, numerator=1, denominator=1),
+            messages.ReadDone(lease_ids=(lease_id,), reader=reader, numerator=1, denominator=1),
             messages.Renew(lease_ids=(lease_id,), reader=reader),
         ):
             pair.producer.transport.deliver(messages.encode(message))

@@ -67,7 +67,7 @@ async def test_a_lease_waits_for_all_its_readers(pair: EnginePair) -> None:
     for _ in range(2):  # the same reader again: a duplicate
         await pair.load(lease, [1, 2])
     assert not lease.done
-    done = messages.ReadDone(lease_id=lease.ticket.lease_id, reader="another reader", numerator=2, denominator=2)
+    done = messages.ReadDone(lease_ids=(lease.ticket.lease_id,), reader="another reader", numerator=2, denominator=2)
     pair.producer.transport.deliver(messages.encode(done))
     assert await lease is LeaseOutcome.READ
     assert pair.serving.duplicate_notifications == 1

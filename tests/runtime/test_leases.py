@@ -205,7 +205,7 @@ async def test_a_load_that_has_ended_renews_no_more(timed: TimedPair) -> None:
     assert (await lease, timed.loading.renewals) == (LeaseOutcome.EXPIRED, 1)
 
 
-@pytest.mark.parametrize(("bytes_max", "messages"), [(4096, 1), (400, 1), (200, 2), (1, 8)])
+@pytest.mark.parametrize(("bytes_max", "messages"), [(4096, 1), (400, 1), (220, 2), (1, 8)])
 async def test_a_peer_gets_one_message_for_all_its_leases(bytes_max: int, messages: int) -> None:
     """As far as they fit; a producer whose limit is too small for one drops them, counted."""
     async with timed_pair(limited(BASE, notification_bytes_max=bytes_max)) as timed:

@@ -152,7 +152,7 @@ async def test_a_lost_notification_costs_time_and_nothing_else() -> None:
 async def test_notifications_that_are_duplicate_late_or_forged_change_nothing(pair: EnginePair) -> None:
     pair.transport.faults.duplicate_notifications = True
     lease, second = pair.offer([3]), pair.offer([5], "second")
-    done = messages.ReadDone(lease_id="abc", reader="x", numerator=1, denominator=1)
+    done = messages.ReadDone(lease_ids=("abc",), reader="x", numerator=1, denominator=1)
     for payload in (b"", b"\xff" * 10, b"x" * 100_000, messages.encode(done)):
         pair.producer.transport.deliver(payload)
     await pair.load(lease)

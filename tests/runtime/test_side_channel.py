@@ -191,12 +191,12 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
 async def test_another_protocol_version_is_refused_by_both_sides(pair: EnginePair) -> None:
     """The listener does so before it reads the body."""
     async with fake_peer(lambda _: reply_frames(refusal(7), version=7)) as port:
-        await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 4, theirs 7")
+        await pair.fails(PeerIncompatible, ticket_for(pair, port), match="kvflow protocol version: ours 5, theirs 7")
     header = messages.Header(magic=messages.MAGIC, version=9, fingerprint=b"")
     reply = await exchange(pair.writer.address, [msgspec.msgpack.encode(header), b"\xff not a body"])
     answer = messages.decode_reply(reply[1])
     assert isinstance(answer, messages.Refusal)
-    assert answer.reason == "kvflow protocol version: ours 4, theirs 9"
+    assert answer.reason == "kvflow protocol version: ours 5, theirs 9"
 
 
 async def test_another_engine_at_the_address_is_named(pair: EnginePair) -> None:

@@ -17,7 +17,7 @@ import enum
 import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from operator import add, le, sub
+from operator import add, itemgetter, sub
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 Amount: TypeAlias = tuple[int, ...]
@@ -27,6 +27,7 @@ ItemT = TypeVar("ItemT")
 
 _FADE = 1 / 64  # of a peer's speed, with each permit that shows less: it may have waited for something else
 _FAST_PEERS_MAX = 1024
+_SIZE = itemgetter(0)
 
 
 class PermitState(enum.StrEnum):
@@ -69,7 +70,12 @@ class _Room:
     """Of the first thing that is bounded, since the peer has permits."""
 
     def fits(self, amount: Amount) -> bool:
-        return not self.permits or all(map(le, map(add, self.used, amount), self.limits))
+        if not self.permits:
+            return True
+        for used, more, most in zip(self.used, amount, self.limits, strict=True):
+            if used + more > most:
+                return False
+        return True
 
     def take(self, amount: Amount) -> None:
         self.permits += 1
@@ -205,9 +211,21 @@ class ShortestFirst(Generic[ItemT]):
     def add(self, item: ItemT, size: int) -> None:
         self._waiting.append((size + self._start_size, item))
 
+    @property
+    def next(self) -> ItemT:
+        """Whose turn it is; there has to be one."""
+        return self._waiting[self._index()][1]
+
     def pop(self) -> ItemT:
         """Take the next one out; there has to be one."""
-        sizes = [size for size, _ in self._waiting]
-        index = 0 if self._passed >= sizes[0] else sizes.index(min(sizes))
-        self._passed = self._passed + sizes[index] if index else 0
-        return self._waiting.pop(index)[1]
+        index = self._index()
+        size, item = self._waiting.pop(index)
+        self._passed = self._passed + size if index else 0
+        return item
+
+    def _index(self) -> int:
+        oldest = self._waiting[0][0]
+        if self._passed >= oldest:
+            return 0
+        least = min(self._waiting, key=_SIZE)[0]
+        return 0 if least == oldest else next(at for at, (size, _) in enumerate(self._waiting) if size == least)

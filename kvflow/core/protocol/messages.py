@@ -30,7 +30,7 @@ from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.limits import REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
@@ -374,19 +374,20 @@ Reply: TypeAlias = (
 
 
 class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
-    """Notification from a reader: it needs the lease's blocks no more. A lease id is a secret of its ticket.
+    """Notification from a reader: it needs these leases' blocks no more. A lease id is a secret of its ticket.
 
     Readers of one engine share a lease, which ends when their shares add up to 1 (`topology.ReportShare`).
+    See `leases_max`.
     """
 
-    lease_id: str
+    lease_ids: tuple[str, ...]
     reader: str
     numerator: int
     denominator: int
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
-    """Notification from a reader: it still needs the blocks of these leases; see `renewals_max`."""
+    """Notification from a reader: it still needs the blocks of these leases; see `leases_max`."""
 
     lease_ids: tuple[str, ...]
     reader: str
@@ -395,15 +396,31 @@ class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
 Notification: TypeAlias = ReadDone | Renew
 
 
-def renewals_max(reader: str, bytes_max: int) -> int:
-    """How many leases a `Renew` of at most `bytes_max` may name; one at least."""
+def leases_max(reader: str, bytes_max: int) -> int:
+    """How many leases a notification of at most `bytes_max` may name; one at least."""
     array_header_bytes = 5
     id_bytes = len(msgspec.msgpack.encode(NO_LEASE_ID))
-    rest_bytes = len(encode(Renew(lease_ids=(), reader=reader))) + array_header_bytes
+    rest = ReadDone(lease_ids=(), reader=reader, numerator=1 << 32, denominator=1 << 32)
+    rest_bytes = len(encode(rest)) + array_header_bytes
     return max((bytes_max - rest_bytes) // id_bytes, 1)
 
 
+def joined(payloads: Sequence[bytes], leases_most: int) -> list[bytes]:
+    """`ReadDone`s of one reader to one producer as few messages, of which none names more than so many leases."""
+    lease_ids: dict[tuple[str, int, int], list[str]] = {}
+    for payload in payloads:
+        done = _READ_DONE.decode(payload)
+        lease_ids.setdefault((done.reader, done.numerator, done.denominator), []).extend(done.lease_ids)
+    found = []
+    for (reader, numerator, denominator), ids in lease_ids.items():
+        for start in range(0, len(ids), leases_most):
+            some = tuple(ids[start : start + leases_most])
+            found.append(encode(ReadDone(some, reader, numerator, denominator)))
+    return found
+
+
 encode = msgspec.msgpack.Encoder().encode
+_READ_DONE = msgspec.msgpack.Decoder(ReadDone)
 
 
 def encode_frames(header: Header, body: Request | Reply) -> list[bytes]:

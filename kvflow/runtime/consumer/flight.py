@@ -249,6 +249,8 @@ class Flight:
         self._on_safe = on_safe
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
+        self._begun_s: float | None = None
+        """When the first read was posted: nothing of the peer's memory was seen before."""
         self._lost: list[_Running] = []
         self._copies = 0
         self._watching = False
@@ -281,7 +283,7 @@ class Flight:
         assert sources, "a load with blocks to fill reads from somebody"
         if self.state is TransferState.PENDING:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
-        begun_s = self._gear.clock.now_s()
+        self._begun_s = None
         try:
             async with aclosing(groups):
                 async for group in groups:
@@ -292,6 +294,7 @@ class Flight:
                 self._stop_watching(sources)
         await self._wait_until_below(1)
         now_s = self._gear.clock.now_s()
+        begun_s = now_s if self._begun_s is None else self._begun_s
         fresh, again = True, []
         for source in sources:
             verdict = source.freshness.judge(now_s - max(begun_s, source.freshness.seen_s))
@@ -530,7 +533,10 @@ class Flight:
         try:
             if self._error is not None:
                 raise self._error
-            read = _UnderWay(source, permit, running, fetches_seal, gear.clock.now_s())
+            now_s = gear.clock.now_s()
+            if self._begun_s is None:
+                self._begun_s = now_s
+            read = _UnderWay(source, permit, running, fetches_seal, now_s)
             gear.poller.post(source.origin.connection.agent, descriptors, partial(self._read_ended, read))
         except BaseException:
             gear.queue.end(permit)

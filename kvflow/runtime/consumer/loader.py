@@ -52,6 +52,7 @@ from kvflow.runtime.consumer.load import (
     LoadRequest,
     PeerLoad,
     Stopwatch,
+    Turns,
     Verification,
     checked_load_request,
     request_name,
@@ -157,6 +158,7 @@ class Loader:
         self._remote_leases = remote_leases
         self._route = route
         self._gear = gear
+        self._turns = Turns()
         self._admissions = FairQueue((context.config.limits.loads_max,))
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, _Load] = {}
@@ -198,12 +200,15 @@ class Loader:
 
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
-        return await self._carry_out(self._accept(request))
+        begun_s = self._context.clock.now_s()
+        if not self._turns.mine(begun_s):
+            await self._turns.wait()
+        return await self._carry_out(self._accept(request, begun_s))
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
-        load = self._accept(request)
-        load.handle.begin(partial(self._carry_out, load)).add_done_callback(partial(self._over, load))
+        load = self._accept(request, self._context.clock.now_s())
+        load.handle.begin(partial(self._start_in_turn, load)).add_done_callback(partial(self._over, load))
         return load.handle
 
     def refuse(self, request: LoadRequest, error: KVFlowError) -> None:
@@ -241,9 +246,15 @@ class Loader:
         """Wait until no load is under way and no block is quarantined."""
         await self._quiet.wait()
 
-    def _accept(self, request: LoadRequest) -> _Load:
-        """Check all that can be judged without the peer: from here on the load counts as open, and its time runs."""
-        watch = Stopwatch(self._context.clock)
+    async def _start_in_turn(self, load: _Load) -> LoadReport:
+        """The body of a load's own task."""
+        if not self._turns.mine(self._context.clock.now_s()):
+            await self._turns.wait()
+        return await self._carry_out(load)
+
+    def _accept(self, request: LoadRequest, begun_s: float) -> _Load:
+        """Check all that can be judged without the peer: from here on the load counts as open. Its time runs already."""
+        watch = Stopwatch(self._context.clock, begun_s)
         try:
             if self._config.role == "producer":
                 raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
@@ -260,7 +271,8 @@ class Loader:
             self.refuse(request, error)
             raise
         deadline_s = self._config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
-        timeout = asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s)
+        waited_s = self._context.clock.now_s() - begun_s
+        timeout = asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s - waited_s)
         load = _Load(plain, ticket, tables, entries, timeout, watch, Load(plain.request_id, tables))
         self._loads[load] = None
         self._quiet.clear()

@@ -59,7 +59,8 @@ class RemoteLeases:
         self._local = local
         self._peers = peers
         self._reach = reach
-        self._batch_max = messages.renewals_max(local.reader, context.config.limits.notification_bytes_max)
+        self._batch_max = messages.leases_max(local.reader, context.config.limits.notification_bytes_max)
+        self._join = partial(messages.joined, leases_most=self._batch_max)
         self._kept: dict[object, list[_Kept]] = {}
         self._timer: Timer | None = None
         self._timer_due_s = math.inf
@@ -221,9 +222,9 @@ class RemoteLeases:
     def _report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
         if numerator > 0:  # else others release it
             message = messages.ReadDone(
-                lease_id=lease_id, reader=self._local.reader, numerator=numerator, denominator=denominator
+                lease_ids=(lease_id,), reader=self._local.reader, numerator=numerator, denominator=denominator
             )
-            self._transport.notify(agent, messages.encode(message))
+            self._transport.notify(agent, messages.encode(message), self._join)
 
 
 @contextmanager

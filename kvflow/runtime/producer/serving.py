@@ -199,8 +199,9 @@ class Serving:
             logger.info("dropped a notification: %s", error)
             return
         match message:
-            case messages.ReadDone():
-                self._note_read(message)
+            case messages.ReadDone(lease_ids=lease_ids, reader=reader):
+                for lease_id in lease_ids:
+                    self._note_read(lease_id, reader, (message.numerator, message.denominator))
             case messages.Renew(lease_ids=lease_ids, reader=reader):
                 for lease_id in lease_ids:
                     self._renew(lease_id, reader)
@@ -262,7 +263,7 @@ class Serving:
                 if isinstance(found, messages.NoLease):
                     return found
                 lease_id = found.lease_id
-            self._note_read(messages.ReadDone(lease_id, question.reader, *share))
+            self._note_read(lease_id, question.reader, (share.numerator, share.denominator))
         return messages.Released(incarnation=self._context.identity.incarnation)
 
     async def drained(self) -> None:
@@ -275,10 +276,9 @@ class Serving:
         for entry in list(self._offers):
             self._end(entry, LeaseEvent.REVOKE)
 
-    def _note_read(self, message: messages.ReadDone) -> None:
-        entry = self._book.find(message.lease_id)
-        share = (message.numerator, message.denominator)
-        counted = self._book.read(message.lease_id, message.reader, share, self._clock.now_s())
+    def _note_read(self, lease_id: str, reader: str, share: tuple[int, int]) -> None:
+        entry = self._book.find(lease_id)
+        counted = self._book.read(lease_id, reader, share, self._clock.now_s())
         self._notifications[counted] += 1
         if counted is Counted.NOTED and entry is not None and not entry.is_open:
             self._ended(entry)

@@ -20,8 +20,11 @@ import math
 import mmap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from kvflow.config import Config
 from kvflow.core.cache.regions import Device, Span, UInt64Array
@@ -29,7 +32,17 @@ from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.policy.queue import ShortestFirst
 from kvflow.device import cuda
 from kvflow.errors import ConfigError
-from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, PostedRead, ReadEnded, TransportError
+from kvflow.transport.base import (
+    AgentName,
+    Event,
+    Join,
+    MemoryUse,
+    Notified,
+    PeerGone,
+    PostedRead,
+    ReadEnded,
+    TransportError,
+)
 from kvflow.transport.nixl.defaults import POLLING, backend_params
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
@@ -43,21 +56,36 @@ _SLEEP_SHARE = 8
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 _POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
+# Of what is posted as one request, where several reads wait: a small read that comes now waits for no more.
+_TOGETHER_BYTES_MAX = 4 << 20
+_TOGETHER_COUNT_MAX = 4096
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since Linux 5.14
 
 
-class NixlRead(PostedRead):
-    """A posted read and its handle, 0 before it was made and after it was released."""
+class _Waiting(NamedTuple):
+    """A read that is to be posted."""
 
-    __slots__ = ("handle", "post_s")
+    read: PostedRead
+    peer: AgentName
+    descriptors: Descriptors
 
-    def __init__(self, size_bytes: int) -> None:
-        super().__init__(size_bytes)
-        self.handle = 0
-        self.post_s = 0.0
+    def goes_with(self, other: _Waiting) -> bool:
+        """Whether both may be one request of NIXL."""
+        ours, theirs = self.descriptors, other.descriptors
+        same_devices = ours.local_device == theirs.local_device and ours.remote_device == theirs.remote_device
+        return self.peer == other.peer and same_devices
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request of NIXL, and the reads that are made by it. Its handle is 0 before it was made, and once released."""
+
+    reads: Sequence[PostedRead]
+    handle: int = 0
+    post_s: float = 0.0
 
 
 class _Agent:
@@ -100,14 +128,14 @@ class NixlAgents:
             self._reading = _Agent(self._bindings, f"{name}/reader", config, progress=False)
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
-        self._in_flight: list[NixlRead] = []
-        self._to_post: ShortestFirst[tuple[NixlRead, AgentName, Descriptors]] = ShortestFirst(_POST_COST_BYTES)
+        self._in_flight: list[_Request] = []
+        self._to_post: ShortestFirst[_Waiting] = ShortestFirst(_POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
         self._spin_until_s = 0.0
         self._flush: Callable[[], None] | None = None
         self._heard_s = 0.0
-        self._outbox: list[tuple[AgentName, bytes]] = []
+        self._outbox: dict[tuple[AgentName, Join | None], list[bytes]] = {}
         self._outbox_since_s = 0.0
         self._next_notifications_s = 0.0
         self.sent = 0
@@ -160,54 +188,82 @@ class NixlAgents:
         self.send_notifications()
         self._reading.native.invalidateRemoteMD(name)
 
-    def post(self, read: NixlRead, peer: AgentName, descriptors: Descriptors) -> None:
+    def post(self, read: PostedRead, peer: AgentName, descriptors: Descriptors) -> None:
         """Have the crank post a read, small ones first; its end, a failure to start included, is an event.
 
         Over shared memory the call that posts a read copies it, so the order of posting is the order of reading.
         """
-        self._to_post.add((read, peer, descriptors), descriptors.size_bytes)
+        self._to_post.add(_Waiting(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
-        read, peer, descriptors = self._to_post.pop()
-        native = self._reading.native
+        """Post the read whose turn it is, and with it small ones of the same peer that wait, as one request.
+
+        Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for milliseconds to get
+        it back: so many reads at once have to be few calls.
+        """
+        first = self._to_post.pop()
+        together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
+        while self._to_post:
+            following = self._to_post.next.descriptors
+            size_bytes, count = size_bytes + following.size_bytes, count + len(following)
+            if size_bytes > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(self._to_post.next):
+                break
+            together.append(self._to_post.pop())
+        if not self._post_request(together):
+            for one in together:  # one of them cannot be posted: each for itself
+                self._post_request([one])
+
+    def _post_request(self, together: Sequence[_Waiting]) -> bool:
+        """Post reads as one request. False, and nothing has happened, if several cannot be; one ends with its error."""
+        peer, descriptors = together[0].peer, together[0].descriptors
+        table, size_bytes = descriptors.table, descriptors.size_bytes
+        if len(together) > 1:
+            table = np.concatenate([one.descriptors.table for one in together], axis=1)
+            size_bytes = sum(one.descriptors.size_bytes for one in together)
+        request, native = _Request([one.read for one in together]), self._reading.native
         started_s = time.monotonic()
         try:
-            local = self._descriptor_list(descriptors.table[0], descriptors.local_device)
-            remote = self._descriptor_list(descriptors.table[1], descriptors.remote_device)
-            read.handle = native.createXferReq(
+            local = self._descriptor_list(table[0], descriptors.local_device)
+            remote = self._descriptor_list(table[1], descriptors.remote_device)
+            request.handle = native.createXferReq(
                 self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
             )
-            status = native.postXferReq(read.handle, "")
+            status = native.postXferReq(request.handle, "")
         except self._errors as error:
-            self._end(read, _translate(error, self._bindings))
-            return
+            if len(together) > 1:
+                self._release(request)
+                return False
+            self._end(request, _translate(error, self._bindings))
+            return True
         self._active_s = time.monotonic()
-        read.post_s = self._active_s - started_s
-        patience_s = POLLING[descriptors.local_device.kind].until_s(descriptors.size_bytes)
+        request.post_s = self._active_s - started_s
+        patience_s = POLLING[descriptors.local_device.kind].until_s(size_bytes)
         self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)
         if status == self._bindings.NIXL_SUCCESS:
-            self._end(read, None)
+            self._end(request, None)
         else:
-            self._in_flight.append(read)
+            self._in_flight.append(request)
+        return True
 
-    def notify(self, peer: AgentName, payload: bytes) -> None:
+    def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
         """Send `payload` once no read has started or ended for a moment: the next read should not wait for it."""
         if not self._outbox:
             self._outbox_since_s = time.monotonic()
-        self._outbox.append((peer, payload))
+        self._outbox.setdefault((peer, join), []).append(payload)
 
     def send_notifications(self) -> None:
         """Send those that wait."""
         if not self._outbox:
             return
-        outbox, self._outbox = self._outbox, []
-        for peer, payload in outbox:
-            try:
-                self._reading.native.genNotif(peer, payload, self._reading.backends)
-            except self._errors:
-                self.unsent += 1
-            else:
-                self.sent += 1
+        outbox, self._outbox = self._outbox, {}
+        for (peer, join), payloads in outbox.items():
+            for payload in payloads if join is None or len(payloads) == 1 else join(payloads):
+                try:
+                    self._reading.native.genNotif(peer, payload, self._reading.backends)
+                except self._errors:
+                    self.unsent += 1
+                else:
+                    self.sent += 1
         self._heard_s = time.monotonic()  # a first message to a peer takes several steps: look often for a while
         self._next_notifications_s = min(self._next_notifications_s, self._heard_s)
         self._reading.native.getNotifs({}, [])  # progress, so that the message leaves now
@@ -263,31 +319,35 @@ class NixlAgents:
             pass  # a failed read fails again when it is checked
 
     def _check_reads(self) -> None:
-        still = [read for read in self._in_flight if self._check(read)]
+        still = [request for request in self._in_flight if self._check(request)]
         if len(still) != len(self._in_flight):
             self._active_s = time.monotonic()
             self._spin_until_s = max(self._spin_until_s, self._active_s + _SPIN_S)
             self._in_flight = still
 
-    def _check(self, read: NixlRead) -> bool:
-        """Look at a read in flight; whether it still is."""
+    def _check(self, request: _Request) -> bool:
+        """Look at a request in flight; whether it still is."""
         error = None
         try:
-            if self._reading.native.getXferStatus(read.handle) != self._bindings.NIXL_SUCCESS:
+            if self._reading.native.getXferStatus(request.handle) != self._bindings.NIXL_SUCCESS:
                 return True
         except self._errors as problem:
             error = _translate(problem, self._bindings)
-        self._end(read, error)
+        self._end(request, error)
         return False
 
-    def _end(self, read: NixlRead, error: TransportError | None) -> None:
-        """Release the handle and tell the loop, once the device sees what has landed."""
+    def _end(self, request: _Request, error: TransportError | None) -> None:
+        """Release the handle and tell the loop of its reads, once the device sees what has landed."""
         if error is None and self._flush is not None:
             self._flush()
-        if read.handle:
-            self._reading.native.releaseXferReq(read.handle)
-            read.handle = 0
-        self._put(ReadEnded(read, error, read.post_s))
+        self._release(request)
+        for read in request.reads:
+            self._put(ReadEnded(read, error, request.post_s))
+
+    def _release(self, request: _Request) -> None:
+        if request.handle:
+            self._reading.native.releaseXferReq(request.handle)
+            request.handle = 0
 
     def _collect_notifications(self) -> int:
         """Take what has arrived; how many."""

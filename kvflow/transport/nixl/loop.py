@@ -13,6 +13,7 @@ from kvflow.errors import TransportBroken
 from kvflow.transport.base import (
     AgentName,
     Event,
+    Join,
     MemoryUse,
     Notified,
     PostedRead,
@@ -20,7 +21,7 @@ from kvflow.transport.base import (
     TransportError,
     TransportStatistics,
 )
-from kvflow.transport.nixl.agents import NixlAgents, NixlRead
+from kvflow.transport.nixl.agents import NixlAgents
 from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.nixl.owner import OwnerThread
 
@@ -81,15 +82,15 @@ class NixlTransport:
 
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         thread, agents = self._alive()
-        read = NixlRead(descriptors.size_bytes)
+        read = PostedRead(descriptors.size_bytes)
         thread.submit(lambda: agents.post(read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1
         return read
 
-    def notify(self, peer: AgentName, payload: bytes) -> None:
+    def notify(self, peer: AgentName, payload: bytes, join: Join | None = None) -> None:
         thread, agents = self._alive()
-        thread.submit(lambda: agents.notify(peer, payload))
+        thread.submit(lambda: agents.notify(peer, payload, join))
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
         def count_and_deliver(event: Event) -> None:

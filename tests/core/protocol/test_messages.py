@@ -117,7 +117,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], object], list[msgspec.Struct]]] = {
     "notification": (
         messages.decode_notification,
         [
-            messages.ReadDone(lease_id=LEASE_ID, reader="decode-0/0.0.0#1", numerator=2, denominator=64),
+            messages.ReadDone(lease_ids=(LEASE_ID,), reader="decode-0/0.0.0#1", numerator=2, denominator=64),
             messages.Renew(lease_ids=(), reader="decode-0/0.0.0#1"),
             messages.Renew(lease_ids=(LEASE_ID, LEASE_ID[::-1]), reader="decode-0/0.0.0#1"),
         ],
@@ -279,10 +279,19 @@ def test_a_notification_of_another_shape_is_refused(body: list[object]) -> None:
 
 @given(reader=st.text(max_size=300), bytes_max=st.integers(1, 1 << 17))
 def test_as_many_renewals_as_fit_into_a_notification(reader: str, bytes_max: int) -> None:
-    count = messages.renewals_max(reader, bytes_max)
+    count = messages.leases_max(reader, bytes_max)
     size = len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * count, reader=reader)))
     assert count == 1 or size <= bytes_max
-    assert len(messages.encode(messages.Renew(lease_ids=(LEASE_ID,) * (count + 2), reader=reader))) > bytes_max
+    done = messages.ReadDone(lease_ids=(LEASE_ID,) * (count + 2), reader=reader, numerator=1 << 31, denominator=1 << 31)
+    assert len(messages.encode(done)) > bytes_max
+
+
+def test_what_many_readers_tell_is_joined() -> None:
+    def done(lease_ids: str, numerator: int = 1) -> bytes:
+        return messages.encode(messages.ReadDone(tuple(lease_ids), "reader", numerator, 2))
+
+    told = messages.joined([done("a"), done("b", 2), done("cd"), done("e")], leases_most=3)
+    assert told == [done("acd"), done("e"), done("b", 2)]
 
 
 @each("clock_s", [float("nan"), float("inf"), float("-inf")])

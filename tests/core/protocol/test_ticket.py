@@ -126,7 +126,7 @@ WIRE = """{
     "remote_engine_id": "prefill-0", "remote_request_id": "req-1", "remote_block_ids": [3, 7, 9],
     "remote_host": "10.0.0.7", "remote_port": 5601, "tp_size": 2,
     "kvflow": {
-        "version": 4, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
+        "version": 5, "num_tokens": 41, "ttl_s": 30.0, "dp_rank": 4, "pp_size": 3, "block_size": 16, "kv_heads": 8,
         "model_kv_heads": 16, "fixed_ports": true, "prompt_digest": "77c8f92f6ccb8f0a3b1b3a1cc7a5b7b5",
         "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         "ranks": [
@@ -224,7 +224,7 @@ WRONG: list[tuple[list[str], tuple[object, ...]]] = [
     (["kvflow.ranks"], ("ranks", {"0": {}}, [[]])),
     # values
     (["do_remote_prefill"], (False,)),
-    (["kvflow.version"], (0, 1, 2, 3, 5, -1)),
+    (["kvflow.version"], (0, 1, 2, 4, 6, -1)),
     (["kvflow.ttl_s"], (0, 0.0, -1.0)),
     (PORTS, (0, -1, 65536)),
     (RANK_COUNTS, (0, -1, 1025, 2**63 - 1)),
@@ -408,7 +408,7 @@ def test_whatever_a_router_puts_into_a_field_is_a_request_error_or_a_usable_tick
     of_request = {"request_id": ticket.request_id, "num_tokens": ticket.num_tokens, "blocks_digest": digest}
     messages.encode(messages.LeaseRequest(reader="r", target=target, **of_request))
     for lease in ticket.ranks:
-        messages.encode(messages.ReadDone(lease_id=lease.lease_id, reader="r", numerator=1, denominator=1))
+        messages.encode(messages.ReadDone(lease_ids=(lease.lease_id,), reader="r", numerator=1, denominator=1))
         assert 0 < lease.port < 65536
         assert len(bytes.fromhex(lease.lease_id)) == (16 if lease.lease_id else 0)
         assert ticket.find(Rank(ticket.dp_rank, lease.pp_rank, lease.tp_rank)) is not None

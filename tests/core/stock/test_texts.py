@@ -99,7 +99,7 @@ def test_a_reader_with_many_requests_names_all_in_one_heartbeat() -> None:
 
 
 def test_our_own_notifications_are_told_from_texts_by_their_first_byte() -> None:
-    for message in (ReadDone("0" * 32, "reader", 1, 2), Renew(lease_ids=("0" * 32,), reader="reader")):
+    for message in (ReadDone(("0" * 32,), "reader", 1, 2), Renew(lease_ids=("0" * 32,), reader="reader")):
         assert not is_text(encode(message))
     assert is_text(b"id:1")
     assert is_text(b"HB:id")
