@@ -13,7 +13,9 @@ Huge pages are alike in all processes; as they leave a load the least time, they
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import mmap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.bench.loads import PlannedLoad, SettingsError
-from kvflow.device.pages import HUGE_PAGE_BYTES, host_pages
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ _POISON_BYTE = 0xFF
 _POISON = 0xFFFFFFFF
 _CHECK_BLOCKS = 64
 _SAMPLE_BLOCKS = 8
+_HUGE_PAGE_BYTES = 2 << 20
 
 Words = npt.NDArray[np.uint32]
 Memory = npt.NDArray[np.uint8]
@@ -196,7 +198,13 @@ class PatternCache:
 
 def allocate(size_bytes: int) -> Memory:
     """Private memory in huge pages, as far as the machine gives them, from the start of one on; poisoned."""
-    found: Memory = host_pages(-(-size_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES)[:size_bytes]
+    rounded = -(-size_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, rounded + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    space: Memory = np.frombuffer(memory, dtype=np.uint8)
+    start = -space.ctypes.data % _HUGE_PAGE_BYTES
+    found = space[start : start + size_bytes]
     found[:] = _POISON_BYTE
     return found
 

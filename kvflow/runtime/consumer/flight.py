@@ -409,7 +409,8 @@ class Flight:
         begun = False
         try:
             for read in group.reads:
-                await self._wait_for_room()
+                # Reads do not wait for copies, up to as many: more would be in the way of other loads' copies.
+                await self._wait_until_below(self._gear.reads_max, copies_beside=self._gear.reads_max)
                 source = read.source
                 step = source.freshness.next_step(self._gear.clock.now_s())
                 if step is not Step.POST and not await self._see_seal(source, step):
@@ -453,7 +454,8 @@ class Flight:
                 raise source.problem
         over = any(source.freshness.over for source in sources)
         if not over and self._error is None and not self._end.done():
-            await self._next_progress()
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
         await self._wait_until_below(self._under_way + 1)  # it raises what has gone wrong
         return not over and not any(source.freshness.over for source in sources)
 
@@ -580,26 +582,14 @@ class Flight:
             self._tell_landed(running.group.on_land)
         self._note_end()
 
-    async def _next_progress(self) -> None:
-        """Wait until a read or a copy has ended, or a seal says more."""
-        self._progress = asyncio.get_running_loop().create_future()
-        await self._progress
+    async def _wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
+        """Wait until fewer than `count` reads and copies are under way, not counting up to `copies_beside` copies.
 
-    async def _wait_for_room(self) -> None:
-        """Wait until a read may be posted; raises what has gone wrong once all has stopped.
-
-        As many copies may be under way beside the reads: else nothing is read while one of two groups is copied. More
-        would be in the way of other loads' copies.
+        Raises what has gone wrong once all have stopped.
         """
-        most = self._gear.reads_max
-        while not self._error and self._under_way >= most + min(self._copies, most):
-            await self._next_progress()
-        await self._wait_until_below(self._under_way + 1)
-
-    async def _wait_until_below(self, count: int) -> None:
-        """Wait until fewer than `count` reads and copies are under way; raises what has gone wrong once all stopped."""
-        while self._under_way >= (1 if self._error else count):
-            await self._next_progress()
+        while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
         if self._end.done():
             self._end.result()
         if self._error is not None:
