@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvflow.core.cache.regions import Device, Span
-from kvflow.device.pages import host_pages
 
 if TYPE_CHECKING:
     import torch
@@ -54,15 +53,14 @@ class CacheDevice:
         """Bytes on the device that nothing else uses, or has queued work for. RuntimeError if there are not so many."""
         import torch
 
-        if self.on_host:
-            return torch.from_numpy(host_pages(size_bytes))
         return torch.empty(size_bytes, dtype=torch.uint8, device=self.name)
 
     def host_memory(self, size_bytes: int) -> torch.Tensor:
         """Zeroed bytes of the host, which the device copies from and to as fast as it can."""
         import torch
 
-        return torch.from_numpy(host_pages(size_bytes)).zero_()  # gives every page its memory now
+        memory = torch.empty(size_bytes, dtype=torch.uint8)
+        return memory.zero_()  # gives every page its memory now
 
     def upload(self, ids: npt.NDArray[np.int64]) -> torch.Tensor:
         """Ids as copies on the device take them; inside `copying`, and only there."""

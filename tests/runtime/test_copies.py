@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, map_regions
 from kvflow.device.cache_device import CacheDevice
-from kvflow.device.pages import HUGE_PAGE_BYTES, host_pages
 from kvflow.runtime.memory import copies
 from kvflow.runtime.memory.copies import (
     allocate_host_caches,
@@ -205,17 +204,6 @@ def test_blocks_that_follow_each_other_on_either_side(source_ids: list[int], tar
     rows = (block_rows(cache.tensors, source.infer()) for cache in (source, target))
     copy_blocks(*rows, np.array(source_ids), np.array(target_ids), copies.on_host)
     assert target.snapshot() == copied_naively(source, expected, source_ids, target_ids)
-
-
-@pytest.mark.parametrize("size_bytes", [0, 5, (2 << 20) - 1, 2 << 20, (5 << 20) + 3])
-def test_memory_in_huge_pages(size_bytes: int) -> None:
-    """Where these are to be had; elsewhere it is memory as any other."""
-    memory = host_pages(size_bytes)
-    assert memory.shape == (size_bytes,)
-    assert not memory.any()
-    memory[:] = 7
-    assert memory.sum() == 7 * size_bytes
-    assert size_bytes < HUGE_PAGE_BYTES or memory.ctypes.data % HUGE_PAGE_BYTES == 0
 
 
 @pytest.mark.gpu
