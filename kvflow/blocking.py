@@ -31,7 +31,7 @@ from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.consumer.load import Load as AsyncLoad
 from kvflow.runtime.consumer.load import (
@@ -50,6 +50,7 @@ from kvflow.runtime.producer.lease import Lease as AsyncLease
 from kvflow.runtime.producer.lease import LeaseOutcome, ServeRequest
 from kvflow.runtime.records import Observer
 from kvflow.runtime.statistics import RuntimeStatistics
+from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.world import World
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,37 @@ class Load(Pending[LoadReport]):
             await asyncio.wait([self._task])
         if self._load is not None:
             await self._load.settled()
+
+
+class HeldBlocks:
+    """Blocks of a restore in which bytes may still land: the `quarantine` of the error that it ended with."""
+
+    def __init__(self, held: Quarantine, host: _Host) -> None:
+        self.request_id, self.block_ids = held.request_id, held.block_ids
+        self._held = held
+        self._host = host
+
+    @property
+    def safe(self) -> bool:
+        """Whether no byte can land any more."""
+        return self._held.safe
+
+    def settled(self, timeout_s: float | None = None) -> None:
+        """Wait until no byte can land any more.
+
+        TimeoutError after `timeout_s`. RuntimeBroken if that can never be known.
+        """
+
+        async def settle(_: asynchronous.Runtime) -> None:
+            await self._held.settled()
+
+        if self.safe:
+            return
+        try:
+            self._host.call(settle, timeout_s)
+        except RuntimeClosed:  # the loop has ended meanwhile, in good order or not
+            if not self.safe:
+                raise RuntimeBroken(f"request {self.request_id!r}: its moves were not seen to stop") from None
 
 
 class Lease:
@@ -408,6 +440,34 @@ class Runtime:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
         bound_s = self.config.handshake_timeout_s + self._call_timeout_s
         return self._host.call(lambda runtime: runtime.release_blocks(ticket), bound_s)
+
+    def save_blocks(self, request: SaveRequest) -> SaveReport:
+        """Save blocks to a file: see `kvflow.Runtime.save_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels it.
+        """
+        return self._host.call(lambda runtime: runtime.save_blocks(request), self._storing_s(request))
+
+    def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
+        """Fill blocks with what was saved: see `kvflow.Runtime.restore_blocks`. Bounded by the request's deadline.
+
+        An interrupt in the calling thread cancels it; bytes may still land then, as in `quarantines` of the runtime.
+        """
+        try:
+            return self._host.call(lambda runtime: runtime.restore_blocks(request), self._storing_s(request))
+        except KVFlowError as error:
+            if error.quarantine is not None:
+                error.quarantine = HeldBlocks(error.quarantine, self._host)
+            raise
+
+    def is_stored(self, key: bytes | str) -> bool:
+        """Whether there is an entry under a key: see `kvflow.Runtime.is_stored`."""
+        return self._host.call_at_once(lambda runtime: runtime.is_stored(key), self._call_timeout_s)
+
+    def _storing_s(self, request: SaveRequest | RestoreRequest) -> float:
+        asked_s = checks.answer(lambda: request.deadline_s)
+        deadline_s = self.config.load_deadline_s if asked_s is None else checks.seconds(asked_s, "deadline_s")
+        return deadline_s + 2 * self.config.cancel_grace_s + self._call_timeout_s
 
     def prewarm(
         self, engines: Sequence[PeerAddress | Ticket | Mapping[str, Any]], *, timeout_s: float | None = None

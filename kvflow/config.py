@@ -32,6 +32,9 @@ HOST_CHARS_MAX = 253
 _KEY_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@:+=-]{0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _WILDCARDS = ("*", "0.0.0.0", "[::]")
+_BACKEND = re.compile(r"[A-Za-z0-9_]{1,64}")
+STORE_BACKEND = "POSIX"
+"""NIXL's backend for files, which the store uses."""
 _AUTO = re.compile(r"auto(?::(.+))?", re.DOTALL)
 _MODES = {
     "role": ("producer", "consumer", "both"),
@@ -115,7 +118,11 @@ class Config:
 
     transport: str = "nixl"
     nixl_backend: str = "UCX"
+    """How NIXL moves bytes between engines. Several are separated by commas, such as "UCX,LIBFABRIC": NIXL takes the
+    first that reaches both sides' memory."""
     nixl_backend_params: Mapping[str, str] = field(default_factory=dict)
+    """What the backend is told when it starts. "NAME.key" is for the backend of that name alone, such as
+    "POSIX.use_uring" for the one that the store uses; a plain "key" is for each that `nixl_backend` names."""
     prefault: bool = True
     """Touch every page of a CPU cache when it is registered: the first write to a fresh page is slow."""
 
@@ -150,6 +157,12 @@ class Config:
     """Host memory for staged blocks; offers and loads share it. 0: a quarter of the cache, but at least 256 MiB and at
     most an eighth of the host's memory, shared by the engine's ranks."""
 
+    store_dir: str | PathLike[str] | None = None
+    """Where blocks are saved to and restored from (`Runtime.save_blocks`). Each rank has a folder of its own in it,
+    which no other runtime may use at the same time."""
+    store_bytes_max: int = 16 << 30
+    """What a rank's files may take; entries that were not used for longest make room for new ones."""
+
     limits: Limits = field(default_factory=Limits)
     """The bounds that few have to change."""
 
@@ -159,12 +172,18 @@ class Config:
         _check_ranks(self)
         _check_curve(self)
         _check_modes(self)
+        _check_backends(self)
         check_bounds(self)
         host, port = split_address(self.listen)
         if port and port + self.listen_port_offset > PORT_MAX:
             raise ConfigError(f"listen: port {port} + rank offset {self.listen_port_offset} is above {PORT_MAX}")
         if self.advertise_host is None and host in _WILDCARDS:
             raise ConfigError(f"listen: {host!r} is a wildcard, so advertise_host must say what tickets name")
+
+    @property
+    def nixl_backends(self) -> Mapping[str, Mapping[str, str]]:
+        """The backends that `nixl_backend` names, each with its parameters."""
+        return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
     def listen_port_offset(self) -> int:
@@ -195,6 +214,14 @@ class Config:
 def config_on(config: Config, kind: str) -> Config:
     """With what is 0, since it depends on where the cache is, as a device of that kind wants it."""
     return replace(by_device(config, kind), limits=by_device(config.limits, kind))
+
+
+def params_of(config: Config, backend: str) -> Mapping[str, str]:
+    """What `nixl_backend_params` have for a backend: its own, and those for all that `nixl_backend` names."""
+    named = backend in config.nixl_backend.split(",")
+    given = config.nixl_backend_params.items()
+    common = {key: value for key, value in given if named and "." not in key}
+    return common | {key.partition(".")[2]: value for key, value in given if key.startswith(f"{backend}.")}
 
 
 def _check_names(config: Config) -> None:
@@ -238,6 +265,19 @@ def _check_modes(config: Config) -> None:
         if (mode := getattr(config, name)) not in modes:
             *most, last = map(repr, modes)
             raise ConfigError(f"{name}: expected {', '.join(most)} or {last}, got {shown(mode)}")
+
+
+def _check_backends(config: Config) -> None:
+    names = config.nixl_backend.split(",")
+    if len(set(names)) < len(names) or not all(_BACKEND.fullmatch(name) for name in names):
+        raise ConfigError(f"nixl_backend: expected names separated by commas, got {shown(config.nixl_backend)}")
+    if names == [STORE_BACKEND]:
+        raise ConfigError(f"nixl_backend: {STORE_BACKEND} reaches files only, no peers: it is what store_dir uses")
+    for key in config.nixl_backend_params:
+        whose, dot, _ = key.partition(".")
+        if dot and whose not in (*names, STORE_BACKEND):
+            known = ", ".join(dict.fromkeys((*names, STORE_BACKEND)))
+            raise ConfigError(f"nixl_backend_params: {shown(key)} is for {shown(whose)}, there are {known}")
 
 
 def _path(value: object, name: str) -> object:

@@ -30,11 +30,17 @@ it has a `quarantine`, the load whose bytes may still land.
     |  |- TransferFailed         peer     retry          ask       the transport reported a failure
     |  |- ChecksumMismatch       peer     do not retry   ask       what was read twice is not what the producer holds
     |  `- DeadlineExceeded       nobody   retry          ask       time ran out in `phase`: give it more
+    |- StoreError                engine   do not retry   ask       a save or a restore failed after it was accepted
+    |  |- NotStored              nobody   do not retry   safe      nothing is stored under the key, or no more
+    |  |- EntryDamaged           engine   do not retry   ask       what was stored is torn or changed; it is removed
+    |  |- StoreFull              engine   retry          safe      all that could make room is being read or written
+    |  `- StorageFailed          engine   retry          ask       the disk, or the way to it, has failed
     `- RuntimeBroken             kvflow   do not retry   ask       a service of the runtime died: restart the engine
        `- TransportBroken        kvflow   do not retry   ask       ... because the transport died
 
-A group that is never raised itself (KVFlowError, PeerError, LoadError) answers with the careful value. Errors can be
-pickled: their attributes go along, but for `quarantine`, which becomes a `QuarantineNotice`; a copy keeps it.
+A group that is never raised itself (KVFlowError, PeerError, LoadError, StoreError) answers with the careful value.
+Errors can be pickled: their attributes go along, but for `quarantine`, which becomes a `QuarantineNotice`; a copy keeps
+it.
 """
 
 from __future__ import annotations
@@ -314,6 +320,40 @@ class DeadlineExceeded(LoadError):
     def __init__(self, message: str, *, request_id: str, peer: str, phase: str) -> None:
         super().__init__(message, request_id=request_id, peer=peer)
         self.phase = phase
+
+
+class StoreError(KVFlowError):
+    """A save or a restore failed after it was accepted."""
+
+    blame = Blame.ENGINE
+
+    def __init__(self, message: str, *, request_id: str) -> None:
+        super().__init__(message)
+        self.request_id = request_id
+
+
+class NotStored(StoreError):
+    """Nothing is stored under the key, or no more: other entries have needed the room."""
+
+    blame = Blame.NOBODY
+    memory_safe = _MemorySafe(True)
+
+
+class EntryDamaged(StoreError):
+    """What was stored under the key is torn, of something else, or not what was saved. Its file is removed."""
+
+
+class StoreFull(StoreError):
+    """There is no room now: all entries that could go are being read, and the rest is being written."""
+
+    retryable = True
+    memory_safe = _MemorySafe(True)
+
+
+class StorageFailed(StoreError):
+    """A file could not be written or read."""
+
+    retryable = True
 
 
 class RuntimeBroken(KVFlowError):

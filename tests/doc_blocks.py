@@ -174,6 +174,8 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             pass
         case ["python", "-m", "kvflow.bench.gpu", *rest]:
             assert make_parser().parse_known_args(rest)[1] == [], words
+        case ["python", "-m", "kvflow.cli.main", *rest]:
+            check_kvflow(rest, complete=complete)
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
         case ["python", script, *rest]:
@@ -214,7 +216,7 @@ def started_by_dev(words: list[str]) -> list[str]:
     exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
     system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command))
     vars(dev).update(os=system, run=start, check=start, ensure=lambda _: "python", ensure_vllm=lambda _: "python")
-    vars(dev).update(ensure_ray=lambda _: "python")
+    vars(dev).update(ensure_ray=lambda _: "python", ensure_peers=lambda _: "python")
     vars(dev).update(make_environment=lambda _: Path("python"), install_torch=start, has_gpu=lambda: True)
     vars(dev).update(with_wheels=lambda _: "python")
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"

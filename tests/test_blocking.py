@@ -10,13 +10,23 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache, until
 
-from kvflow import Config, LeaseOutcome, LoadReport, LoadRequest, RuntimeState, ServeRequest
+from kvflow import (
+    Config,
+    LeaseOutcome,
+    LoadReport,
+    LoadRequest,
+    RestoreRequest,
+    RuntimeState,
+    SaveRequest,
+    ServeRequest,
+)
 from kvflow.blocking import Lease, Load, Runtime
 from kvflow.core.policy.states import LeaseState
 from kvflow.errors import (
@@ -24,6 +34,7 @@ from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,
     LeaseExpired,
+    NotStored,
     RequestError,
     RuntimeBroken,
     RuntimeClosed,
@@ -34,7 +45,9 @@ from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
+from kvflow.transport.files import Files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.storing import HeldMover
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), seal_hold_s=0.01)
 PLAIN = replace(CONFIG, transport="inproc")
@@ -415,3 +428,43 @@ def test_a_forgotten_runtime_does_not_keep_the_process() -> None:
         [sys.executable, "-c", FORGETFUL], capture_output=True, text=True, timeout=WAIT_S, check=False
     )
     assert (done.returncode, done.stdout.split()) == (0, ["closed", "False"])
+
+
+def test_a_restore_whose_bytes_do_not_stop_is_waited_for(tmp_path: Path) -> None:
+    cache, layout = small_cache()
+    mover = HeldMover()
+    network = InprocNetwork()
+    world = World(
+        transport=lambda _, name: InprocTransport(name, network), files=lambda _, name: Files(name, lambda: mover)
+    )
+    with Runtime(replace(PLAIN, store_dir=tmp_path, cancel_grace_s=0.01), world=world) as runtime:
+        runtime.register_kv_caches(cache, layout)
+        runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8))
+        mover.gate.clear()
+        with pytest.raises(DeadlineExceeded) as caught:
+            runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8, deadline_s=0.05))
+        held = caught.value.quarantine
+        assert held is not None
+        assert (held.request_id, held.block_ids, held.safe) == ("r", (5, 4), False)
+        mover.gate.set()
+        held.settled()
+        assert held.safe
+    assert_closed(runtime.statistics())
+
+
+def test_blocks_are_saved_and_restored(tmp_path: Path) -> None:
+    cache, layout = small_cache(fill=3.0)
+    world = World(transport=lambda _, name: InprocTransport(name, InprocNetwork()))
+    with Runtime(replace(PLAIN, store_dir=tmp_path), world=world) as runtime:
+        runtime.register_kv_caches(cache, layout)
+        assert runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8)).blocks == 2
+        assert runtime.is_stored("key")
+        for tensor in cache.values():
+            tensor.zero_()
+        assert runtime.restore_blocks(RestoreRequest("r", "key", [5, 4], 8)).tokens == 8
+        assert all((tensor[:, [4, 5]] == 3.0).all() and not tensor[:, :4].any() for tensor in cache.values())
+        with pytest.raises(NotStored):
+            runtime.restore_blocks(RestoreRequest("r", "other", [5, 4], 8))
+        with pytest.raises(RequestError, match="deadline_s"):
+            runtime.save_blocks(SaveRequest("s", "key", [1, 2], 8, deadline_s=-1.0))
+    assert_closed(runtime.statistics())

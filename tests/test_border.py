@@ -37,8 +37,10 @@ from kvflow import (
     Limits,
     LoadRequest,
     PeerAddress,
+    RestoreRequest,
     Runtime,
     RuntimeState,
+    SaveRequest,
     Segment,
     ServeRequest,
     StateLayout,
@@ -66,6 +68,8 @@ class Sides:
 
     runner: asyncio.Runner
     pair: InprocPair
+    storing: Runtime
+    """With a store."""
     ids: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
@@ -110,22 +114,26 @@ class Sides:
     def assert_untouched(self) -> None:
         """Everything is free, and both go on."""
         self.withdraw_all()
-        for engine in (self.pair.producer, self.pair.consumer):
-            assert engine.runtime.state is RuntimeState.OPEN
-            assert_quiet(engine.runtime.statistics())
-            cache = engine.runtime._supervisor.cache
+        for runtime in (self.pair.producer.runtime, self.pair.consumer.runtime, self.storing):
+            assert runtime.state is RuntimeState.OPEN
+            assert_quiet(runtime.statistics())
+            cache = runtime._supervisor.cache
             assert cache.loader._gear.seals.used == cache.serving._blocks._seals.used == 0
 
 
 @pytest.fixture(scope="module")
-def opened() -> Iterator[Sides]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
 
-        async def enter() -> InprocPair:
-            return await stack.enter_async_context(inproc_pair(config=CONFIG))
+        async def enter() -> tuple[InprocPair, Runtime]:
+            pair = await stack.enter_async_context(inproc_pair(config=CONFIG))
+            config = replace(ENGINE["config"], store_dir=tmp_path_factory.mktemp("store"))
+            storing = await stack.enter_async_context(Runtime(config, world=quiet_world()))
+            await storing.register_kv_caches(*small_cache(layers=1))
+            return pair, storing
 
-        sides = Sides(runner, runner.run(enter()))
+        sides = Sides(runner, *runner.run(enter()))
         yield sides
         sides.withdraw_all()
         runner.run(stack.aclose())
@@ -162,6 +170,15 @@ def use_load_request(sides: Sides, *, ticket: Any, **values: Any) -> Any:
     return sides.load(LoadRequest(ticket=ticket, **values))
 
 
+def use_save_request(sides: Sides, **values: Any) -> Any:
+    return sides.run(lambda: sides.storing.save_blocks(SaveRequest(**values)))
+
+
+def use_restore_request(sides: Sides, **values: Any) -> Any:
+    sides.run(lambda: sides.storing.save_blocks(SaveRequest(**STORED)))
+    return sides.run(lambda: sides.storing.restore_blocks(RestoreRequest(**values)))
+
+
 def use_peer_address(sides: Sides, **values: Any) -> Any:
     (result,) = sides.run(lambda: sides.pair.consumer.runtime.prewarm([PeerAddress(**values)]))
     if isinstance(result.error, InvalidInput):
@@ -182,6 +199,8 @@ def use_ticket(_: Sides, **values: Any) -> Any:
 
 FRESH = object()
 """Stands for the ticket of an offer that is made when it is needed."""
+STORED: dict[str, Any] = {"request_id": "req", "key": "prompt", "block_ids": [3], "num_tokens": 4}
+STORED |= {"deadline_s": 5.0, "priority": 0}
 OTHER: dict[str, Any] = {"request_id": "other", "block_ids": [4], "num_tokens": 3, "ttl_s": 2.0}
 SEGMENT = Segment(name="x", size=4, units=2, model_units=2)
 STATE = {"layers.0": (torch.zeros(3, 4, 2),)}
@@ -199,6 +218,8 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "nixl_backend_params": {"a": "b"},
             "num_kv_heads": 8,
             "advertise_host": "10.0.0.7",
+            "store_dir": Path("blocks"),
+            "store_bytes_max": 1 << 30,
         },
         lambda _, **values: Config(**values),
         ConfigError,
@@ -241,6 +262,8 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
         use_load_request,
         RequestError,
     ),
+    SaveRequest: (STORED, use_save_request, RequestError),
+    RestoreRequest: (STORED, use_restore_request, RequestError),
     PeerAddress: (
         values_of(PeerAddress(engine_id="ghost", address="tcp://127.0.0.1:1")),
         use_peer_address,
@@ -365,6 +388,7 @@ def test_a_field_in_another_form_is_the_same(kind: type, name: str, sides: Sides
 
 
 MADE_BY_KVFLOW = {"DrainReport", "Lease", "Load", "LoadReport", "Prewarmed", "Progress", "RuntimeStatistics"}
+MADE_BY_KVFLOW |= {"SaveReport", "RestoreReport"}
 RUN_CALLERS_CODE = {"blocking.Runtime.start": "work"}
 
 
@@ -417,12 +441,15 @@ VERBS: dict[str, dict[str, Any]] = {
     "decline": {"request_id": "declined", "reason": ""},
     "drain": {"deadline_s": 1.0},
     "forget_peer": {"engine_id": "e", "address": None},
+    "is_stored": {"key": "prompt"},
     "keep_leases": {"ticket": TICKET},
     "load_blocks": {"request": None},
     "observed_by": {"observer": None},
     "prewarm": {"engines": ()},
     "register_kv_caches": {"kv_caches": CACHES, "layout": LAYOUT, "copy_blocks": None},
     "release_blocks": {"ticket": TICKET},
+    "restore_blocks": {"request": None},
+    "save_blocks": {"request": None},
     "serve_blocks": {"request": None},
     "start_load": {"request": None},
 }
@@ -472,7 +499,9 @@ def called(sides: Sides, verb: str, arguments: dict[str, Any]) -> Any:
                     await runtime.register_kv_caches(**arguments)
                 await runtime.register_kv_caches(CACHES, LAYOUT)
                 raise caught.value
-        found = getattr(sides.pair.consumer.runtime, verb)(**arguments)
+        stores = verb in ("save_blocks", "restore_blocks", "is_stored")
+        runtime = sides.storing if stores else sides.pair.consumer.runtime
+        found = getattr(runtime, verb)(**arguments)
         return await found if inspect.isawaitable(found) else found
 
     return sides.run(body)
@@ -498,7 +527,8 @@ def quiet_world() -> World:
 
 def is_right(parameter: str, value: object) -> bool:
     """Whether a value that is wrong for most is right for that parameter."""
-    return (parameter.endswith("_s") and value == 1.5) or (parameter == "copy_blocks" and value is int)
+    a_key = parameter == "key" and type(value) is bytes
+    return a_key or (parameter.endswith("_s") and value == 1.5) or (parameter == "copy_blocks" and value is int)
 
 
 @each(("name", "parameter"), PUBLIC)

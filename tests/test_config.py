@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvflow.config import PORT_MAX, Config, split_address
+from kvflow.config import PORT_MAX, Config, params_of, split_address
 from kvflow.core.protocol.messages import SealLocation, check_seals
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError
@@ -266,3 +266,36 @@ def test_seals_that_no_reader_takes_are_refused_early(name: str, value: float) -
     except ConfigError:
         return
     check_seals(SealLocation(address=4096, count=limits.leases_max, hold_s=limits.seal_hold_s))
+
+
+# --- backends
+
+
+def test_one_backend_or_several_with_parameters() -> None:
+    one = config(nixl_backend_params={"ucx_error_handling_mode": "peer"})
+    assert one.nixl_backends == {"UCX": {"ucx_error_handling_mode": "peer"}}
+    assert params_of(one, "POSIX") == {}
+    several = config(
+        nixl_backend="UCX,LIBFABRIC",
+        nixl_backend_params={"all": "1", "UCX.num_workers": "2", "POSIX.use_uring": "true", "LIBFABRIC.all": "3"},
+    )
+    assert several.nixl_backends == {"UCX": {"all": "1", "num_workers": "2"}, "LIBFABRIC": {"all": "3"}}
+    assert list(several.nixl_backends) == ["UCX", "LIBFABRIC"]
+    assert params_of(several, "POSIX") == {"use_uring": "true"}
+
+
+@each("names", ["", "UCX,", ",UCX", "UCX,UCX", "UCX, LIBFABRIC", "U CX", "x" * 65])
+def test_names_that_cannot_be_backends_are_refused(names: str) -> None:
+    with pytest.raises(ConfigError, match=r"^nixl_backend: expected names separated by commas"):
+        config(nixl_backend=names)
+
+
+def test_a_backend_that_reaches_no_peer_is_refused_alone() -> None:
+    with pytest.raises(ConfigError, match="nixl_backend: POSIX reaches files only"):
+        config(nixl_backend="POSIX")
+    assert config(nixl_backend="UCX,POSIX")
+
+
+def test_parameters_of_a_backend_that_is_not_named_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'GDS.x' is for 'GDS', there are UCX, POSIX"):
+        config(nixl_backend_params={"GDS.x": "1"})

@@ -115,6 +115,7 @@ def test_settings_named_in_operations_exist() -> None:
 
 _PATH = re.compile(r"`((?:\w+/)+\w+(?:\.py)?)`")
 GROUPS = {errors.KVFlowError, errors.InvalidInput, errors.RuntimeUnavailable, errors.PeerError, errors.LoadError}
+GROUPS |= {errors.StoreError}
 RAISED = {
     kind
     for kind in vars(errors).values()

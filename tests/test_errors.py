@@ -29,6 +29,7 @@ from kvflow.errors import (
     PeerUnreachable,
     QuarantineNotice,
     RequestError,
+    StoreError,
     UsageError,
 )
 from tests.tests_support import each
@@ -79,6 +80,8 @@ def made(kind: type[KVFlowError]) -> KVFlowError:
         words = {"peer": "tcp://h:1", "engine_id": "e", "request_id": "r", "retry_after_s": 0.5}
     elif issubclass(kind, DeadlineExceeded):
         words = {"request_id": "r", "peer": "tcp://h:1", "phase": "wire"}
+    elif issubclass(kind, StoreError):
+        words = {"request_id": "r"}
     elif issubclass(kind, LoadError):
         words = {"request_id": "r", "peer": "tcp://h:1"}
     error = kind("what happened: 'ours' and \ud800", **words)

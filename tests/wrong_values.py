@@ -109,6 +109,7 @@ REFUSED: Mapping[str, Callable[[], list[Any]]] = {
     "float": lambda: [None, *_no_seconds()],
     "float | None": _no_seconds,
     "Share": lambda: [None, *_no_number(), -0.1, 1.1, 2, float("nan"), float("inf"), 10**400],
+    "bytes | str": lambda: [None, *_odd(), 0, 1.5, "", b"", "x" * 257, b"x" * 257, bytearray(b"k"), "\ud800", [], {}],
     "bool | None": lambda: [*_odd(), 0, 1, 1.0, "", "True", [], np.True_],
     "bool": lambda: [*_odd(), None, 0, 1, 1.0, "", "True", [], np.True_],
     **dict.fromkeys(("Int64", "Count", "Size", "RankCount"), lambda: [None, *_no_whole_number()]),

@@ -7,6 +7,7 @@ loads     which blocks a load moves, pure            targets   promises and whet
 clocks    CPU time, and how late a loop is
 
 transfer/ kvflow against raw NIXL                    topology  loads between ranks that cut the cache differently
+peers/    kvflow against other libraries
 fairness  small loads behind huge ones               planning  the planner, without any transfer
 verifying loads with checksums beside loads without
 flow/     leases that grow beside whole prompts, over links of different speed; many of them at once

@@ -17,9 +17,13 @@ _LOAD_DEADLINE_S = 120.0
 _SETTLE_TIMEOUT_S = 10.0
 
 
-def config_of(engine_id: str) -> kvflow.Config:
+def config_of(engine_id: str, backend: str = "UCX") -> kvflow.Config:
     return kvflow.Config(
-        engine_id=engine_id, listen="tcp://127.0.0.1:0", lease_ttl_s=_LEASE_TTL_S, load_deadline_s=_LOAD_DEADLINE_S
+        engine_id=engine_id,
+        listen="tcp://127.0.0.1:0",
+        nixl_backend=backend,
+        lease_ttl_s=_LEASE_TTL_S,
+        load_deadline_s=_LOAD_DEADLINE_S,
     )
 
 

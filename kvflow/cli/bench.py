@@ -23,6 +23,7 @@ from kvflow.bench.fleet.figure import draw
 from kvflow.bench.fleet.scenario import FleetBench
 from kvflow.bench.flow.scenario import Flow
 from kvflow.bench.loads import SettingsError
+from kvflow.bench.peers.scenario import Peers
 from kvflow.bench.planning import Planning
 from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
 from kvflow.bench.targets import Spread, Verdict
@@ -32,6 +33,7 @@ from kvflow.bench.verifying import Verifying
 
 SCENARIOS: dict[str, type[Scenario]] = {
     "transfer": Transfer,
+    "peers": Peers,
     "topology": Topology,
     "fairness": Fairness,
     "planning": Planning,

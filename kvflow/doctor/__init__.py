@@ -3,6 +3,7 @@
 run       gathers everything, in order                findings  what a check says
 host      the machine: what is read, and judged       ucx       what UCX says of the way that bytes took
 transfer  two processes that hand blocks over         peer      the way to a peer's side channel
+backends  which of NIXL's start, and what they move
 
 cuda/     the same of machines with NVIDIA GPUs; others load nothing of it
 """

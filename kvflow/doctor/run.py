@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 from kvflow.config import Config
+from kvflow.doctor.backends import check_backends
 from kvflow.doctor.findings import Finding, Status, ok, warn
 from kvflow.doctor.host import Host, check_host, has_gpus, read_host
 from kvflow.doctor.peer import examine_peer
@@ -27,8 +28,11 @@ def examine(
     yield ok("kvflow", ", ".join(f"{name} {number}" for name, number in versions().items()))
     yield from check_host(host, config)
     note("starting NIXL")
-    nixl = check_nixl()
+    nixl, plugins = check_nixl()
     yield nixl
+    if transfer and plugins:
+        note("starting NIXL's backends, and moving some bytes by each")
+        yield check_backends(plugins)
     if transfer and nixl.status is not Status.FAIL:
         note("handing blocks over between two processes, some seconds")
         yield from check_self_transfer(host.environment.get("UCX_TLS"))

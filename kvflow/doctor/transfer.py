@@ -15,7 +15,9 @@ from pathlib import Path
 from kvflow.bench.child import BenchError, RankProcess, open_children
 from kvflow.bench.loads import QUIET
 from kvflow.bench.transfer.ranks import Contender
-from kvflow.bench.transfer.scenario import Transfer, connect, pair_of, ranks_of, run_turn
+from kvflow.bench.transfer.scenario import Transfer, ranks_of
+from kvflow.bench.transfer.sizes import loads_of_turn
+from kvflow.bench.transfer.turns import connect, pair_of, run_turn
 from kvflow.bench.ucx import read_path
 from kvflow.doctor.findings import Finding, fail, ok
 from kvflow.doctor.ucx import check_path
@@ -25,17 +27,18 @@ _BACKEND = "UCX"
 _INSTALL = "pip install 'nixl>=1.5.1'"
 
 
-def check_nixl() -> Finding:
-    """The version, and which plugins load."""
+def check_nixl() -> tuple[Finding, Sequence[str]]:
+    """The version, and which plugins there are."""
     try:
         installed = version("nixl")
     except PackageNotFoundError:
-        return fail("NIXL", "not installed", _INSTALL)
+        return fail("NIXL", "not installed", _INSTALL), ()
     try:
         with open_children([RankProcess("NIXL", _open_nixl)], QUIET) as children:
-            return judge_plugins(installed, children["NIXL"].run(_Nixl.plugins))
+            plugins = children["NIXL"].run(_Nixl.plugins)
     except BenchError as error:
-        return judge_plugins(installed, (), problem=last_line(error))
+        return judge_plugins(installed, (), problem=last_line(error)), ()
+    return judge_plugins(installed, plugins), plugins
 
 
 def judge_plugins(installed: str, plugins: Sequence[str], problem: str = "") -> Finding:
@@ -60,11 +63,9 @@ def check_self_transfer(ucx_tls: str | None) -> Iterator[Finding]:
             with open_children(ranks, environment) as children:
                 producer, reader = pair_of(Contender.KVFLOW, children)
                 connect(producer, reader)
+                turns = [loads_of_turn(size, "doctor", scenario.shape.blocks) for size in scenario.load_sizes]
                 block_s, large_s = (
-                    statistics.median(
-                        run_turn(producer, reader, scenario.loads_of_turn(size, "doctor"), check_all=True).seconds
-                    )
-                    for size in scenario.load_sizes
+                    statistics.median(run_turn(producer, reader, loads, check_all=True).seconds) for loads in turns
                 )
             # UCX writes it as late as its process ends; there is none if UCX had nothing to say.
             log = "".join(path.read_text(errors="replace") for path in Path(folder).glob(f"{reader.pid}.log"))

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -45,6 +45,10 @@ from kvflow.runtime.producer.digests import DigestAnswers
 from kvflow.runtime.producer.farewells import Farewells
 from kvflow.runtime.producer.serving import Serving
 from kvflow.transport.base import MemoryUse, TransportError, is_staged
+from kvflow.transport.files import Files
+
+if TYPE_CHECKING:
+    from kvflow.runtime.store.store import BlockStore
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +67,7 @@ class Equipment(NamedTuple):
     gear: Gear
     route: Route
     offered: OfferedBlocks
+    store: BlockStore | None
 
 
 class RegisteredCache:
@@ -77,7 +82,7 @@ class RegisteredCache:
         foreign: Foreign | None,
     ) -> None:
         """`metadata`: what readers are told of this rank, but for what its clock shows then."""
-        gear, route, offered = equipment
+        gear, route, offered, self.store = equipment
         self.local = local
         self.metadata = metadata
         self.ledger = gear.ledger
@@ -172,8 +177,9 @@ async def register(
     groups: Sequence[CacheGroup],
     copy_blocks: BlockCopier | None,
     foreign: Foreign | None,
+    files: Files | None,
 ) -> RegisteredCache:
-    """See `Runtime.register_kv_caches`."""
+    """See `Runtime.register_kv_caches`. With `files` blocks are saved by them."""
     config = context.config
     if copy_blocks is not None and not callable(copy_blocks):
         raise UsageError(f"copy_blocks: expected a function, got {checks.shown(copy_blocks)}")
@@ -184,7 +190,7 @@ async def register(
         context = replace(context, config=config_on(config, memory.filled.where.kind))
         scratch = await _scratch(context, copy_thread, memory.filled)
         gear = _gear(context, poller, copy_thread, memory, grows=config.limits.peer_in_flight_bytes_max == 0)
-        registered = await _register(context, gear, memory, scratch, foreign)
+        registered = await _register(context, gear, memory, scratch, foreign, files)
     except (TransportError, RuntimeError) as error:
         raise ConfigError(f"cannot register {sum(len(one.caches) for one in sets)} layers: {error}") from error
     for group in groups:
@@ -230,7 +236,12 @@ async def _prepared(
 
 
 async def _register(
-    context: RankContext, gear: Gear, memory: _Memory, scratch: Scratch, foreign: Foreign | None
+    context: RankContext,
+    gear: Gear,
+    memory: _Memory,
+    scratch: Scratch,
+    foreign: Foreign | None,
+    files: Files | None,
 ) -> RegisteredCache:
     config, limits, transport, seals = context.config, context.config.limits, context.transport, context.seals
     groups, sets = memory.groups, memory.shown
@@ -251,7 +262,14 @@ async def _register(
     metadata = _metadata(context, local, seals, await transport.metadata(), staged=bool(memory.staging))
     route = Route(config, sets, scratch, memory.staging, gear.copy_thread)
     offered = OfferedBlocks(local.groups, gear.ledger, seals, memory.staging, gear.copy_thread, limits.slice_bytes_max)
-    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered), foreign)
+    store = None if files is None else await _store(context, gear, memory, local, files)  # the last that is waited for
+    return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
+
+
+async def _store(context: RankContext, gear: Gear, memory: _Memory, local: LocalRank, files: Files) -> BlockStore:
+    from kvflow.runtime.store.store import open_store  # most runtimes have none
+
+    return await open_store(context, gear, memory.own, local, files)
 
 
 def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _Memory, *, grows: bool) -> Gear:

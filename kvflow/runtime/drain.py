@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.runtime.consumer.loader import Loader
@@ -29,24 +30,46 @@ class DrainReport:
     """Cancelled ones and those that the deadline ended included."""
 
 
-def busy(serving: Serving, loader: Loader) -> bool:
-    """Whether a lease or a load is open, or blocks are quarantined."""
-    loading = loader.statistics
-    return bool(serving.statistics.open_leases or loading.open_loads or loading.quarantines)
+class Storing(Protocol):
+    """Saves and restores."""
+
+    @property
+    def open_requests(self) -> list[str]: ...
+    def close(self) -> None: ...
+    async def drained(self) -> None: ...
 
 
-async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: float) -> DrainReport:
+class Work(Protocol):
+    """What a registration has begun, of each kind."""
+
+    @property
+    def serving(self) -> Serving: ...
+    @property
+    def loader(self) -> Loader: ...
+    @property
+    def store(self) -> Storing | None: ...
+
+
+def busy(work: Work) -> bool:
+    """Whether a lease or a load is open, or something is saved or restored, or blocks are quarantined."""
+    loading, storing = work.loader.statistics, work.store is not None and work.store.open_requests
+    return bool(work.serving.statistics.open_leases or loading.open_loads or loading.quarantines or storing)
+
+
+async def drain(work: Work, config: Config, deadline_s: float) -> DrainReport:
     """Wait until nothing is open, at most `deadline_s`; then revoke leases, end loads, and wait for that, too.
 
     The second wait is bounded by Limits.seal_hold_s, cancel_grace_s and drain_timeout_s. Cancelling stops the waiting.
     """
+    serving, loader, store = work.serving, work.loader, work.store
     serving.news.turn_away(f"engine {config.engine_id!r} is draining")
     leases, loads = serving.statistics, loader.statistics
-    finished = await _all_within([serving.drained(), loader.drained()], deadline_s)
+    waits = [serving.drained(), loader.drained()] + ([] if store is None else [store.drained()])
+    finished = await _all_within(waits, deadline_s)
     if not finished:
         what = f"leases of {_some(serving.open_requests)}, loads of {_some(loader.open_requests)}"
         logger.warning("engine %r: open after draining for %s s, ended now: %s", config.engine_id, deadline_s, what)
-    await end(serving, loader, config)
+    await end(work, config)
     leases_now, loads_now = serving.statistics, loader.statistics
     return DrainReport(
         finished=finished,
@@ -58,11 +81,18 @@ async def drain(serving: Serving, loader: Loader, config: Config, deadline_s: fl
     )
 
 
-async def end(serving: Serving, loader: Loader, config: Config, *, broken: bool = False) -> None:
-    """Revoke leases and end loads. In a broken runtime it may never be known when the last bytes have landed."""
+async def end(work: Work, config: Config, *, broken: bool = False) -> None:
+    """Revoke leases, end loads and what is saved or restored.
+
+    In a broken runtime it may never be known when the last bytes of loads have landed.
+    """
+    serving, loader, store = work.serving, work.loader, work.store
     serving.close()
     loader.close()
     waits = [serving.drained()] if broken else [serving.drained(), loader.drained()]
+    if store is not None:
+        store.close()
+        waits.append(store.drained())
     bound_s = config.limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
     if not await _all_within(waits, bound_s):
         what = f"{len(loader.quarantines)} loads' bytes may still land, leases of {_some(serving.open_requests)}"

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from kvflow import checks
 from kvflow.config import Config
@@ -33,8 +33,13 @@ from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import Observer, Observers
 from kvflow.runtime.statistics import RuntimeState, RuntimeStatistics
+from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
+
+if TYPE_CHECKING:
+    from kvflow.runtime.store.store import BlockStore
+    from kvflow.runtime.store.transit import Transit
 
 
 class Runtime:
@@ -86,10 +91,12 @@ class Runtime:
         return self._supervisor.address
 
     @property
-    def quarantines(self) -> tuple[Load, ...]:
-        """Loads that have ended and in whose blocks bytes may still land: await their `settled()`."""
+    def quarantines(self) -> tuple[Load | Transit, ...]:
+        """Loads and restores that have ended and in whose blocks bytes may still land: await their `settled()`."""
         cache = self._supervisor.held
-        return cache.loader.quarantines if cache else ()
+        if cache is None or cache.store is None:
+            return cache.loader.quarantines if cache else ()
+        return (*cache.loader.quarantines, *cache.store.quarantines)
 
     async def __aenter__(self) -> Self:
         """Start the transport, the listener and the poller. Raises ConfigError if one cannot be had.
@@ -231,6 +238,49 @@ class Runtime:
         cache = self._require_cache("keep_leases")
         return cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket))
 
+    async def save_blocks(self, request: SaveRequest) -> SaveReport:
+        """Save blocks to a file of the store that Config.store_dir names, to be restored by their key.
+
+        The blocks are leased meanwhile: they may be read, not written. When this returns the entry is complete and on
+        disk; entries that were not used for longest have made room for it. Cancelling returns within
+        Config.cancel_grace_s and leaves no entry, or a complete one; bytes of the blocks may be read for longer if the
+        disk hangs, and they stay leased until then.
+
+        Raises:
+            RequestError: it cannot be right, or takes more than Config.store_bytes_max. BlocksBusy if a block is being
+                loaded or restored.
+            StoreFull: what would have to make room is being read or written.
+            StorageFailed: the disk has failed, or is full.
+            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
+            UsageError: Config names no store.
+        """
+        return await self._require_store("save_blocks").save(request)
+
+    async def restore_blocks(self, request: RestoreRequest) -> RestoreReport:
+        """Fill local blocks with what was saved under a key, by this runtime or one before it with an equal cache.
+
+        Returns only if every byte is the one that was saved. The blocks are claimed meanwhile, as by a load. Cancelling
+        returns within Config.cancel_grace_s; if bytes may still land then the restore is in `quarantines`, and the
+        `quarantine` of an error that it ends with.
+
+        Raises:
+            NotStored: there is nothing under the key, or no more.
+            EntryDamaged: what was there is torn, or not what was saved; it is removed. The blocks may hold anything.
+            StorageFailed: the disk has failed.
+            RequestError: it cannot be right, or asks for other numbers of tokens or blocks than were saved. BlocksBusy
+                if a block is leased or being written.
+            DeadlineExceeded, Overloaded, RuntimeUnavailable, RuntimeBroken: as for loads.
+            UsageError: Config names no store.
+        """
+        return await self._require_store("restore_blocks").restore(request)
+
+    def is_stored(self, key: bytes | str) -> bool:
+        """Whether there is an entry under a key, as far as is known without looking at its file.
+
+        Raises RequestError for what cannot be a key, UsageError if Config names no store.
+        """
+        return self._require_store("is_stored", new_work=False).has(key)
+
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
@@ -282,6 +332,12 @@ class Runtime:
     def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
         self._require(what, new_work=new_work)
         return self._supervisor.require_cache()
+
+    def _require_store(self, what: str, *, new_work: bool = True) -> BlockStore:
+        store = self._require_cache(what, new_work=new_work).store
+        if store is None:
+            raise UsageError(f"{what}: there is no store: Config.store_dir names none")
+        return store
 
     def _require_loader(self, request: LoadRequest) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""

@@ -12,6 +12,7 @@ from kvflow.runtime.channel.protocol import ListenerStatistics
 from kvflow.runtime.consumer.load import LoadingStatistics
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
+from kvflow.runtime.store.requests import StoreStatistics
 from kvflow.transport.base import TransportStatistics
 
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
@@ -54,6 +55,8 @@ class RuntimeStatistics:
     transport: TransportStatistics
     early_notifications: int
     """Notifications that came before a cache was registered, when no lease could exist."""
+    store: StoreStatistics | None = None
+    """None also where Config names no store. It counts anew with each registration."""
 
 
 @dataclass(slots=True)

@@ -145,12 +145,15 @@ class Supervisor:
             return
         logger.warning("runtime %s was abandoned: its event loop ended, or Python did, before it was closed", self)
         self.state = RuntimeState.CLOSED
+        store = None if self.held is None else self.held.store
         self.cache = self.held = None
         atexit.unregister(self.abandon)
         self._listener.close()
         self._side_channel.abandon()
         if self._incarnation is not None:
             self._incarnation.transport.abandon(wait_s)
+        if store is not None:
+            store.abandon(wait_s)
         self._copier.abandon(wait_s)
 
     async def drain(self, deadline_s: float) -> DrainReport:
@@ -168,6 +171,7 @@ class Supervisor:
             serving=past.with_serving(cache.serving.statistics if cache else None),
             loading=past.with_loading(cache.loader.statistics if cache else None),
             peers=cache.peers.statistics if cache else (),
+            store=cache.store.statistics if cache and cache.store else None,
             readers=cache.readers.count if cache else 0,
             listener=self._listener.statistics if services else None,
             transport=past.with_transport(self._incarnation.transport.statistics if self._incarnation else None),
@@ -220,6 +224,8 @@ class Supervisor:
         if self.cache is not None:
             self.cache.serving.close()
             self.cache.loader.close(unregistered=True)
+            if self.cache.store is not None:
+                self.cache.store.close(unregistered=True)
             self.cache = None
         if self.held is not None:
             await self._unregistering.done()
@@ -234,12 +240,14 @@ class Supervisor:
                 await incarnation.open()
                 incarnation.run(services)
             context, foreign = self._context(incarnation), self._foreign
-            cache = await register(context, incarnation.poller, self._copier, groups, copy_blocks, foreign)
+            cache = self.held = await register(
+                context, incarnation.poller, self._copier, groups, copy_blocks, foreign, incarnation.files
+            )
             self.require_running(new_work=True)
         except BaseException:
             await self._unregistering.done()
             raise
-        self.cache = self.held = cache
+        self.cache = cache
 
     def _context(self, incarnation: Incarnation) -> RankContext:
         return RankContext(
@@ -274,6 +282,8 @@ class Supervisor:
         if self.held:
             self.held.serving.close()
             self.held.loader.close()
+            if self.held.store is not None:
+                self.held.store.close()
 
     async def _unregister(self) -> None:
         """The errand: end what there is of a registration, be it half done."""
@@ -324,11 +334,11 @@ class Supervisor:
         if cache is None:
             return
         if self._cause is not None:
-            await end(cache.serving, cache.loader, self.config, broken=True)
-        elif drained and not self._hurried and busy(cache.serving, cache.loader):
+            await end(cache, self.config, broken=True)
+        elif drained and not self._hurried and busy(cache):
             await self._drain(self.config.drain_timeout_s)
         else:
-            await end(cache.serving, cache.loader, self.config)
+            await end(cache, self.config)
         await cache.readers.tell()
 
     async def _end_incarnation(self) -> str:
@@ -349,6 +359,8 @@ class Supervisor:
         incarnation.poller.settle(stopped=stopped)
         if cache and stopped:
             cache.loader.all_stopped()
+        if cache and cache.store is not None:
+            problem = await cache.store.aclose(bound_s) or problem
         return problem
 
     async def _end_copies_of(self, cache: RegisteredCache) -> str:
@@ -360,6 +372,7 @@ class Supervisor:
         except TimeoutError:
             return f"a copy still runs after {bound_s} s"
         loads, leases = cache.loader.open_requests, cache.serving.open_requests
+        loads += [] if cache.store is None else cache.store.open_requests
         return f"bytes of loads {loads} may still land, leases {leases} hold their blocks" if loads or leases else ""
 
     async def _end_copies(self) -> str:
@@ -370,7 +383,7 @@ class Supervisor:
         cache = self.held
         if cache is None:
             return DrainReport(finished=True)
-        return await drain(cache.serving, cache.loader, self.config, deadline_s)
+        return await drain(cache, self.config, deadline_s)
 
     def _answer(self, header: messages.Header, request: messages.Request) -> Answered:
         """Answer a peer on the side channel, or promise to; never waits."""
@@ -397,7 +410,8 @@ class Supervisor:
     def _describe(self) -> str:
         config = self.config
         backend = f" ({config.nixl_backend}, NIXL {_NIXL_VERSION})" if config.transport == "nixl" else ""
-        transport = f"kvflow {_VERSION}, transport {config.transport}{backend}"
+        store = "" if config.store_dir is None else f", store {config.store_dir}"
+        transport = f"kvflow {_VERSION}, transport {config.transport}{backend}{store}"
         return f"{transport}, CURVE {'off' if config.curve_secret_key_file is None else 'on'}"
 
 

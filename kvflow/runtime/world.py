@@ -17,7 +17,8 @@ from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.own_host import own_host
 from kvflow.transport.base import Transport
-from kvflow.transport.factory import make_transport
+from kvflow.transport.factory import make_files, make_transport
+from kvflow.transport.files import Files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,8 @@ class World:
 
     transport: Callable[[Config, str], Transport] = make_transport
     """From the config and the agent's name."""
+    files: Callable[[Config, str], Files] = make_files
+    """What blocks are saved by, from the config and the agent's name; asked for where Config names a store."""
     side_channel: Callable[[Config], SideChannel] = ZmqSideChannel
     own_host: Callable[[Config], Awaitable[str]] = own_host
     """What tickets name of where it listens."""

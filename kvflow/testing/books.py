@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
 
-from kvflow.runtime.consumer.load import Load
 from kvflow.runtime.producer.lease import Lease
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
@@ -33,7 +33,14 @@ def assert_conserved(runtime: Runtime, leases: Collection[Lease]) -> None:
     assert under_way or not statistics.transport.open_reads, f"reads without a load: {statistics.transport}"
 
 
-def _entries(runtime: Runtime, holders: Collection[Lease] | Collection[Load]) -> set[int]:
+class _Holder(Protocol):
+    """What holds blocks: a lease, a load or a restore."""
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]: ...
+
+
+def _entries(runtime: Runtime, holders: Collection[_Holder]) -> set[int]:
     """The blocks that leases or loads hold, numbered as the runtime's ledger does it: by pool."""
     cache = runtime._supervisor.held
     assert cache is not None, "there are statistics of blocks"
@@ -51,6 +58,8 @@ def assert_quiet(statistics: RuntimeStatistics) -> None:
     if loading is not None:
         assert (loading.open_loads, loading.quarantines) == (0, 0), f"open loads: {loading}"
         assert (sum(loading.in_flight), loading.waiting_reads, loading.peers) == (0, 0, {}), f"in flight: {loading}"
+    store = statistics.store
+    assert store is None or not store.open_requests, f"open saves and restores: {store}"
     assert statistics.transport.open_reads == 0, f"open reads: {statistics.transport}"
 
 

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 from kvflow.bench.flow.results import Way
+from kvflow.bench.loads import Transport
+from kvflow.bench.peers.contenders import Peer, runs_over
 from kvflow.bench.topology import CASES
 from kvflow.cli.bench import SCENARIOS
 
 MIB = 1 << 20
 SMALLEST = {
     "transfer": "--sizes block,1 --pairs 1 --rounds 1 --layers 2 --idle-s 0.5",
+    "peers": "--sizes block,4x1 --pairs 1 --rounds 1 --layers 2",
     "topology": "--size 1 --rounds 2 --layers 2",
     "fairness": "--size 256 --rounds 1",
     "planning": "--repeats 3",
@@ -47,6 +50,23 @@ def check_transfer(report: Report) -> None:
         assert 0 <= row["lag_s"]["p50"] <= row["lag_s"]["p99"] <= row["lag_s"]["max"]
     assert all(0 <= row["cpu_percent"] < 200 for row in report["idle"])
     assert [row["target"].split(":")[0] for row in report["targets"]] == ["shm"] * 6 + ["tcp"] * 4
+
+
+def check_peers(report: Report) -> None:
+    """Who is not installed is left out, and said to be."""
+    rows = report["speed"]
+    left_out = {row["contender"]: row["why"] for row in report.get("left out", [])}
+    assert all("not installed" in why or "import" in why for why in left_out.values())
+    here = [peer for peer in Peer if peer not in left_out]
+    for transport, size in product(Transport, ("one block", "4 x 1 MB")):
+        found = {row["contender"]: row for row in rows if key(row) == (transport, size)}
+        assert list(found) == [peer for peer in here if runs_over(peer, transport)]
+        for row in found.values():
+            assert row["samples"] == 20
+            assert row["gb_per_s"] == pytest.approx(row["size_bytes"] / row["median_s"] / 1e9)
+            assert row["ratio_to_b"] == pytest.approx(found["raw_tuned"]["median_s"] / row["median_s"])
+            assert row["ratio_to_kvflow"] == pytest.approx(found["kvflow"]["median_s"] / row["median_s"])
+    assert {row["size_bytes"] for row in rows} == {128 << 10, 4 * MIB}
 
 
 def key(row: Report) -> tuple[str, str]:
@@ -126,6 +146,7 @@ def check_fleet(report: Report) -> None:
 
 CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "transfer": (check_transfer, ("raw_example", "bare_hop", "idle CPU")),
+    "peers": (check_peers, ("raw_tuned", "4 x 1 MB")),
     "topology": (check_topology, ("staged", "Ratios are of speed")),
     "fairness": (check_fairness, ("one block, behind", "delay")),
     "planning": (check_planning, ("8 of 8 heads", "first ms")),

@@ -16,7 +16,9 @@ from kvflow.bench.child import Child
 from kvflow.bench.loads import MIB, PeerAddress, SettingsError, Transport
 from kvflow.bench.transfer.ranks import Blocking, Contender, Hop, Reader, TurnResult
 from kvflow.bench.transfer.raw import RawAgent
-from kvflow.bench.transfer.scenario import Transfer, pair_of
+from kvflow.bench.transfer.scenario import Transfer
+from kvflow.bench.transfer.sizes import loads_of_turn
+from kvflow.bench.transfer.turns import pair_of, rounds_of_pair
 
 SMALL = Transfer(sizes="1", layers=2)
 
@@ -30,10 +32,21 @@ def test_sizes_are_sorted_and_small_ones_are_loaded_more_often() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "3", "block,,1"])
+@pytest.mark.parametrize("text", ["", "x", "0", "-1", "1.5", "3", "block,,1", "x1", "0x1", "-1x1", "2x", "1.5x1"])
 def test_sizes_that_cannot_be_measured(text: str) -> None:
     with pytest.raises(SettingsError, match="--sizes"):
         Transfer(sizes=text, layers=32).sets()
+
+
+def test_loads_at_once_are_a_size() -> None:
+    """64x1: a turn has twice 64 loads of 1 MB, and takes two times."""
+    sizes = Transfer(sizes="64x1,64,4xblock").load_sizes
+    assert [(size.label, size.blocks, size.loads_per_turn, size.at_once) for size in sizes] == [
+        ("4 x one block", 1, 80, 4),
+        ("64 MB", 128, 2, 1),
+        ("64 x 1 MB", 2, 128, 64),
+    ]
+    assert [size.timed_blocks for size in sizes] == [4, 128, 128]
 
 
 def test_the_cache_holds_every_turn_with_its_wake_up_block() -> None:
@@ -46,8 +59,7 @@ def test_the_cache_holds_every_turn_with_its_wake_up_block() -> None:
 
 @pytest.mark.parametrize(("pairs", "rounds"), [(1, 1), (1, 10), (3, 3), (3, 10), (3, 12), (4, 7)])
 def test_the_pairs_share_the_rounds(pairs: int, rounds: int) -> None:
-    scenario = Transfer(pairs=pairs, rounds=rounds)
-    shares = [scenario.rounds_of_pair(index) for index in range(pairs)]
+    shares = [rounds_of_pair(rounds, pairs, index) for index in range(pairs)]
     assert [index for share in shares for index in share] == list(range(rounds))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
     with pytest.raises(SettingsError, match=rf"--rounds: {pairs - 1} .* --pairs {pairs}"):
@@ -57,14 +69,18 @@ def test_the_pairs_share_the_rounds(pairs: int, rounds: int) -> None:
 def test_a_turn_uses_no_block_twice() -> None:
     scenario = Transfer(sizes="block,1,16")
     for size in scenario.load_sizes:
-        loads = scenario.loads_of_turn(size, "round 0")
+        loads = loads_of_turn(size, "round 0", scenario.shape.blocks)
         assert [len(load.local_ids) for load in loads] == [1] + [size.blocks] * size.loads_per_turn
         for ids in ([load.local_ids for load in loads], [load.remote_ids for load in loads]):
             flat = [block_id for part in ids for block_id in part]
             assert len(set(flat)) == len(flat)
             assert set(flat) <= set(range(scenario.shape.blocks))
         assert len({load.request_id for load in loads}) == len(loads)
-        assert scenario.loads_of_turn(size, "round 0") == loads != scenario.loads_of_turn(size, "round 1")
+        assert (
+            loads_of_turn(size, "round 0", scenario.shape.blocks)
+            == loads
+            != loads_of_turn(size, "round 1", scenario.shape.blocks)
+        )
 
 
 def test_each_pair_of_each_contender_has_its_turns_and_the_spinning_one_rests() -> None:
@@ -113,11 +129,13 @@ class Copying:
     def drain(self) -> None: ...
 
 
-async def take_turn(*, left_out: int, check_all: bool) -> TurnResult:
+async def take_turn(*, left_out: int, check_all: bool, at_once: int = 1) -> TurnResult:
     cache = PatternCache(SMALL.shape)
     reader = Reader(cache, Blocking(Copying(cache, left_out=left_out)))
     await reader.connect(PeerAddress(), os.getpid())
-    return await reader.turn(SMALL.loads_of_turn(SMALL.load_sizes[0], "any"), [], check_all=check_all)
+    return await reader.turn(
+        loads_of_turn(SMALL.load_sizes[0], "any", SMALL.shape.blocks), [], check_all=check_all, at_once=at_once
+    )
 
 
 async def test_a_turn_times_all_loads_but_the_first_and_compares_blocks_of_each() -> None:
@@ -127,6 +145,13 @@ async def test_a_turn_times_all_loads_but_the_first_and_compares_blocks_of_each(
     assert (len(result.seconds), result.cpu_s > 0) == (size.loads_per_turn, True)
     assert result.checked_bytes == blocks * SMALL.shape.block_size_bytes
     assert 0 < sampled.checked_bytes <= result.checked_bytes
+
+
+async def test_loads_at_once_are_timed_as_one() -> None:
+    (size,) = SMALL.load_sizes
+    result = await take_turn(left_out=0, check_all=True, at_once=size.loads_per_turn // 4)
+    assert len(result.seconds) == 4
+    assert result.checked_bytes == (1 + size.loads_per_turn * size.blocks) * SMALL.shape.block_size_bytes
 
 
 @pytest.mark.parametrize("check_all", [True, False])

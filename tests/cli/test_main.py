@@ -33,7 +33,7 @@ def test_the_extra_is_imported_only_when_it_is_needed() -> None:
 @each(
     ("name", "options"),
     [
-        ("transfer", "--transport --sizes --pairs --layers --idle-s --json"),
+        ("transfer", "--transport --sizes --pairs --layers --idle-s --backend --json"),
         ("topology", "--transport --size --rounds --layers --json"),
         ("fairness", "--transport --size --huge-loads --rounds --json"),
         ("planning", "--repeats --json"),

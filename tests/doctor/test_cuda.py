@@ -318,7 +318,7 @@ import sys
 from kvflow.config import Config
 from kvflow.doctor import host, run
 from kvflow.doctor.findings import ok
-run.check_nixl = lambda: ok("NIXL", "not asked")
+run.check_nixl = lambda: (ok("NIXL", "not asked"), ())
 run.has_gpus = lambda host: False
 names = [one.name for one in run.examine(Config(engine_id="e"), peer=None, peer_engine="", transfer=False, note=print)]
 print(names[-1], *[name for name in sys.modules if name.startswith(("kvflow.doctor.cuda", "torch"))])
@@ -334,7 +334,7 @@ def test_a_machine_with_gpus_gets_the_other_findings_besides(monkeypatch: pytest
     from kvflow.doctor.cuda import facts
     from kvflow.doctor.findings import ok
 
-    monkeypatch.setattr(run, "check_nixl", lambda: ok("NIXL", "not asked"))
+    monkeypatch.setattr(run, "check_nixl", lambda: (ok("NIXL", "not asked"), ()))
     monkeypatch.setattr(run, "has_gpus", lambda host: True)
     monkeypatch.setattr(facts, "read_cuda", lambda: FINE)
     found = examine(CONFIG, peer=None, peer_engine="", transfer=False, note=lambda _: None)

@@ -22,6 +22,7 @@ from kvflow.bench.child import BenchError
 from kvflow.bench.ucx import ReadPath, read_path
 from kvflow.cli.app import findings_as_json, print_findings
 from kvflow.core.protocol import messages
+from kvflow.doctor.backends import judge_backends
 from kvflow.doctor.findings import Finding, Status, fail, is_broken, ok, warn
 from kvflow.doctor.host import QUESTION_FILES, Host, check_host, check_open_files, files_needed, read_host
 from kvflow.doctor.peer import examine_peer, judge_answer
@@ -162,6 +163,15 @@ def test_nixl_needs_its_plugin() -> None:
     assert last_line(BenchError("NIXL: Traceback\n  File ...\nImportError: no\n")) == "ImportError: no"
 
 
+def test_backends_say_what_they_move_and_only_the_stores_is_missed() -> None:
+    moving = {"UCX": "memory", "POSIX": "files", "GDS": "!NIXL_ERR_NOT_FOUND"}
+    assert judge_backends(moving) == ok("backends", "UCX moves memory; POSIX moves files; not here: GDS")
+    for broken in ({**moving, "POSIX": "!no io_uring"}, {"UCX": "memory"}):
+        finding = judge_backends(broken)
+        assert finding.status is Status.WARN
+        assert "Config.store_dir needs POSIX" in finding.fix
+
+
 def ucx_log(owner: str, operation: str, *rows: str) -> str:
     lines = ["+---+", f"| {owner} |", f"| {operation} |", "+---+", "| Range | Description | Config |", *rows, "+---+"]
     return "".join(f"[1795264635.911658] [vm:25199:0]   {line}\n" for line in lines)
@@ -274,5 +284,7 @@ def test_the_doctor_hands_blocks_over_and_says_which_way_they_went() -> None:
     assert found["kvflow"]["found"].startswith(f"kvflow {kvflow.__version__}, nixl ")
     assert "needed at most" in found["open files"]["found"] or "ulimit -n" in found["open files"]["fix"]
     assert "UCX" in found["NIXL"]["found"]
+    assert "UCX moves memory between engines" in found["backends"]["found"]
+    assert "POSIX moves files" in found["backends"]["found"]
     assert "every byte compared" in found["self-transfer"]["found"]
     assert found["way of the bytes"]["found"].partition(":")[0] in ("shared memory", "tcp, on one machine", "tcp")

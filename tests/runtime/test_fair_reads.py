@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from pairs import EnginePair, open_pair, virtual_pair
@@ -114,6 +115,63 @@ async def test_all_peers_together_are_bounded() -> None:
         assert pair.loading.in_flight == ONE_BLOCK
         assert await step(pair, *tasks) == [0, 1, 2]
         assert pair.loading.in_flight == (0, 0, 0)
+
+
+async def test_waiting_is_no_part_of_a_read() -> None:
+    """A load that has waited for its place for long, and is quick then, needs no second look at the seal."""
+    clock = ManualClock()
+    async with open_pair(ONE_BY_ONE, consumer=World(clock=lambda: clock)) as pair:
+        held, waiting = await start_in_order(pair, ([0], 0), ([4], 0))
+        clock.advance(1.0)
+        assert load_of(pair, pair.transport.held[0]) == 0
+        pair.transport.perform(1)  # a slow one: its seal is fetched once more
+        await until(lambda: len(pair.transport.held) == 1)
+        while not held.done():
+            pair.transport.perform(1)
+            await asyncio.sleep(0)
+        reads = pair.transport.statistics.reads
+        while not waiting.done():
+            pair.transport.perform(1)
+            await asyncio.sleep(0)
+        assert (reads, pair.transport.statistics.reads) == (3, 3)
+        pair.assert_loaded([0, 4], [0, 4])
+
+
+# --- many at once
+
+
+@pytest.mark.parametrize("connected", [True, False])
+@pytest.mark.parametrize("how", ["load_blocks", "start_load"])
+async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected: bool) -> None:
+    """Also those that have waited for one handshake."""
+    clock = ManualClock()
+    async with open_pair(limited(PATIENT), consumer=World(clock=lambda: clock)) as pair:
+        if connected:
+            await pair.load(pair.offer([0]), [0])
+        offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(16)]
+        pair.transport.faults.hold = True
+        loads = [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers]
+        begun = [0]
+        while begun[-1] < len(loads):
+            await asyncio.sleep(0)
+            clock.advance(0.0 if connected or begun[-1] else 0.01)
+            begun.append(len(pair.transport.held))
+        assert max(after - before for before, after in pairwise(begun)) <= 3
+        assert [load_of(pair, read) for read in pair.transport.held] == sorted(index // 4 for index in range(16))
+        pair.transport.faults.hold = False
+        pair.transport.perform()
+        await asyncio.gather(*loads)
+
+
+async def test_a_load_that_is_cancelled_before_its_turn_holds_nobody_up() -> None:
+    async with open_pair(limited(PATIENT), consumer=STILL) as pair:
+        offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(16)]
+        loads = [asyncio.ensure_future(pair.consumer.runtime.load_blocks(wanted)) for wanted in offers]
+        await asyncio.sleep(0)
+        for load in loads[8:12]:
+            load.cancel()
+        ended = await asyncio.gather(*loads, return_exceptions=True)
+        assert [isinstance(one, asyncio.CancelledError) for one in ended] == [8 <= index < 12 for index in range(16)]
 
 
 # --- ends while waiting

@@ -43,12 +43,12 @@ class RawAgent(Protocol):
 class ExampleAgent:
     """Contender (a)."""
 
-    def __init__(self, name: str, cache: PatternCache) -> None:
+    def __init__(self, name: str, cache: PatternCache, backends: Sequence[str]) -> None:
         import nixl
 
         self._cache = cache
         self._name = name
-        self._agent: Any = nixl.nixl_agent(name)
+        self._agent: Any = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=list(backends)))
         size = cache.shape.layer_size_bytes
         self._agent.register_memory([(base, size, _DEVICE, "") for base in cache.bases], "DRAM")
         self._remote_agent = ""
@@ -63,8 +63,8 @@ class ExampleAgent:
 
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
         agent = self._agent
-        local = agent.get_xfer_descs(_block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
-        remote = agent.get_xfer_descs(_block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
+        local = agent.get_xfer_descs(block_rows(self._cache, self._cache.bases, local_ids), "DRAM")
+        remote = agent.get_xfer_descs(block_rows(self._cache, self._remote_bases, remote_ids), "DRAM")
         handle = agent.initialize_xfer("READ", local, remote, self._remote_agent, _NOTIFICATION)
         state = agent.transfer(handle)
         while state == "PROC":
@@ -77,7 +77,7 @@ class ExampleAgent:
         self._agent.get_new_notifs()
 
 
-def _block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
+def block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[int]) -> npt.NDArray[np.uint64]:
     """One row (address, length, device) for each block of K and of V in each layer."""
     size = cache.shape.region_block_size_bytes
     starts = (np.arange(2)[:, None] * cache.shape.blocks + np.array(block_ids)).ravel() * size
@@ -91,16 +91,16 @@ def _block_rows(cache: PatternCache, bases: Sequence[int], block_ids: Sequence[i
 class TunedAgent:
     """Contender (b)."""
 
-    def __init__(self, name: str, cache: PatternCache, *, producer: bool) -> None:
+    def __init__(self, name: str, cache: PatternCache, backends: Sequence[str], *, producer: bool) -> None:
         import nixl
 
         self._cache = cache
         self._name = name
         self._api: Any = nixl._bindings
         self._agent: Any = self._api.nixlAgent(name, _tuned_config(self._api, producer=producer))
-        self._backend = self._agent.createBackend("UCX", {})
+        self._backends = [self._agent.createBackend(one, {}) for one in backends]
         regions = [(base, cache.shape.layer_size_bytes, _DEVICE, "") for base in cache.bases]
-        self._agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, regions), [self._backend])
+        self._agent.registerMem(self._api.nixlRegDList(self._api.DRAM_SEG, regions), self._backends)
         self._local_blocks = 0
         self._remote_blocks = 0
 
@@ -116,7 +116,7 @@ class TunedAgent:
         """All blocks as descriptors, one strided row per layer: index = (2 * layer + part) * blocks + block."""
         size, count = self._cache.shape.region_block_size_bytes, 2 * self._cache.shape.blocks
         rows = np.array([(base, size, _DEVICE, size, count) for base in bases], dtype=np.uint64)
-        handle: int = self._agent.prepXferDlist(agent, self._api.DRAM_SEG, rows, [self._backend])
+        handle: int = self._agent.prepXferDlist(agent, self._api.DRAM_SEG, rows, self._backends)
         return handle
 
     def load(self, local_ids: Sequence[int], remote_ids: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ class TunedAgent:
             self._remote_blocks,
             self._indices(remote[order]),
             _NOTIFICATION,
-            [self._backend],
+            self._backends,
             False,
         )
         state = self._agent.postXferReq(handle, _NOTIFICATION)

@@ -6,12 +6,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.scenario import Outcome, Samples
 from kvflow.bench.targets import Spread, TargetRow, at_least, at_most, percentile
 from kvflow.bench.transfer.ranks import Contender, TurnResult
+from kvflow.bench.transfer.sizes import ONE_BLOCK, LoadSize
 
 BULK_BYTES = 16 * MIB
 LAG_BYTES = 1024 * MIB
@@ -21,7 +21,6 @@ ONE_BLOCK_OVER_B_US_MAX = 150.0
 LAG_P99_MS_MAX = 2.0
 LAG_MAX_MS_MAX = 10.0
 IDLE_CPU_PERCENT_MAX = 1.0
-ONE_BLOCK = "one block"
 _GB = 1e9
 _LEGEND = (
     "raw_example (a): raw NIXL as its examples use it; raw_tuned (b): raw NIXL at its best; bare_hop (d): b awaited "
@@ -33,14 +32,6 @@ _LEGEND = (
 
 PairTurns = Sequence[Sequence[TurnResult]]
 """The turns of one contender at one size, for each pair that it was opened as."""
-
-
-class LoadSize(NamedTuple):
-    """What one load moves."""
-
-    label: str
-    blocks: int
-    loads_per_turn: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from kvflow.core.cache.regions import Device, Regions
 Int64Array: TypeAlias = npt.NDArray[np.int64]
 
 _TAILS_MAX = 64  # lengths of partly filled chunks that a block map remembers
+_ROWS_KEPT_MAX = 1 << 8
 
 
 class HeadSlice(NamedTuple):
@@ -72,13 +73,25 @@ class RegionMap:
     pieces: int = field(init=False)
     """Descriptors that one chunk takes, unless it is joined with its neighbours."""
     chunk_size_bytes: int = field(init=False)
+    first_rows: Int64Array | None = field(init=False)
+    """`rows`, if they are few: then a load takes longer to make them than to use them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pieces", len(self.local_bases) * len(self.local_offsets))
         object.__setattr__(self, "chunk_size_bytes", self.pieces * self.piece_size)
+        object.__setattr__(self, "first_rows", self.rows() if self.pieces <= _ROWS_KEPT_MAX else None)
 
     def __len__(self) -> int:
         return len(self.local_bases)
+
+    def rows(self) -> Int64Array:
+        """The rows of `Descriptors.table` for part 0 of block 0, of the shape (2, regions, 1, pieces, 3)."""
+        rows = np.empty((2, len(self.local_bases), 1, len(self.local_offsets), 3), dtype=np.int64)
+        rows[0, :, 0, :, 0] = self.local_bases[:, None] + self.local_offsets
+        rows[1, :, 0, :, 0] = self.remote_bases[:, None] + self.remote_offsets
+        rows[..., 1] = self.piece_size
+        rows[0, ..., 2], rows[1, ..., 2] = self.local_device.number, self.remote_device.number
+        return rows
 
 
 class _Groups(dict[int, tuple[RegionMap, ...]]):

@@ -266,26 +266,25 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
         local += chunks.local_parts * pairs.local_step
     if chunks.remote_parts is not None:
         remote += chunks.remote_parts * pairs.remote_step
-    size, pieces = pairs.piece_size, len(pairs.local_offsets)
-    size_bytes = len(pairs.local_bases) * len(local) * pieces * size
-    sizes: int | Int64Array = size
-    if pieces == 1 and len(local) > 1:
+    count, size = len(local), pairs.piece_size
+    first_rows = pairs.rows() if pairs.first_rows is None else pairs.first_rows
+    _, regions, _, pieces, _ = first_rows.shape
+    size_bytes = count * pairs.chunk_size_bytes
+    sizes: Int64Array | None = None
+    if pieces == 1 and count > 1:
         follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
         if follows.any():
             starts = np.flatnonzero(np.concatenate(([True], ~follows)))
-            sizes = size * np.diff(starts, append=len(local))
-            local, remote = local[starts], remote[starts]
-    first, regions = 0 if head is None else 1, len(pairs.local_bases)
-    rows = np.empty((2, len(local) * pieces, 3), dtype=np.int64)  # of a region at address 0
-    np.add(local[:, None], pairs.local_offsets, out=rows[0, :, 0].reshape(len(local), pieces))
-    np.add(remote[:, None], pairs.remote_offsets, out=rows[1, :, 0].reshape(len(local), pieces))
-    rows[:, :, 1] = sizes
-    rows[0, :, 2], rows[1, :, 2] = pairs.local_device.number, pairs.remote_device.number
-    table = np.empty((2, first + regions * rows.shape[1], 3), dtype=np.int64)
-    grid = table[:, first:].reshape(2, regions, *rows.shape[1:])  # a view: only an axis is split
-    grid[:] = rows[:, None]
-    grid[0, :, :, 0] += pairs.local_bases[:, None]
-    grid[1, :, :, 0] += pairs.remote_bases[:, None]
+            sizes = size * np.diff(starts, append=count)
+            local, remote, count = local[starts], remote[starts], len(starts)
+    first = 0 if head is None else 1
+    table = np.empty((2, first + regions * count * pieces, 3), dtype=np.int64)
+    grid = table[:, first:].reshape(2, regions, count, pieces, 3)  # a view: only an axis is split
+    grid[:] = first_rows
+    grid[0, ..., 0] += local[:, None]
+    grid[1, ..., 0] += remote[:, None]
+    if sizes is not None:
+        grid[..., 1] = sizes[:, None]
     if head is not None:
         table[0, 0] = head.local, head.size_bytes, pairs.local_device.number
         table[1, 0] = head.remote, head.size_bytes, pairs.remote_device.number

@@ -69,21 +69,14 @@ class _Room:
     delivered: int = 0
     """Of the first thing that is bounded, since the peer has permits."""
 
-    def fits(self, amount: Amount) -> bool:
-        if not self.permits:
-            return True
-        for used, more, most in zip(self.used, amount, self.limits, strict=True):
-            if used + more > most:
+
+def _fits(permits: int, used: Amount, more: Amount, limits: Amount) -> bool:
+    """Whether there is room for so much more. A permit that wants more than there is goes alone."""
+    if permits:
+        for taken, wanted, most in zip(used, more, limits, strict=True):
+            if taken + wanted > most:
                 return False
-        return True
-
-    def take(self, amount: Amount) -> None:
-        self.permits += 1
-        self.used = tuple(map(add, self.used, amount))
-
-    def give_back(self, amount: Amount) -> None:
-        self.permits -= 1
-        self.used = tuple(map(sub, self.used, amount))
+    return True
 
 
 class FairQueue:
@@ -123,15 +116,19 @@ class FairQueue:
             room = self._peers[peer] = _Room(self._peer_limits, self._nothing)
             if peer in self._speeds:
                 room.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
-        if not self.waiting and room.fits(amount) and self._room.fits(amount):
-            self._room.take(amount)
-            room.take(amount)
-            permit.state, permit.delivered_before = PermitState.UNDER_WAY, room.delivered
+        every = self._room
+        if (
+            not self.waiting
+            and _fits(room.permits, room.used, amount, room.limits)
+            and _fits(every.permits, every.used, amount, every.limits)
+        ):
+            self._begin(permit)
             return permit
         self._asked += 1
         heapq.heappush(room.waiting, _Place(priority, self._asked, permit))
         self.waiting += 1
-        self._grant()
+        if room.waiting[0].permit is permit:
+            self._grant()
         return permit
 
     def end(self, permit: Permit, took_s: float = 0.0) -> list[Permit]:
@@ -158,8 +155,9 @@ class FairQueue:
             heapq.heapify(room.waiting)
             self.waiting -= 1
         else:
-            self._room.give_back(permit.amount)
-            room.give_back(permit.amount)
+            for one in (self._room, room):
+                one.permits -= 1
+                one.used = tuple(map(sub, one.used, permit.amount))
         permit.state = PermitState.OVER
         if not room.waiting and not room.permits:
             del self._peers[permit.peer]
@@ -172,9 +170,7 @@ class FairQueue:
             room = self._peers[permit.peer]
             heapq.heappop(room.waiting)
             self.waiting -= 1
-            self._room.take(permit.amount)
-            room.take(permit.amount)
-            permit.state, permit.delivered_before = PermitState.UNDER_WAY, room.delivered
+            self._begin(permit)
             granted.append(permit)
         for permit in granted:
             if permit.on_grant is not None:
@@ -184,11 +180,23 @@ class FairQueue:
     def _next(self) -> Permit | None:
         """Who goes next, if anybody may go now."""
         heads = (room.waiting[0] for room in self._peers.values() if room.waiting)
-        able = [head for head in heads if self._peers[head.permit.peer].fits(head.permit.amount)]
+        able = []
+        for head in heads:
+            room = self._peers[head.permit.peer]
+            if _fits(room.permits, room.used, head.permit.amount, room.limits):
+                able.append(head)
         if not able:
             return None
-        permit = min(able).permit
-        return permit if self._room.fits(permit.amount) else None
+        permit, every = min(able).permit, self._room
+        return permit if _fits(every.permits, every.used, permit.amount, every.limits) else None
+
+    def _begin(self, permit: Permit) -> None:
+        """It is under way."""
+        room = self._peers[permit.peer]
+        for one in (self._room, room):
+            one.permits += 1
+            one.used = tuple(map(add, one.used, permit.amount))
+        permit.state, permit.delivered_before = PermitState.UNDER_WAY, room.delivered
 
 
 class ShortestFirst(Generic[ItemT]):

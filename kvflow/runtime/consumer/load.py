@@ -25,7 +25,8 @@ VERIFY = "verify"
 """The phase between "wire" and "notify" of a load that is verified; no other has it."""
 
 _USUAL_PRIORITY = 0
-_TURN_S = 1e-3
+TURN_S = 1e-3
+"""More loads than a few in so short a time wait for their turn."""
 _TURN_LOADS = 3
 _NAME_CHARS_MAX = 512
 
@@ -126,18 +127,19 @@ class Turns:
     def __init__(self) -> None:
         self._since_s = -math.inf
         self._left = 0
+        """How many more may start at once, until `TURN_S` after `_since_s`."""
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    def mine(self, now_s: float) -> bool:
-        """Whether a load may start now; else it has to `wait`."""
-        if now_s - self._since_s >= _TURN_S:
-            self._since_s, self._left = now_s, _TURN_LOADS
-        if self._waiting or not self._left:
+    def at_once(self, now_s: float) -> bool:
+        """Whether a load may start now; else its turn has to `come`."""
+        if self._waiting:
             return False
+        if now_s - self._since_s >= TURN_S:
+            self._since_s, self._left = now_s, _TURN_LOADS
         self._left -= 1
-        return True
+        return self._left >= 0
 
-    async def wait(self) -> None:
+    async def come(self) -> None:
         """Return when it is the load's turn, first come, first served."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not self._waiting:

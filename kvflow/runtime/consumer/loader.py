@@ -44,6 +44,7 @@ from kvflow.errors import (
 from kvflow.runtime.consumer.flight import CopyFailed, Flight, Gear, Routing, SourceRead
 from kvflow.runtime.consumer.load import (
     PHASES,
+    TURN_S,
     VERIFY,
     InFlight,
     Load,
@@ -201,8 +202,8 @@ class Loader:
     async def load(self, request: LoadRequest) -> LoadReport:
         """See `Runtime.load_blocks`."""
         begun_s = self._context.clock.now_s()
-        if not self._turns.mine(begun_s):
-            await self._turns.wait()
+        if not self._turns.at_once(begun_s):
+            await self._turns.come()
         return await self._carry_out(self._accept(request, begun_s))
 
     def start(self, request: LoadRequest) -> Load:
@@ -248,12 +249,12 @@ class Loader:
 
     async def _start_in_turn(self, load: _Load) -> LoadReport:
         """The body of a load's own task."""
-        if not self._turns.mine(self._context.clock.now_s()):
-            await self._turns.wait()
+        if not self._turns.at_once(self._context.clock.now_s()):
+            await self._turns.come()
         return await self._carry_out(load)
 
     def _accept(self, request: LoadRequest, begun_s: float) -> _Load:
-        """Check all that can be judged without the peer: from here on the load counts as open. Its time runs already."""
+        """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
         watch = Stopwatch(self._context.clock, begun_s)
         try:
             if self._config.role == "producer":
@@ -325,6 +326,9 @@ class Loader:
                     return load.report(notified=await self._remote_leases.release(ticket))
                 load.watch.enter("handshake")
                 sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
+                load.watch.enter("plan")
+                if load.watch.seconds["handshake"] > TURN_S:  # many may have waited for the same one
+                    await self._turns.come()
                 return await self._read(load, sources)
         except TimeoutError:
             if self._closed:
@@ -393,7 +397,6 @@ class Loader:
         return RuntimeClosed(f"request {load.request.request_id!r}: {why}")
 
     async def _read(self, load: _Load, sources: Sequence[Source]) -> LoadReport:
-        load.watch.enter("plan")
         ticket = load.ticket
         chunks: dict[tuple[int, int], tuple[Chunks, ...]] = {}
         offered: list[Sequence[BlockIds]] = []

@@ -99,10 +99,13 @@ class _Agent:
         config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
         self.native: Any = bindings.nixlAgent(name, config)
         plugins = self.native.getAvailPlugins()
-        if given.nixl_backend not in plugins:
-            raise ConfigError(f"nixl_backend: {given.nixl_backend!r} is not among NIXL's plugins {sorted(plugins)}")
-        params = backend_params(given.nixl_backend, given.nixl_backend_params)
-        self.backends = [self.native.createBackend(given.nixl_backend, params)]
+        unknown = next((name for name in given.nixl_backends if name not in plugins), None)
+        if unknown is not None:
+            raise ConfigError(f"nixl_backend: {unknown!r} is not among NIXL's plugins {sorted(plugins)}")
+        self.backends = [
+            self.native.createBackend(name, backend_params(name, params))
+            for name, params in given.nixl_backends.items()
+        ]
         self._registered: list[Any] = []
 
     def register(self, descriptors: Any) -> None:
@@ -119,8 +122,8 @@ class NixlAgents:
     """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
     def __init__(self, config: Config, name: str, put: Callable[[Event], None]) -> None:
-        self._bindings = _import_bindings()
-        self._errors = _error_types(self._bindings)
+        self._bindings = import_bindings()
+        self._errors = error_types(self._bindings)
         self._put = put
         self._config = config
         try:
@@ -206,7 +209,11 @@ class NixlAgents:
         while self._to_post:
             following = self._to_post.next.descriptors
             size_bytes, count = size_bytes + following.size_bytes, count + len(following)
-            if size_bytes > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(self._to_post.next):
+            if (
+                size_bytes > _TOGETHER_BYTES_MAX
+                or count > _TOGETHER_COUNT_MAX
+                or not first.goes_with(self._to_post.next)
+            ):
                 break
             together.append(self._to_post.pop())
         if not self._post_request(together):
@@ -365,13 +372,13 @@ class NixlAgents:
 
 def list_plugins() -> tuple[str, ...]:
     """The names of NIXL's plugins here. ConfigError if NIXL is not there or does not load."""
-    bindings = _import_bindings()
+    bindings = import_bindings()
     config = bindings.nixlAgentConfig()
     config.useListenThread = False
     return tuple(sorted(bindings.nixlAgent("kvflow-plugins", config).getAvailPlugins()))
 
 
-def _import_bindings() -> ModuleType:
+def import_bindings() -> ModuleType:
     try:
         return importlib.import_module("nixl._bindings")
     except ImportError as error:
@@ -381,7 +388,7 @@ def _import_bindings() -> ModuleType:
         ) from error
 
 
-def _error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
+def error_types(bindings: ModuleType) -> tuple[type[Exception], ...]:
     """NIXL's own exception classes; nothing else is translated."""
     found = (getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error"))
     return tuple(kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception))

@@ -1,0 +1,147 @@
+"""Mooncake's transfer engine over tcp, in both directions.
+
+`MooncakeReader` reads from a producer that does nothing. `MooncakeAsker` asks the producer, over a socket, to write,
+which is how the connectors of engines use it; a load ends when the producer has answered. Loads at once are batches
+that are all under way before one is waited for; those that are to be written are asked for in one message.
+
+The engine has its default settings but for what variables of the caller's (MC_TCP_LANES_PER_PEER and others) say. Of
+those we tried none was faster throughout but MC_TCP_PROTO=1, with which a write may end before its bytes have arrived.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+from kvflow.bench.cache import CacheShape, PatternCache
+from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.transfer.ranks import Job, Reader
+from kvflow.bench.transfer.raw import block_rows
+
+_HOST = "127.0.0.1"
+_NO_DEVICE = ""
+_NO_METADATA_SERVER = "P2PHANDSHAKE"
+
+
+@contextlib.asynccontextmanager
+async def open_producer(shape: CacheShape) -> AsyncIterator[MooncakeProducer]:
+    cache = PatternCache(shape)
+    cache.fill()
+    yield MooncakeProducer(MooncakeEngine(cache))
+
+
+@contextlib.asynccontextmanager
+async def open_reader(shape: CacheShape, *, writes: bool) -> AsyncIterator[Reader]:
+    cache = PatternCache(shape)
+    engine = MooncakeEngine(cache)
+    yield Reader(cache, MooncakeAsker(engine) if writes else MooncakeReader(engine), on_loop=False)
+
+
+class MooncakeEngine:
+    """One side: an engine with the cache registered."""
+
+    def __init__(self, cache: PatternCache) -> None:
+        from mooncake.engine import TransferEngine
+
+        self._cache = cache
+        self._engine: Any = TransferEngine()
+        _succeeded("initialize", self._engine.initialize(_HOST, _NO_METADATA_SERVER, "tcp", _NO_DEVICE))
+        sizes = [cache.shape.layer_size_bytes] * len(cache.bases)
+        _succeeded("register", self._engine.batch_register_memory(list(cache.bases), sizes))
+
+    def address(self) -> PeerAddress:
+        return PeerAddress(f"{_HOST}:{self._engine.get_rpc_port()}", bases=self._cache.bases)
+
+    def read(self, peer: PeerAddress, loads: Sequence[PlannedLoad]) -> None:
+        engine, lists = self._engine, [self._lists(peer, load.local_ids, load.remote_ids) for load in loads]
+        self._move(engine.batch_transfer_sync_read, engine.batch_transfer_async_read, peer, lists)
+
+    def write(self, peer: PeerAddress, loads: Sequence[PlannedLoad]) -> None:
+        engine, lists = self._engine, [self._lists(peer, load.remote_ids, load.local_ids) for load in loads]
+        self._move(engine.batch_transfer_sync_write, engine.batch_transfer_async_write, peer, lists)
+
+    def _lists(self, peer: PeerAddress, own_ids: Sequence[int], peer_ids: Sequence[int]) -> tuple[list[int], ...]:
+        """Where the pieces are here, where they are there, and how long they are."""
+        own, there = block_rows(self._cache, self._cache.bases, own_ids), block_rows(self._cache, peer.bases, peer_ids)
+        return own[:, 0].tolist(), there[:, 0].tolist(), own[:, 1].tolist()
+
+    def _move(self, sync: Any, begin: Any, peer: PeerAddress, lists: Sequence[tuple[list[int], ...]]) -> None:
+        if len(lists) == 1:
+            _succeeded("transfer", sync(peer.agent, *lists[0]))
+        else:
+            batches = [begin(peer.agent, *each) for each in lists]
+            _succeeded("transfer", self._engine.get_batch_transfer_status(batches))
+
+
+class MooncakeProducer:
+    """Its tickets are none. It writes when asked, in a thread of its own; one reader asks."""
+
+    def __init__(self, engine: MooncakeEngine) -> None:
+        self._engine = engine
+        self._listener = Listener(family="AF_UNIX")
+        threading.Thread(target=self._answer, name="bench-mooncake", daemon=True).start()
+
+    async def address(self) -> PeerAddress:
+        return self._engine.address()._replace(metadata=str(self._listener.address).encode())
+
+    async def offer(self, loads: Sequence[PlannedLoad]) -> Sequence[Ticket]:
+        return ()
+
+    async def settle(self) -> None:
+        """Nobody tells the producer of a read."""
+
+    def _answer(self) -> None:
+        with contextlib.suppress(EOFError), self._listener.accept() as reader:
+            peer = reader.recv()
+            while True:
+                loads = reader.recv()
+                try:
+                    self._engine.write(peer, loads)
+                    reader.send("")
+                except RuntimeError as error:
+                    reader.send(str(error))
+
+
+class MooncakeReader:
+    """A way to load that reads."""
+
+    def __init__(self, engine: MooncakeEngine) -> None:
+        self._engine = engine
+        self._peer = PeerAddress()
+
+    async def connect(self, address: PeerAddress) -> None:
+        self._peer = address
+
+    def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
+        async def job() -> None:
+            self._engine.read(self._peer, loads)
+
+        return job
+
+
+class MooncakeAsker:
+    """A way to load that has the producer write."""
+
+    def __init__(self, engine: MooncakeEngine) -> None:
+        self._engine = engine
+        self._producer: Connection
+
+    async def connect(self, address: PeerAddress) -> None:
+        self._producer = Client(address.metadata.decode(), family="AF_UNIX")
+        self._producer.send(self._engine.address())
+
+    def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
+        async def job() -> None:
+            self._producer.send(loads)
+            if error := self._producer.recv():
+                raise RuntimeError(f"the producer's write: {error}")
+
+        return job
+
+
+def _succeeded(what: str, code: int) -> None:
+    if code != 0:
+        raise RuntimeError(f"Mooncake's engine: {what} ended with {code}")

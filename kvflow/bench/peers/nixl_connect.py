@@ -1,0 +1,96 @@
+"""Dynamo's `nixl_connect`, used as its pages show: a readable operation for each load, and a read of it.
+
+A descriptor is K or V of a block in one layer, as for everybody. The operations register their descriptors with NIXL
+and take that back, and look for their end every few milliseconds, which is how the library works. What the producer
+does to offer, and to describe what it offers, is not timed, as with kvflow's leases and tickets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from kvflow.bench.cache import CacheShape, PatternCache
+from kvflow.bench.loads import PeerAddress, PlannedLoad, Ticket
+from kvflow.bench.transfer.ranks import Job, Reader, together
+from kvflow.bench.transfer.raw import block_rows
+
+
+@contextlib.asynccontextmanager
+async def open_producer(shape: CacheShape) -> AsyncIterator[ConnectProducer]:
+    cache = PatternCache(shape)
+    cache.fill()
+    yield ConnectProducer(cache)
+
+
+@contextlib.asynccontextmanager
+async def open_reader(shape: CacheShape) -> AsyncIterator[Reader]:
+    cache = PatternCache(shape)
+    yield Reader(cache, ConnectWay(cache))
+
+
+class ConnectProducer:
+    """Its tickets are the operations' own descriptions of themselves."""
+
+    def __init__(self, cache: PatternCache) -> None:
+        nixl_connect = _library()
+        self._cache = cache
+        self._descriptor = nixl_connect.Descriptor
+        self._connector = nixl_connect.Connector()
+        self._readable: list[Any] = []
+
+    async def address(self) -> PeerAddress:
+        return PeerAddress()
+
+    async def offer(self, loads: Sequence[PlannedLoad]) -> list[Ticket]:
+        tickets: list[Ticket] = []
+        for load in loads:
+            operation = await self._connector.create_readable(
+                _descriptors(self._descriptor, self._cache, load.remote_ids)
+            )
+            self._readable.append(operation)
+            tickets.append(operation.metadata().model_dump())
+        return tickets
+
+    async def settle(self) -> None:
+        for operation in self._readable:
+            with operation:
+                await operation.wait_for_completion()
+        self._readable = []
+
+
+class ConnectWay:
+    def __init__(self, cache: PatternCache) -> None:
+        nixl_connect = _library()
+        self._cache = cache
+        self._descriptor = nixl_connect.Descriptor
+        self._connector = nixl_connect.Connector()
+        self._read_ticket = nixl_connect.RdmaMetadata.model_validate
+
+    async def connect(self, address: PeerAddress) -> None:
+        """Tickets say where to go."""
+
+    def prepare(self, loads: Sequence[PlannedLoad], tickets: Sequence[Ticket]) -> Job:
+        pairs = zip(loads, tickets, strict=True)
+        return together([partial(self._load, load.local_ids, ticket) for load, ticket in pairs])
+
+    async def _load(self, local_ids: Sequence[int], ticket: Ticket) -> None:
+        readable, local = self._read_ticket(ticket), _descriptors(self._descriptor, self._cache, local_ids)
+        with await self._connector.begin_read(readable, local) as operation:
+            await operation.wait_for_completion()
+
+
+def _library() -> Any:
+    """Where a rank starts: the import takes seconds."""
+    logging.getLogger("dynamo.nixl_connect").setLevel(logging.ERROR)  # it warns that there is no GPU
+    from dynamo import nixl_connect
+
+    return nixl_connect
+
+
+def _descriptors(descriptor: Any, cache: PatternCache, block_ids: Sequence[int]) -> list[Any]:
+    rows = block_rows(cache, cache.bases, block_ids).tolist()
+    return [descriptor((start, size, "cpu", None)) for start, size, _ in rows]

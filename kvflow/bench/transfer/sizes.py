@@ -1,0 +1,75 @@
+"""What loads move: sizes as words of the command line, and the blocks of a turn's loads. Pure.
+
+A word is `block`, a number of MB, or 64x1: 64 loads of 1 MB at once, which are timed as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvflow.bench.cache import CacheShape
+from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, scattered, share_out
+
+ONE_BLOCK = "one block"
+_TURN_BYTES = 128 * MIB
+_TURN_TIMES_MAX = 20
+
+
+class LoadSize(NamedTuple):
+    """What one load moves, how many a turn has, and how many of them run at once."""
+
+    label: str
+    blocks: int
+    loads_per_turn: int
+    at_once: int = 1
+
+    @property
+    def timed_blocks(self) -> int:
+        """What is timed as one."""
+        return self.blocks * self.at_once
+
+
+def parse_sizes(text: str, layers: int) -> tuple[LoadSize, ...]:
+    """Smallest first; small ones are loaded several times a turn. SettingsError if a word makes no sense."""
+    block_bytes = CacheShape(layers=layers, blocks=1).block_size_bytes
+    found = {_parse_size(word.strip(), block_bytes) for word in text.split(",")}
+    return tuple(sorted(found, key=lambda size: (size.timed_blocks, size.at_once)))
+
+
+def _parse_size(word: str, block_bytes: int) -> LoadSize:
+    count, several, rest = word.rpartition("x")
+    if several and not (count.isdecimal() and int(count)):
+        raise SettingsError(f"--sizes: expected a number of loads before 'x', got {word!r}")
+    at_once = int(count) if several else 1
+    blocks, label = (1, ONE_BLOCK) if rest == "block" else (_blocks_of(rest, block_bytes), f"{rest} MB")
+    label = f"{at_once} x {label}" if several else label
+    times = min(_TURN_TIMES_MAX, max(1, _TURN_BYTES // (at_once * blocks * block_bytes)))
+    return LoadSize(label, blocks, at_once * times, at_once)
+
+
+def _blocks_of(word: str, block_bytes: int) -> int:
+    try:
+        size_bytes = int(word) * MIB
+    except ValueError as error:
+        raise SettingsError(f"--sizes: expected 'block' or a number of MB, got {word!r}") from error
+    if size_bytes < block_bytes or size_bytes % block_bytes:
+        raise SettingsError(f"--sizes: {word} MB is no multiple of a block, which has {block_bytes} bytes")
+    return size_bytes // block_bytes
+
+
+def shape_for(sizes: Sequence[LoadSize], layers: int) -> CacheShape:
+    """One more block than any turn needs: the wake-up load has a block of its own."""
+    blocks = 1 + max(size.blocks * size.loads_per_turn for size in sizes)
+    return CacheShape(layers=layers, blocks=blocks).checked("--sizes")
+
+
+def loads_of_turn(size: LoadSize, turn: str, blocks: int) -> tuple[PlannedLoad, ...]:
+    """The loads of one turn, which share no block; the first is one block that wakes everybody up, untimed.
+
+    Equal arguments give equal loads, so the contenders of a round move the same blocks.
+    """
+    counts = [1] + [size.blocks] * size.loads_per_turn
+    name = f"{size.label} {turn}"
+    local_ids, remote_ids = (scattered(f"{name} {side}", blocks, sum(counts)) for side in ("local", "remote"))
+    return share_out(name, counts, local_ids, remote_ids)

@@ -1,0 +1,107 @@
+"""Which entries a store has, and who makes room for whom.
+
+Entries have an order: the one that was saved or restored longest ago is the first to go. One that is being read never
+goes. What is being written counts with its whole size from the beginning, and one that was replaced while somebody read
+it counts until nobody does; so what is on disk never exceeds the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class NoRoom(Exception):
+    """All that would have to go is being read or written."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A file of the store."""
+
+    name: str
+    """Of its key: see `entry.entry_name`."""
+    file: str
+    size_bytes: int
+    readers: int = 0
+    dropped: bool = False
+    """Whether it is no entry any more: its bytes count until nobody reads it."""
+
+
+class StoreIndex:
+    """The entries by name, the first to go first."""
+
+    def __init__(self, bytes_max: int, found: Iterable[Entry] = ()) -> None:
+        """`found` are those that are there already, the first to go first."""
+        self.bytes_max = bytes_max
+        self.used_bytes = 0
+        self._entries: dict[str, Entry] = {}
+        for entry in found:
+            self.commit(self.reserved(entry))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, name: str) -> Entry | None:
+        return self._entries.get(name)
+
+    def make_room(self, size_bytes: int) -> tuple[Entry, ...]:
+        """Reserve so many bytes; which entries have to go for that, and are none any more. Raises NoRoom."""
+        excess, victims = self.used_bytes + size_bytes - self.bytes_max, []
+        for entry in self._entries.values():
+            if excess <= 0:
+                break
+            if not entry.readers:
+                victims.append(entry)
+                excess -= entry.size_bytes
+        if excess > 0:
+            raise NoRoom(f"{size_bytes} bytes more, {self.used_bytes} of {self.bytes_max} are used")
+        for entry in victims:
+            self.drop(entry)
+        self.used_bytes += size_bytes
+        return tuple(victims)
+
+    def reserved(self, entry: Entry) -> Entry:
+        """Count a file that is there although nobody has reserved room for it."""
+        self.used_bytes += entry.size_bytes
+        return entry
+
+    def put_back(self, entry: Entry) -> None:
+        """An entry that had to go could not be removed: it is one again."""
+        entry.dropped = False
+        self.commit(self.reserved(entry))
+
+    def give_back(self, size_bytes: int) -> None:
+        """What was reserved is not needed."""
+        self.used_bytes -= size_bytes
+
+    def commit(self, entry: Entry) -> Entry | None:
+        """An entry is complete, in room that was reserved. The one that it replaces, if there is one, is dropped."""
+        before = self._entries.get(entry.name)
+        if before is not None:
+            self.drop(before)
+        self._entries[entry.name] = entry
+        return before
+
+    def drop(self, entry: Entry) -> None:
+        """It is no entry any more. Doing so twice is fine."""
+        if entry.dropped:
+            return
+        entry.dropped = True
+        del self._entries[entry.name]
+        if not entry.readers:
+            self.used_bytes -= entry.size_bytes
+
+    def begin_read(self, entry: Entry) -> None:
+        """It does not go while somebody reads it."""
+        entry.readers += 1
+
+    def end_read(self, entry: Entry) -> None:
+        entry.readers -= 1
+        if entry.dropped and not entry.readers:
+            self.used_bytes -= entry.size_bytes
+
+    def touch(self, entry: Entry) -> None:
+        """It was restored: all others go before it."""
+        if not entry.dropped:
+            self._entries[entry.name] = self._entries.pop(entry.name)

@@ -1,0 +1,68 @@
+"""Where in an entry's file blocks lie: set of layers after set, region after region, block after block, without gaps.
+
+To the planner a file is the other side of a read: its regions begin at offsets, and its device is the open file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from kvflow.core.cache.regions import Device, Regions
+from kvflow.core.plan.block_map import RegionMap
+from kvflow.core.plan.descriptors import BlockIds, Chunks, Descriptors, cut_slices, plan_read
+
+FILE = "file"
+"""The kind of device that a file is; its number is the file's descriptor."""
+_PLANNED_AT_ONCE = 1 << 13  # descriptors
+
+
+def data_bytes(sets: Sequence[tuple[int, Regions]], counts: Sequence[int]) -> int:
+    """How many bytes so many blocks of each group take. `sets` are regions, and whose group they are of."""
+    return sum(len(regions) * regions.block_size_bytes * counts[group] for group, regions in sets)
+
+
+def plan_file(
+    sets: Sequence[tuple[int, Regions]],
+    tables: Sequence[BlockIds],
+    *,
+    fd: int,
+    start: int,
+    bytes_max: int,
+    descriptors_max: int,
+) -> Iterator[Descriptors]:
+    """Slices that move blocks between the cache and an open file whose blocks begin at `start`, in the file's order."""
+    for group, regions in sets:
+        ids = tables[group]
+        count, block_bytes = len(ids), regions.block_size_bytes
+        if not count:
+            continue
+        chunks = Chunks(ids, None, np.arange(count, dtype=np.int64), None, regions.block.tokens)
+        most = max(min(_PLANNED_AT_ONCE // count, bytes_max // (count * block_bytes)), 1)
+        for first, last in _alike(regions, most):
+            places = start + np.arange(last - first, dtype=np.int64) * count * block_bytes
+            pairs = RegionMap(
+                local_bases=regions.bases[first:last].astype(np.int64),
+                remote_bases=places,
+                local_stride=int(regions.strides[first]),
+                remote_stride=block_bytes,
+                local_step=0,
+                remote_step=0,
+                local_offsets=np.zeros(1, dtype=np.int64),
+                remote_offsets=np.zeros(1, dtype=np.int64),
+                piece_size=block_bytes,
+                local_device=regions.device,
+                remote_device=Device(FILE, fd),
+            )
+            yield from cut_slices(plan_read([pairs], chunks), bytes_max=bytes_max, descriptors_max=descriptors_max)
+            start += (last - first) * count * block_bytes
+
+
+def _alike(regions: Regions, most: int) -> Iterator[tuple[int, int]]:
+    """Regions in a row whose blocks lie equally far apart, at most so many."""
+    first = 0
+    for at in range(1, len(regions) + 1):
+        if at == len(regions) or at - first == most or regions.strides[at] != regions.strides[first]:
+            yield first, at
+            first = at

@@ -1,0 +1,158 @@
+"""The store's files, by the system's calls: everything here runs on the store's thread, and may raise OSError.
+
+A file is written under a name that ends in `.part`: blocks, then the header, then both are synced, and only then it
+gets its name, and that is synced, too. A crash leaves a `.part`, which the next one to open the directory removes, or a
+whole entry. A directory has one owner, who holds a lock on it for as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from collections.abc import Sequence
+
+from kvflow.core.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
+from kvflow.core.storage.index import Entry
+from kvflow.transport.files import Mover
+
+_LOCK = "lock"
+_NAME = re.compile(r"([0-9a-f]{40})-[0-9a-f]{16}")
+_PART = ".part"
+
+
+class InUse(Exception):
+    """Somebody else has locked the directory."""
+
+
+class Directory:
+    """Where a store's files are."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._lock = -1
+
+    def open(self) -> list[Entry]:
+        """Lock it, remove what a crash has left, and find the entries, the first to go first. Raises InUse."""
+        os.makedirs(self.path, exist_ok=True)
+        self._lock = os.open(self._at(_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise InUse(self.path) from None
+        found: dict[str, tuple[int, Entry]] = {}
+        for item in sorted(os.scandir(self.path), key=lambda item: item.name):
+            match = _NAME.fullmatch(item.name.removesuffix(_PART))
+            if match is None or not item.is_file(follow_symlinks=False):
+                continue  # not ours
+            facts, before = item.stat(follow_symlinks=False), found.get(match[1])
+            if item.name.endswith(_PART):
+                self.remove(item.name)
+            elif before is not None and before[0] > facts.st_mtime_ns:
+                self.remove(item.name)  # replaced, and a crash came before it was removed
+            else:
+                if before is not None:
+                    self.remove(before[1].file)
+                found[match[1]] = facts.st_mtime_ns, Entry(match[1], item.name, facts.st_size)
+        return [entry for _, entry in sorted(found.values(), key=lambda pair: pair[0])]
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def remove(self, file: str) -> None:
+        """Remove a file, which may be gone already."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._at(file))
+
+    def rename(self, file: str) -> None:
+        """Give a file that was written its name, for good."""
+        os.rename(self._at(file + _PART), self._at(file))
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def create(self, file: str, size_bytes: int) -> int:
+        """A new file, with all the room that it will take."""
+        fd = os.open(self._at(file + _PART), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except BaseException:
+            os.close(fd)
+            self.remove(file + _PART)
+            raise
+        return fd
+
+    def open_file(self, file: str) -> int:
+        return os.open(self._at(file), os.O_RDONLY | os.O_CLOEXEC)
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+
+class EntryFile:
+    """One file that is written or read, and what is to become of it."""
+
+    def __init__(self, directory: Directory, entry: Entry, mover: Mover) -> None:
+        self.entry = entry
+        self.fd = -1
+        self.complete = False
+        """Whether it has its name."""
+        self.remove = False
+        """Whether it is to be removed."""
+        self.restored = False
+        """Whether it was read, and so is the last to go."""
+        self._directory = directory
+        self._mover = mover
+        self._written = False
+
+    def create(self, victims: Sequence[str]) -> None:
+        """Remove others, which makes room, then make it."""
+        for file in victims:
+            self._directory.remove(file)
+        self.fd = self._directory.create(self.entry.file, self.entry.size_bytes)
+        self._written = True
+        self._mover.opened(self.fd, self.entry.size_bytes)
+
+    def commit(self, header: EntryHeader) -> None:
+        """All its blocks are there: make it an entry."""
+        start = encode(header)
+        if os.pwrite(self.fd, start, 0) != len(start):
+            raise OSError("the header was not written whole")
+        os.fsync(self.fd)
+        self._directory.rename(self.entry.file)
+        self.complete = True
+
+    def open(self) -> EntryHeader:
+        """Open it and look at its header. Raises NotAnEntry, FileNotFoundError."""
+        self.fd = self._directory.open_file(self.entry.file)
+        size_bytes = os.fstat(self.fd).st_size
+        start = os.pread(self.fd, START_BYTES, 0)
+        length = header_bytes(start)
+        if length > len(start):
+            start += os.pread(self.fd, length - len(start), len(start))
+        header = decode(start, size_bytes)
+        if size_bytes != self.entry.size_bytes:
+            raise NotAnEntry(f"it has {size_bytes} bytes, it had {self.entry.size_bytes}")
+        self._mover.opened(self.fd, size_bytes)
+        return header
+
+    def put_away(self) -> None:
+        """Close it; remove it, or what there is of it, if it is to be removed or was not completed. Never raises."""
+        with contextlib.suppress(OSError):
+            if self.fd >= 0:
+                self._mover.closing(self.fd)
+                if self.restored:
+                    os.utime(self.fd)
+                os.close(self.fd)
+                self.fd = -1
+            if self._written and not self.complete:
+                self._directory.remove(self.entry.file + _PART)
+            elif self.remove:
+                self._directory.remove(self.entry.file)

@@ -1,0 +1,108 @@
+"""Saving and restoring as their caller sees them: requests, reports, and the counts of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvflow import checks
+from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
+from kvflow.core.storage.entry import checked_key
+from kvflow.errors import RequestError
+from kvflow.limits import Limits
+
+PHASES = ("check", "queued", "move", "sync")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """Save `block_ids`, in prompt order, which hold `num_tokens` tokens, under `key`.
+
+    The key is bytes or text, 1 to 256 bytes, such as a digest of the prompt: the store believes that equal keys are of
+    equal blocks. What it had under the key before is replaced. For a cache of several groups `block_ids` are a list for
+    each, in order, or by the groups' names. `deadline_s` defaults to Config.load_deadline_s; where saves, restores and
+    loads wait for each other, a smaller `priority` goes first.
+    """
+
+    request_id: str
+    key: bytes | str
+    block_ids: GivenBlockIds
+    num_tokens: int
+    deadline_s: float | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreRequest:
+    """Fill `block_ids`, in prompt order, with what was saved under `key`: as many blocks, of as many tokens.
+
+    See `SaveRequest`.
+    """
+
+    request_id: str
+    key: bytes | str
+    block_ids: GivenBlockIds
+    num_tokens: int
+    deadline_s: float | None = None
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveReport:
+    """What one save did. `seconds` has an entry for each of: check, queued, move, sync."""
+
+    request_id: str
+    bytes: int
+    """Of the file."""
+    blocks: int
+    tokens: int
+    evicted: int
+    """How many entries made room for it."""
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreReport:
+    """What one restore did. `seconds` has an entry for each of: check, queued, move, sync."""
+
+    request_id: str
+    bytes: int
+    blocks: int
+    tokens: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStatistics:
+    """What the store has now, and what it has done since the cache was registered."""
+
+    entries: int
+    bytes: int
+    """Of all files, what is being written and what is still read included."""
+    bytes_max: int
+    open_requests: int
+    """Saves and restores under way, and those that have ended and whose files are not put away yet."""
+    quarantines: int
+    saved: int
+    restored: int
+    missed: int
+    """Restores of what is not stored."""
+    damaged: int
+    """Restores that have found a torn file, or other bytes than were saved."""
+    evicted: int
+    failed: int
+    """Saves and restores that have ended otherwise, cancelled ones included."""
+
+
+def checked(given: SaveRequest | RestoreRequest, limits: Limits) -> tuple[SaveRequest, bytes]:
+    """The request with its numbers and texts as Python's own, and its key as bytes. RequestError."""
+    request_id = checks.request_id(given.request_id, limits.request_id_chars_max)
+    try:
+        key = checked_key(given.key, "key")
+        count_block_ids(given.block_ids, limits.block_ids_max)
+        num_tokens = checks.whole(given.num_tokens, "num_tokens", least=1)
+        deadline_s = None if given.deadline_s is None else checks.seconds(given.deadline_s, "deadline_s")
+        priority = checks.whole(given.priority, "priority")
+    except RequestError as error:
+        raise RequestError(f"request {request_id!r}: {error}") from error
+    return SaveRequest(request_id, key, given.block_ids, num_tokens, deadline_s, priority), key

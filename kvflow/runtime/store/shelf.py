@@ -1,0 +1,53 @@
+"""The files of one rank: their directory, which there are and how much room they take, and the thread they are on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvflow.config import Config
+from kvflow.core.storage.index import Entry, StoreIndex
+from kvflow.errors import ConfigError
+from kvflow.runtime.store.disk import Directory, InUse
+from kvflow.transport.files import Files
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """What a store's files are on."""
+
+    directory: Directory
+    index: StoreIndex
+    files: Files
+
+
+async def open_shelf(config: Config, files: Files) -> Shelf:
+    """Start the thread, and find what is there. Raises ConfigError; cancelling leaves nothing open."""
+    assert config.store_dir is not None, "Config names a store"
+    path = os.path.join(os.fspath(config.store_dir), f"dp{config.dp_rank}-pp{config.pp_rank}-tp{config.tp_rank}")
+    directory = Directory(path)
+    try:
+        await files.open()
+        found = await files.call(directory.open)
+        index = StoreIndex(config.store_bytes_max, found)
+        victims = index.make_room(0)  # the bound may have been larger
+        await files.call(_removing(directory, victims))
+    except InUse:
+        files.abandon(directory.close, 0.0)
+        raise ConfigError(f"store_dir: {path!r} is in use by another runtime, here or in another process") from None
+    except OSError as error:
+        files.abandon(directory.close, 0.0)
+        raise ConfigError(f"store_dir: {path!r} cannot be used: {error}") from error
+    except BaseException:
+        files.abandon(directory.close, 0.0)
+        raise
+    return Shelf(directory, index, files)
+
+
+def _removing(directory: Directory, entries: tuple[Entry, ...]) -> Callable[[], None]:
+    def remove() -> None:
+        for entry in entries:
+            directory.remove(entry.file)
+
+    return remove

@@ -1,0 +1,509 @@
+"""The store's verbs: blocks into a file and back, each one way, under one deadline, with one end.
+
+A save leases its blocks, takes their digests, makes room, moves them, and makes the file an entry. A restore claims its
+blocks as a load does, moves what the file holds into them, and is good only if their digests are those that were saved:
+so bytes that were changed anywhere between the two, on disk or on the way, are never reported as good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from kvflow import checks
+from kvflow.core.cache.groups import GroupFacts, LayerSet
+from kvflow.core.cache.regions import Regions, map_spans
+from kvflow.core.plan.descriptors import BlockIds
+from kvflow.core.protocol.freshness import HOST
+from kvflow.core.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
+from kvflow.core.storage.index import Entry, NoRoom
+from kvflow.core.storage.placing import data_bytes, plan_file
+from kvflow.errors import (
+    CacheUnregistered,
+    ConfigError,
+    DeadlineExceeded,
+    EntryDamaged,
+    KVFlowError,
+    NotStored,
+    Overloaded,
+    RequestError,
+    RuntimeBroken,
+    RuntimeClosed,
+    StorageFailed,
+    StoreFull,
+)
+from kvflow.runtime.consumer.flight import Gear
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
+from kvflow.runtime.peers.peer import LocalRank
+from kvflow.runtime.store.disk import EntryFile
+from kvflow.runtime.store.requests import (
+    PHASES,
+    RestoreReport,
+    RestoreRequest,
+    SaveReport,
+    SaveRequest,
+    StoreStatistics,
+    checked,
+)
+from kvflow.runtime.store.shelf import Shelf, open_shelf
+from kvflow.runtime.store.transit import MoveGear, Transit
+from kvflow.transport.base import TransportError
+from kvflow.transport.files import Direction, Files
+
+logger = logging.getLogger(__name__)
+
+ReportT = TypeVar("ReportT", SaveReport, RestoreReport)
+
+_THREADS = 2  # that compute digests, as for loads that are verified
+_RANDOM_BYTES = 8
+
+
+class StoredCache(NamedTuple):
+    """The cache whose blocks are saved: its own memory, also where peers read host buffers."""
+
+    sets: Sequence[tuple[int, Regions]]
+    """Of each set of layers its group and its regions."""
+    groups: Sequence[GroupFacts]
+    fingerprint: bytes
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A save or restore under way."""
+
+    request: SaveRequest
+    key: bytes
+    tables: Sequence[BlockIds]
+    transit: Transit
+    timeout: asyncio.Timeout
+    over: asyncio.Future[None]
+    """Done when its file is put away and its blocks are given back."""
+    phase: str = PHASES[0]
+    since_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    timed: bool = False
+    """Whether its time runs: it has begun, and has no outcome yet."""
+    reserved: Entry | None = None
+    """The entry that it writes; its room is reserved."""
+    read: Entry | None = None
+    """The entry that it reads."""
+    file: EntryFile | None = None
+
+    def enter(self, phase: str, now_s: float) -> None:
+        self.seconds[self.phase] += now_s - self.since_s
+        self.phase, self.since_s = phase, now_s
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.tables))
+
+
+class BlockStore:
+    """All saves and restores of one registration."""
+
+    def __init__(self, context: RankContext, gear: Gear, shelf: Shelf, cache: StoredCache) -> None:
+        self._config = context.config
+        self._now_s = context.clock.now_s
+        self._token_hex = context.token_hex
+        self._gear = gear
+        self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
+        self._cache = cache
+        self._moves = MoveGear(gear.ledger, gear.queue, shelf.files, context.clock.now_s, gear.reads_max)
+        self._jobs: dict[_Job, None] = {}
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._closed = self._unregistered = False
+        self._counts = dict.fromkeys(("saved", "restored", "missed", "damaged", "evicted", "failed"), 0)
+
+    @property
+    def statistics(self) -> StoreStatistics:
+        return StoreStatistics(
+            entries=len(self._index),
+            bytes=self._index.used_bytes,
+            bytes_max=self._index.bytes_max,
+            open_requests=len(self._jobs),
+            quarantines=len(self.quarantines),
+            **self._counts,
+        )
+
+    @property
+    def open_requests(self) -> list[str]:
+        return [job.request.request_id for job in self._jobs]
+
+    @property
+    def quarantines(self) -> tuple[Transit, ...]:
+        """Restores that have ended and whose blocks are not safe yet."""
+        return tuple(job.transit for job in self._jobs if job.transit.quarantined)
+
+    def has(self, key: object) -> bool:
+        """See `Runtime.is_stored`."""
+        return self._index.find(entry_name(self._cache.fingerprint, checked_key(key, "key"))) is not None
+
+    async def save(self, request: SaveRequest) -> SaveReport:
+        """See `Runtime.save_blocks`."""
+        given = checks.instance(request, SaveRequest, "save_blocks")
+        return await self._carry_out(self._accept(given, Direction.SAVE), self._save)
+
+    async def restore(self, request: RestoreRequest) -> RestoreReport:
+        """See `Runtime.restore_blocks`."""
+        given = checks.instance(request, RestoreRequest, "restore_blocks")
+        return await self._carry_out(self._accept(given, Direction.RESTORE), self._restore)
+
+    def close(self, *, unregistered: bool = False) -> None:
+        """Make everything under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
+        self._closed, self._unregistered = True, self._unregistered or unregistered
+        now_s = asyncio.get_running_loop().time()
+        for job in self._jobs:
+            if job.timed and not job.timeout.expired():
+                job.timeout.reschedule(now_s)
+
+    async def drained(self) -> None:
+        """Wait until nothing is under way and no block is quarantined."""
+        await self._quiet.wait()
+
+    async def aclose(self, timeout_s: float) -> str:
+        """End the thread, once no move is under way; what went wrong, or ""."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._files.aclose(self._put_all_away)
+        except TimeoutError:
+            return self._never_known(
+                f"{self._files.moves_under_way} moves of the store have not stopped within {timeout_s} s"
+            )
+        if self._files.cause is not None:
+            self._directory.close()
+            return self._never_known(f"the store's thread has died: {self._files.cause}")
+        for job in list(self._jobs):
+            job.transit.all_stopped()
+            self._over(job)
+        return ""
+
+    def _never_known(self, problem: str) -> str:
+        """Nobody will tell when bytes have stopped."""
+        for job in self._jobs:
+            job.transit.never_known(RuntimeBroken(problem))
+        return problem
+
+    def abandon(self, wait_s: float) -> None:
+        """Shut down without the loop, which is gone."""
+        self._files.abandon(self._put_all_away, wait_s)
+
+    def _put_all_away(self) -> None:
+        """On the thread, at its end."""
+        for job in list(self._jobs):
+            if job.file is not None:
+                job.file.put_away()
+        self._directory.close()
+
+    # --- one save or restore
+
+    def _accept(self, request: SaveRequest | RestoreRequest, direction: Direction) -> _Job:
+        """Check all that can be judged without a file, and claim the blocks: from here on it is under way."""
+        given, key = checked(request, self._config.limits)
+        what = f"request {given.request_id!r}"
+        tables, entries = self._gear.ledger.find(given.block_ids, f"{what}: block_ids")
+        for group, ids in zip(self._cache.groups, tables, strict=True):
+            needed = -(-given.num_tokens // group.block_size)
+            if len(ids) > needed or (group.whole and len(ids) < needed):
+                raise RequestError(
+                    f"{what}: {len(ids)} blocks of {group.block_size} tokens in group {group.name!r}, "
+                    f"num_tokens {given.num_tokens} take {needed}"
+                )
+        if not len(entries):
+            raise RequestError(f"{what}: there are no blocks to {direction}")
+        if len(self._jobs) >= self._config.loads_waiting_max:
+            full = f"{what}: {len(self._jobs)} saves and restores are under way (loads_waiting_max)"
+            raise Overloaded(full, request_id=given.request_id, peer=self._directory.path)
+        loop = asyncio.get_running_loop()
+        deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
+        over: asyncio.Future[None] = loop.create_future()
+        later: list[_Job] = []
+        transit = Transit(given.request_id, tables, entries, direction, self._moves, lambda: self._put_away(later[0]))
+        job = _Job(given, key, tables, transit, asyncio.timeout_at(loop.time() + deadline_s), over)
+        later.append(job)
+        job.since_s = self._now_s()
+        self._jobs[job] = None
+        self._quiet.clear()
+        return job
+
+    async def _carry_out(self, job: _Job, work: Callable[[_Job], Awaitable[ReportT]]) -> ReportT:
+        """From the first step to the outcome: the one place where a save or a restore ends."""
+        succeeded = False
+        try:
+            report = await self._within(job, work)
+            job.transit.land()
+            succeeded = True
+        except KVFlowError as error:
+            await self._end(job)
+            logger.info("%s %s failed in phase %s: %s", job.transit.direction, job.request.request_id, job.phase, error)
+            error.quarantine = job.transit if job.transit.quarantined else None
+            raise
+        finally:
+            await self._end(job)
+            if not succeeded:
+                self._counts["failed"] += 1
+        self._counts["saved" if job.transit.direction is Direction.SAVE else "restored"] += 1
+        return report
+
+    async def _within(self, job: _Job, work: Callable[[_Job], Awaitable[ReportT]]) -> ReportT:
+        """Its work, within its deadline, and its errors as the caller knows them."""
+        request_id, path = job.request.request_id, self._directory.path
+        what = f"request {request_id!r}: {job.transit.direction} in {path!r}"
+        try:
+            async with job.timeout:
+                job.timed = True
+                try:
+                    if self._closed:
+                        raise self._closed_error(job)
+                    return await work(job)
+                finally:
+                    job.timed = False
+        except OSError as error:  # a TimeoutError among them
+            if job.timeout.expired() and self._closed:
+                raise self._closed_error(job) from None
+            if job.timeout.expired():
+                late = f"{what}: deadline exceeded in phase {job.phase!r}"
+                raise DeadlineExceeded(late, request_id=request_id, peer=path, phase=job.phase) from None
+            raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
+        except TransportError as error:
+            raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
+
+    async def _save(self, job: _Job) -> SaveReport:
+        header = EntryHeader(
+            fingerprint=self._cache.fingerprint,
+            key=job.key,
+            num_tokens=job.request.num_tokens,
+            block_counts=job.counts,
+            data_bytes=data_bytes(self._cache.sets, job.counts),
+            digests=b"",
+        )
+        what = f"request {job.request.request_id!r}"
+        most = self._index.bytes_max
+        if header.file_bytes > most:
+            raise RequestError(f"{what}: it takes {header.file_bytes} bytes, store_bytes_max is {most}")
+        digests = await self._digests(job)
+        header = EntryHeader(
+            **{name: getattr(header, name) for name in header.__struct_fields__} | {"digests": digests}
+        )
+        victims = self._make_room(job, header)
+        assert job.file is not None, "made with its room"
+        try:
+            await self._files.call(partial(job.file.create, [entry.file for entry in victims]))
+        except OSError:
+            for entry in victims:  # whichever of them are gone are found to be when they are restored
+                self._index.put_back(entry)
+            raise
+        await self._move(job, header.data_start)
+        job.enter("sync", self._now_s())
+        await self._files.call(partial(job.file.commit, header))
+        self._committed(job)
+        job.enter("sync", self._now_s())
+        return SaveReport(
+            request_id=job.request.request_id,
+            bytes=header.file_bytes,
+            blocks=sum(job.counts),
+            tokens=job.request.num_tokens,
+            evicted=len(victims),
+            seconds=job.seconds,
+        )
+
+    def _make_room(self, job: _Job, header: EntryHeader) -> Sequence[Entry]:
+        """Reserve what the file takes; who has to go for that."""
+        what, size_bytes = f"request {job.request.request_id!r}", header.file_bytes
+        try:
+            victims = self._index.make_room(size_bytes)
+        except NoRoom as full:
+            text = f"{what}: {full}; all entries that are left are being read or written"
+            raise StoreFull(text, request_id=job.request.request_id) from None
+        name = entry_name(self._cache.fingerprint, job.key)
+        job.reserved = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", size_bytes)
+        job.file = EntryFile(self._directory, job.reserved, self._files.mover)
+        self._counts["evicted"] += len(victims)
+        return victims
+
+    async def _restore(self, job: _Job) -> RestoreReport:
+        request_id = job.request.request_id
+        entry = self._index.find(entry_name(self._cache.fingerprint, job.key))
+        if entry is None:
+            self._counts["missed"] += 1
+            raise NotStored(f"request {request_id!r}: nothing is stored under its key", request_id=request_id)
+        self._index.begin_read(entry)
+        job.read, job.file = entry, EntryFile(self._directory, entry, self._files.mover)
+        try:
+            header = await self._files.call(job.file.open)
+        except FileNotFoundError:
+            self._index.drop(entry)
+            self._counts["missed"] += 1
+            raise NotStored(f"request {request_id!r}: its file was removed", request_id=request_id) from None
+        except NotAnEntry as error:
+            raise self._damaged(job, str(error)) from error
+        self._judge(job, header)
+        await self._move(job, header.data_start)
+        job.enter("check", self._now_s())
+        if await self._digests(job) != header.digests:
+            raise self._damaged(job, "its blocks are not those that were saved")
+        job.enter("sync", self._now_s())
+        job.file.restored = True
+        self._index.touch(entry)
+        return RestoreReport(
+            request_id=request_id,
+            bytes=job.transit.size_bytes,
+            blocks=sum(job.counts),
+            tokens=job.request.num_tokens,
+            seconds=job.seconds,
+        )
+
+    def _judge(self, job: _Job, header: EntryHeader) -> None:
+        """Whether a file's header is of the entry that was looked for, and of what was asked for."""
+        expected = self._cache.fingerprint, job.key, data_bytes(self._cache.sets, header.block_counts)
+        if (header.fingerprint, header.key, header.data_bytes) != expected:
+            raise self._damaged(job, "it is of another cache, or of another key")
+        ours, theirs = (job.request.num_tokens, job.counts), (header.num_tokens, header.block_counts)
+        if ours != theirs:
+            what = f"request {job.request.request_id!r}: num_tokens and blocks of each group"
+            raise RequestError(
+                f"{what}: asked for {ours[0]} and {list(ours[1])}, saved {theirs[0]} and {list(theirs[1])}"
+            )
+
+    def _damaged(self, job: _Job, why: str) -> EntryDamaged:
+        """The entry is none any more, and its file is removed."""
+        assert job.read is not None, "it is read"
+        assert job.file is not None, "it is read"
+        self._counts["damaged"] += 1
+        self._index.drop(job.read)
+        job.file.remove = True
+        path, request_id = f"{self._directory.path}/{job.read.file}", job.request.request_id
+        logger.warning("request %s: removing the damaged file %s: %s", request_id, path, why)
+        return EntryDamaged(f"request {request_id!r}: the file {path!r} is damaged: {why}", request_id=request_id)
+
+    async def _move(self, job: _Job, start: int) -> None:
+        job.enter("move", self._now_s())
+        assert job.file is not None, "it is open"
+        limits = self._config.limits
+        slices = plan_file(
+            self._cache.sets,
+            job.tables,
+            fd=job.file.fd,
+            start=start,
+            bytes_max=limits.slice_bytes_max,
+            descriptors_max=limits.slice_descriptors_max,
+        )
+        await job.transit.run(slices, job.request.priority)
+        queued_s = job.transit.queued_s
+        job.seconds["queued"] += queued_s
+        job.seconds["move"] -= queued_s
+
+    async def _digests(self, job: _Job) -> bytes:
+        """Of every byte of its blocks, wherever they are in the prompt."""
+        asked = []
+        for at, (group, regions) in enumerate(self._cache.sets):
+            ids, size = job.tables[group], self._cache.groups[group].block_size
+            if len(ids):
+                layers = range(len(regions) // len(regions.parts))
+                blocks = TokenBlocks(ids, size, 0, len(ids) * size)
+                asked.append(Digesting(at, layers, HeadSpan(0, regions.block.heads, 0), blocks))
+        found = await self._gear.digests.own.digests(self._gear.digests.run, asked, threads=_THREADS)
+        return np.array(found, dtype="<u8").tobytes()
+
+    # --- its end
+
+    async def _end(self, job: _Job) -> None:
+        """Wait until its moves have stopped and its file is put away, or for `cancel_grace_s`; then quarantine.
+
+        Holds a cancellation back until then, as a load's flight does.
+        """
+        job.transit.abandon()
+        loop, cancelled = asyncio.get_running_loop(), False
+        deadline_s = loop.time() + self._config.cancel_grace_s
+        while not job.over.done() and (left_s := deadline_s - loop.time()) > 0:
+            try:
+                await asyncio.wait([job.over], timeout=left_s)
+            except asyncio.CancelledError:
+                cancelled = True
+        job.transit.quarantine()
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def _put_away(self, job: _Job) -> None:
+        """Its blocks are safe: put its file away, after what the thread may still do to it."""
+        if job.file is None:
+            self._over(job)
+            return
+        try:
+            self._files.submit(job.file.put_away, partial(self._over, job))
+        except KVFlowError:  # the thread has ended, and so has nothing to put away
+            self._over(job)
+
+    def _over(self, job: _Job) -> None:
+        """The thread does nothing for it any more: what came of its file counts."""
+        if job not in self._jobs:
+            return
+        del self._jobs[job]
+        if job.file is not None and job.file.complete:
+            self._committed(job)
+        elif job.reserved is not None:
+            self._index.give_back(job.reserved.size_bytes)
+        if job.read is not None:
+            self._index.end_read(job.read)
+        job.over.set_result(None)
+        if not self._jobs:
+            self._quiet.set()
+
+    def _committed(self, job: _Job) -> None:
+        """Its file has its name: from now on it is an entry."""
+        entry, job.reserved = job.reserved, None
+        replaced = None if entry is None else self._index.commit(entry)
+        if replaced is not None:
+            self._remove(replaced)
+
+    def _remove(self, entry: Entry) -> None:
+        def remove() -> None:
+            try:
+                self._directory.remove(entry.file)
+            except OSError as error:
+                logger.warning("store %s: cannot remove %s: %s", self._directory.path, entry.file, error)
+
+        try:
+            self._files.submit(remove, lambda: None)
+        except KVFlowError:
+            logger.info("store %s: %s is removed when it is opened again", self._directory.path, entry.file)
+
+    def _closed_error(self, job: _Job) -> KVFlowError:
+        what = f"request {job.request.request_id!r}"
+        if self._unregistered:
+            return CacheUnregistered(f"{what}: the cache was unregistered in phase {job.phase!r}")
+        return RuntimeClosed(f"{what}: the runtime was closed, or had drained, in phase {job.phase!r}")
+
+
+async def open_store(
+    context: RankContext, gear: Gear, own: Sequence[LayerSet], local: LocalRank, files: Files
+) -> BlockStore:
+    """The store of a cache that is being registered, whose sets of layers are `own`. Cancelling leaves nothing open.
+
+    Raises ConfigError, TransportError.
+    """
+    sets = [(one.group, one.regions) for one in own]
+    device = sets[0][1].device
+    if device != HOST:
+        raise ConfigError(f"store_dir: blocks are saved from host memory only, the cache is on {device.kind!r}")
+    if problem := gear.digests.own.problem:
+        raise ConfigError(f"store_dir: blocks cannot be saved without digests: {problem}")
+    shapes = [(group, len(regions), regions.parts, tuple(regions.block)) for group, regions in sets]
+    fingerprint = fingerprint_of([local.compatibility, local.cache_shares, local.groups, shapes])
+    shelf = await open_shelf(context.config, files)
+    layers = [layer for one in own for layer in one.caches.items()]
+    try:
+        await files.call(lambda: files.mover.register(map_spans(layers), layers))
+    except BaseException:
+        files.abandon(shelf.directory.close, 0.0)
+        raise
+    count, used = len(shelf.index), shelf.index.used_bytes
+    logger.info("store %s: %s entries, %s bytes of %s", shelf.directory.path, count, used, shelf.index.bytes_max)
+    return BlockStore(context, gear, shelf, StoredCache(sets, local.groups, fingerprint))

@@ -1,0 +1,132 @@
+"""Room and eviction: the bound always holds, who was used last goes last, and nobody goes while it is read."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvflow.core.storage.index import Entry, NoRoom, StoreIndex
+from tests.budgets import examples
+
+BOUND = 100
+
+
+def entry(name: str, size_bytes: int = 30) -> Entry:
+    return Entry(name, f"{name}-file", size_bytes)
+
+
+def saved(index: StoreIndex, *entries: Entry) -> list[str]:
+    """Save them in turn; whose room was needed."""
+    gone = []
+    for one in entries:
+        gone += [victim.name for victim in index.make_room(one.size_bytes)]
+        index.commit(one)
+    return gone
+
+
+def test_who_was_not_used_for_longest_goes_first() -> None:
+    index = StoreIndex(BOUND)
+    a, b, c = entry("a"), entry("b"), entry("c")
+    assert saved(index, a, b, c) == []
+    index.touch(a)
+    assert saved(index, entry("d")) == ["b"]
+    assert saved(index, entry("e", 60)) == ["c", "a"]
+    assert (len(index), index.used_bytes) == (2, 90)
+
+
+def test_what_is_read_stays_and_the_next_one_goes() -> None:
+    index = StoreIndex(BOUND)
+    a, b = entry("a"), entry("b")
+    saved(index, a, b, entry("c"))
+    index.begin_read(a)
+    assert saved(index, entry("d")) == ["b"]
+    with pytest.raises(NoRoom, match="80 bytes more, 90 of 100 are used"):
+        index.make_room(80)
+    assert len(index) == 3, "nobody has gone for what does not fit"
+    index.end_read(a)
+    assert saved(index, entry("e", 80)) == ["a", "c", "d"]
+
+
+def test_what_was_replaced_counts_until_nobody_reads_it() -> None:
+    index = StoreIndex(BOUND)
+    old, new = entry("a"), entry("a")
+    saved(index, old)
+    index.begin_read(old)
+    saved(index, new)
+    assert (index.find("a"), index.used_bytes) == (new, 60)
+    index.touch(old)
+    index.end_read(old)
+    assert (len(index), index.used_bytes) == (1, 30)
+    index.drop(old)
+    index.drop(new)
+    index.drop(new)
+    assert (len(index), index.used_bytes) == (0, 0)
+
+
+def test_what_was_found_counts_and_makes_room_for_a_smaller_bound() -> None:
+    index = StoreIndex(BOUND, [entry("a", 50), entry("b", 50), entry("c", 50)])
+    assert index.used_bytes == 150
+    assert [one.name for one in index.make_room(0)] == ["a"]
+    index.put_back(entry("a", 50))
+    assert [one.name for one in index.make_room(10)] == ["b", "c"]
+
+
+class Index(RuleBasedStateMachine):
+    """Against what is on disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = StoreIndex(BOUND)
+        self.disk: set[Entry] = set()
+        self.writing: list[Entry] = []
+        self.reading: list[Entry] = []
+
+    @rule(name=st.sampled_from("abcdef"), size=st.integers(1, BOUND))
+    def begin_save(self, name: str, size: int) -> None:
+        try:
+            victims = self.index.make_room(size)
+        except NoRoom:
+            kept = sum(one.size_bytes for one in {*self.writing, *self.reading})
+            assert kept + size > BOUND, "there was room"
+            return
+        assert not set(victims) & set(self.reading)
+        self.disk -= set(victims)
+        self.writing.append(entry(name, size))
+        self.disk.add(self.writing[-1])
+
+    @precondition(lambda self: self.writing)
+    @rule(complete=st.booleans())
+    def end_save(self, complete: bool) -> None:
+        one = self.writing.pop(0)
+        if not complete:
+            self.index.give_back(one.size_bytes)
+            self.disk.discard(one)
+        elif (before := self.index.commit(one)) is not None and before not in self.reading:
+            self.disk.discard(before)
+
+    @rule(name=st.sampled_from("abcdef"))
+    def begin_read(self, name: str) -> None:
+        found = self.index.find(name)
+        if found is not None:
+            self.index.begin_read(found)
+            self.reading.append(found)
+
+    @precondition(lambda self: self.reading)
+    @rule(damaged=st.booleans())
+    def end_read(self, damaged: bool) -> None:
+        one = self.reading.pop(0)
+        if damaged:
+            self.index.drop(one)
+        self.index.touch(one)
+        self.index.end_read(one)
+        if one.dropped and one not in self.reading:
+            self.disk.discard(one)
+
+    @invariant()
+    def the_bound_holds_and_the_books_are_right(self) -> None:
+        assert self.index.used_bytes == sum(one.size_bytes for one in self.disk) <= BOUND
+
+
+TestIndex = Index.TestCase
+TestIndex.settings = examples(50, 500)

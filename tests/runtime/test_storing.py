@@ -1,0 +1,597 @@
+"""Blocks into files and back: what was saved comes back, or an error says why not, and the books are right."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvflow import CacheGroup, CacheLayout, RestoreRequest, Runtime, SaveRequest, ServeRequest
+from kvflow.core.cache.state import Segment, StateLayout, StateTensor
+from kvflow.errors import (
+    BlocksBusy,
+    CacheUnregistered,
+    ConfigError,
+    DeadlineExceeded,
+    EntryDamaged,
+    NotStored,
+    RequestError,
+    RuntimeBroken,
+    RuntimeClosed,
+    RuntimeDraining,
+    StorageFailed,
+    StoreFull,
+    UsageError,
+)
+from kvflow.testing.pair import CacheSize
+from kvflow.transport.base import TransportError
+from kvflow.transport.files import MoveLost
+from tests.storing import StoringEngine, storing
+from tests.tests_support import PATIENT, limited, small_cache, until
+
+ENTRY_BYTES = 4096 + 3 * 2 * 2 * 256  # a header, three blocks of two layers' K and V
+BOTH = pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+
+
+# --- what was saved comes back
+
+
+@BOTH
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+async def test_what_was_saved_comes_back(tmp_path: Path, transport: str, order: str) -> None:
+    size = CacheSize(layers=3, num_blocks=12, order=order)
+    async with storing(tmp_path, transport=transport, size=size) as engine:
+        saved, others = engine.bytes_of([7, 1, 2]), engine.bytes_of([0, 3, 4, 6, 8, 9])
+        report = await engine.save("a", [7, 1, 2])
+        assert (report.blocks, report.tokens, report.evicted) == (3, 12, 0)
+        assert [path.stat().st_size for path in engine.files] == [report.bytes]
+        assert engine.runtime.is_stored("a")
+        assert engine.runtime.is_stored(b"a")
+        assert not engine.runtime.is_stored("b")
+        engine.fill([7, 1, 2], 0)
+        back = await engine.restore("a", [11, 5, 10])
+        assert (back.bytes, back.blocks, back.tokens) == (3 * 3 * 2 * 256, 3, 12)
+        assert set(back.seconds) == set(report.seconds) == {"check", "queued", "move", "sync"}
+        engine.assert_equal([11, 5, 10], saved)
+        engine.assert_equal([0, 3, 4, 6, 8, 9], others)
+        await engine.quiet()
+
+
+@BOTH
+async def test_slices_move_all_of_a_cache_that_is_larger_than_one(tmp_path: Path, transport: str) -> None:
+    limits = limited(PATIENT, slice_bytes_max=700, slice_descriptors_max=2).limits
+    async with storing(tmp_path, transport=transport, limits=limits) as engine:
+        ids, others = [0, 2, 4, 6, 8, 1], [9, 10, 11, 12, 13, 14]
+        await engine.save("a", ids)
+        await engine.restore("a", others)
+        engine.assert_equal(others, engine.bytes_of(ids))
+
+
+def groups() -> list[CacheGroup]:
+    """Full attention, a window, and state per request, each with its bytes."""
+    torch.manual_seed(7)
+    full, layout = small_cache(layers=2)
+    window = {"layers.2": torch.zeros_like(full["layers.0"])}
+    state = {"layers.3": (torch.zeros(5, 6, 2),)}
+    tensors = (StateTensor(name="conv", segments=(Segment(name="x", size=6, units=2, model_units=2),)),)
+    for tensor in (*full.values(), *window.values(), *state["layers.3"]):
+        tensor.copy_(torch.rand_like(tensor))
+    return [
+        CacheGroup("full", full, layout),
+        CacheGroup("window", window, CacheLayout.infer(window, order="HND", block_size=4), window=8),
+        CacheGroup("state", state, StateLayout.infer(state, tensors)),
+    ]
+
+
+async def test_groups_windows_and_state_come_back(tmp_path: Path) -> None:
+    config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0", store_dir=tmp_path)
+    caches = groups()
+    full, window, state = (next(iter(group.layers.values())) for group in caches)
+    async with Runtime(config) as runtime:
+        await runtime.register_kv_caches(caches)
+        await runtime.save_blocks(SaveRequest("s", b"k", {"full": [1, 2, 3], "window": [4, 5], "state": [3]}, 11))
+        await runtime.restore_blocks(RestoreRequest("r", b"k", [[5, 6, 7], [0, 1], [1]], 11))
+        assert torch.equal(full[:, [5, 6, 7]], full[:, [1, 2, 3]])
+        assert torch.equal(window[:, [0, 1]], window[:, [4, 5]])
+        assert torch.equal(state[0][1], state[0][3])
+        with pytest.raises(RequestError, match=r"group 'full', num_tokens 11 take 3"):
+            await runtime.restore_blocks(RestoreRequest("r", b"k", {"full": [5, 6]}, 11))
+        with pytest.raises(RequestError, match=r"asked for 11 and \[3, 1, 1\], saved 11 and \[3, 2, 1\]"):
+            await runtime.restore_blocks(RestoreRequest("r", b"k", [[5, 6, 7], [0], [1]], 11))
+
+
+async def test_a_staged_cache_is_saved_from_its_own_memory(tmp_path: Path) -> None:
+    async with storing(tmp_path, staging="always") as engine:
+        await engine.save("a")
+        await engine.restore("a")
+        engine.assert_equal([4, 5, 6], engine.bytes_of([1, 2, 3]))
+
+
+async def test_the_next_runtime_finds_it_and_one_with_another_cache_does_not(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        expected = engine.bytes_of([1, 2, 3])
+        await engine.save("a")
+    async with storing(tmp_path, size=CacheSize(order="NHD")) as other:
+        with pytest.raises(NotStored):
+            await other.restore("a")
+        assert other.store.entries == 1, "it makes room some time"
+    async with storing(tmp_path, size=CacheSize(num_blocks=32)) as engine:
+        await engine.restore("a", [30, 31, 29])
+        engine.assert_equal([30, 31, 29], expected)
+
+
+async def test_a_key_that_is_saved_again_has_the_new_blocks(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a", [1, 2, 3])
+        await engine.save("a", [7, 8])
+        await engine.restore("a", [10, 11])
+        engine.assert_equal([10, 11], engine.bytes_of([7, 8]))
+        await until(lambda: len(engine.files) == 1)
+        assert engine.store.bytes == engine.files[0].stat().st_size
+
+
+async def test_saves_of_one_key_at_once_leave_one_entry(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await asyncio.gather(*(engine.save("a", [at, at + 1]) for at in range(6)))
+        await engine.restore("a", [14, 15])
+        found = engine.bytes_of([14, 15])
+        assert any(all(map(torch.equal, found, engine.bytes_of([at, at + 1]))) for at in range(6))
+        await until(lambda: len(engine.files) == 1)
+        assert (engine.store.entries, engine.store.saved) == (1, 6)
+
+
+# --- what is damaged
+
+
+def cut(size: int) -> Callable[[Path], None]:
+    return lambda path: os.truncate(path, size)
+
+
+def flip(at: int) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[at] ^= 0x10
+        path.write_bytes(content)
+
+    return change
+
+
+SIZES = [0, 1, 23, 24, 100, 4095, 4096, 4097, ENTRY_BYTES // 2, ENTRY_BYTES - 1, ENTRY_BYTES + 1]
+PLACES = [0, 8, 12, 16, 30, 90, 4096, 4096 + 255, 4096 + 256, 4096 + 1500, ENTRY_BYTES - 1]
+DAMAGES = {f"cut to {size}": cut(size) for size in SIZES} | {f"flipped at {at}": flip(at) for at in PLACES}
+DAMAGES["all zeros, as after a crash of the machine"] = lambda path: path.write_bytes(bytes(ENTRY_BYTES))
+
+
+async def test_what_is_damaged_is_never_good_and_goes(tmp_path: Path) -> None:
+    """Damaged under a runtime that knows it, and before one that finds it."""
+    for number, (name, damage) in enumerate(DAMAGES.items()):
+        folder = tmp_path / str(number)
+        async with storing(folder) as engine:
+            assert (await engine.save("a")).bytes == ENTRY_BYTES
+            damage(engine.files[0])
+            await damaged(engine, name)
+            await engine.save("a")
+        damage(engine.files[0])
+        async with storing(folder) as engine:
+            await damaged(engine, name)
+            await engine.save("a")
+            await engine.restore("a")
+            engine.assert_equal([4, 5, 6], engine.bytes_of([1, 2, 3]))
+
+
+async def damaged(engine: StoringEngine, how: str) -> None:
+    with pytest.raises(EntryDamaged) as caught:
+        await engine.restore("a")
+    assert caught.value.memory_safe, how
+    assert engine.files == [], how
+    assert (engine.store.damaged, engine.store.entries, engine.store.bytes) == (1, 0, 0), how
+    with pytest.raises(NotStored):
+        await engine.restore("a")
+    await engine.quiet()
+
+
+async def test_a_file_of_another_key_is_not_taken_for_it(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        (a,) = engine.files
+        await engine.save("b", [7, 8, 9])
+        (b,) = set(engine.files) - {a}
+        shutil.copyfile(b, a)
+        with pytest.raises(EntryDamaged, match="of another cache, or of another key"):
+            await engine.restore("a")
+        await engine.restore("b")
+
+
+async def test_a_file_that_somebody_has_removed_is_not_stored(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        engine.files[0].unlink()
+        with pytest.raises(NotStored, match="its file was removed"):
+            await engine.restore("a")
+        assert (engine.store.missed, engine.store.bytes, engine.runtime.is_stored("a")) == (1, 0, False)
+
+
+async def test_what_a_crash_has_left_is_removed_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        await engine.save("b")
+    older, newer = sorted(engine.files, key=lambda path: path.stat().st_mtime_ns)
+    folder, name = older.parent, newer.name[:40]
+    shutil.copy(newer, folder / f"{name}-{'0' * 16}.part")
+    shutil.copy2(older, folder / f"{name}-{'1' * 16}")  # replaced, but not removed
+    (folder / "notes.txt").write_text("mine")
+    (folder / "sub").mkdir()
+    async with storing(tmp_path) as engine:
+        assert engine.files == sorted([older, newer, folder / "notes.txt"])
+        assert engine.store.entries == 2
+        await engine.restore("b")
+
+
+# --- room
+
+
+async def test_the_bound_holds_and_who_was_not_used_for_longest_goes(tmp_path: Path) -> None:
+    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES + 100) as engine:
+        await engine.save("a")
+        await engine.save("b")
+        await engine.restore("a")
+        assert (await engine.save("c")).evicted == 1
+        assert [engine.runtime.is_stored(key) for key in "abc"] == [True, False, True]
+        assert sum(path.stat().st_size for path in engine.files) == engine.store.bytes == 2 * ENTRY_BYTES
+        with pytest.raises(RequestError, match=r"it takes \d+ bytes, store_bytes_max is \d+"):
+            await engine.save("d", list(range(16)))
+        assert engine.store.entries == 2, "nobody had to go for it"
+        await engine.restore("a")
+    async with storing(tmp_path, store_bytes_max=ENTRY_BYTES) as engine:
+        assert engine.store.entries == len(engine.files) == 1
+        assert engine.runtime.is_stored("a"), "it was used last"
+
+
+async def test_what_is_read_does_not_go(tmp_path: Path) -> None:
+    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
+        await engine.save("a")
+        await engine.save("b")
+        restoring = await engine.held("a")
+        also = await engine.held("b", [7, 8, 9])
+        with pytest.raises(StoreFull, match="all entries that are left are being read or written"):
+            await engine.save("c")
+        engine.mover.gate.set()
+        await asyncio.gather(restoring, also)
+        engine.assert_equal([7, 8, 9], engine.bytes_of([1, 2, 3]))
+        await engine.save("c")
+        restoring = await engine.held("b")
+        saving = asyncio.create_task(engine.save("d"))
+        await until(lambda: engine.moves > 1 or saving.done())
+        engine.mover.gate.set()
+        await asyncio.gather(restoring, saving)
+        assert [engine.runtime.is_stored(key) for key in "abcd"] == [False, True, False, True]
+
+
+async def test_what_is_written_counts_from_the_beginning(tmp_path: Path) -> None:
+    async with storing(tmp_path, store_bytes_max=ENTRY_BYTES) as engine:
+        engine.mover.gate.clear()
+        saving = asyncio.create_task(engine.save("a"))
+        await until(lambda: engine.moves)
+        with pytest.raises(StoreFull):
+            await engine.save("b")
+        assert not engine.runtime.is_stored("a")
+        engine.mover.gate.set()
+        await saving
+
+
+# --- the books
+
+
+async def test_blocks_in_use_are_busy(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a")
+        assert (engine.blocks.in_flight, engine.blocks.free) == (3, 13)
+        for ids in ([6], [5, 6]):
+            with pytest.raises(BlocksBusy, match="being loaded by another request"):
+                await engine.save("b", ids)
+            with pytest.raises(BlocksBusy):
+                await engine.restore("a", [4, 8, 9])
+        with pytest.raises(BlocksBusy):
+            engine.runtime.serve_blocks(ServeRequest("x", [4], 4))
+        engine.mover.gate.set()
+        await restoring
+        engine.mover.gate.clear()
+        saving = asyncio.create_task(engine.save("b"))
+        await until(lambda: engine.moves)
+        lease = engine.runtime.serve_blocks(ServeRequest("x", [1], 4))
+        assert engine.blocks.leased == 3
+        with pytest.raises(BlocksBusy, match="leased to readers"):
+            await engine.restore("a", [3, 8, 9])
+        engine.mover.gate.set()
+        await saving
+        await lease.revoke()
+        await engine.quiet()
+
+
+async def test_moves_take_permits_of_the_queue_that_reads_wait_in(tmp_path: Path) -> None:
+    limits = limited(PATIENT, in_flight_reads_max=1).limits
+    async with storing(tmp_path, limits=limits) as engine:
+        await engine.save("a")
+        first = await engine.held("a")
+        second = asyncio.create_task(engine.restore("a", [7, 8, 9]))
+        loading = engine.runtime.statistics
+        await until(lambda: loading().loading.waiting_reads)  # type: ignore[union-attr]
+        assert loading().loading.peers["store"].in_flight.reads == 1  # type: ignore[union-attr]
+        engine.mover.gate.set()
+        await asyncio.gather(first, second)
+        assert loading().loading.peers == {}  # type: ignore[union-attr]
+
+
+# --- early ends
+
+
+@pytest.mark.parametrize("moment", ["digests", "moves", "commit"])
+async def test_a_cancelled_save_leaves_nothing_or_an_entry(tmp_path: Path, moment: str) -> None:
+    async with storing(tmp_path) as engine:
+        if moment != "commit":
+            engine.mover.gate.clear()
+        saving = asyncio.create_task(engine.save("a"))
+        reached: dict[str, Callable[[], Any]] = {
+            "digests": lambda: engine.blocks.leased,
+            "moves": lambda: engine.moves,
+            "commit": lambda: not engine.moves and engine.files,
+        }
+        await until(reached[moment])
+        saving.cancel()
+        await asyncio.sleep(0)
+        engine.mover.gate.set()
+        await asyncio.wait([saving])
+        await engine.quiet()
+        assert len(engine.files) == engine.store.entries
+        assert engine.store.bytes == sum(path.stat().st_size for path in engine.files)
+        if moment == "moves":
+            assert saving.cancelled()
+            assert engine.files == []
+
+
+async def test_a_cancelled_restore_waits_for_its_bytes(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a")
+        restoring.cancel()
+        await asyncio.sleep(0)
+        assert not restoring.done()
+        assert engine.blocks.in_flight == 3
+        engine.mover.gate.set()
+        await asyncio.wait([restoring])
+        assert restoring.cancelled()
+        await engine.quiet()
+        await engine.restore("a")
+
+
+@pytest.mark.parametrize("end", ["cancelled", "late"])
+async def test_bytes_that_do_not_stop_are_quarantined(tmp_path: Path, end: str) -> None:
+    async with storing(tmp_path, cancel_grace_s=0.02) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a", deadline_s=None if end == "cancelled" else 0.05)
+        if end == "cancelled":
+            restoring.cancel()
+        await asyncio.wait([restoring])
+        (held,) = engine.runtime.quarantines
+        assert (held.request_id, held.block_ids, held.safe) == ("restore a", (4, 5, 6), False)
+        assert (engine.blocks.quarantined, engine.store.quarantines) == (3, 1)
+        if end == "late":
+            error = restoring.exception()
+            assert isinstance(error, DeadlineExceeded)
+            assert (error.phase, error.quarantine) == ("move", held)
+        with pytest.raises(BlocksBusy, match="quarantined"):
+            await engine.save("b", [4])
+        engine.mover.gate.set()
+        await held.settled()
+        assert held.safe
+        await engine.quiet()
+
+
+async def test_a_move_that_fails_fails_its_request(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        engine.mover.errors = [TransportError("no space")]
+        with pytest.raises(StorageFailed, match=r"'save a': save in .*: no space") as caught:
+            await engine.save("a")
+        assert caught.value.request_id == "save a"
+        await engine.quiet()
+        assert engine.files == []
+        await engine.save("a")
+        engine.mover.errors = [TransportError("a bad sector")]
+        with pytest.raises(StorageFailed, match="a bad sector") as caught:
+            await engine.restore("a")
+        assert caught.value.quarantine is None
+        await engine.quiet()
+        await engine.restore("a")
+        assert (engine.store.saved, engine.store.restored, engine.store.failed) == (1, 1, 2)
+
+
+async def test_a_move_that_is_lost_keeps_its_blocks_until_the_cache_is_given_back(tmp_path: Path) -> None:
+    async with storing(tmp_path, cancel_grace_s=0.02) as engine:
+        await engine.save("a")
+        engine.mover.errors = [MoveLost("who knows")]
+        with pytest.raises(StorageFailed, match="who knows") as caught:
+            await engine.restore("a")
+        held = caught.value.quarantine
+        assert held is not None
+        assert engine.blocks.quarantined == 3
+        await engine.restore("a", [7, 8, 9])
+        await engine.runtime.unregister()
+        await held.settled()
+        assert held.safe
+
+
+async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
+        await engine.save("a")
+        await engine.save("b")
+
+        def full(fd: int, start: int, size: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            await engine.save("c")
+        await engine.quiet()
+        with pytest.raises(NotStored):
+            await engine.restore("a")
+        await engine.restore("b")
+        assert engine.store.bytes == ENTRY_BYTES
+
+
+@pytest.mark.parametrize("verb", ["unregister", "aclose"])
+async def test_whoever_is_under_way_when_the_cache_goes_ends(tmp_path: Path, verb: str) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a")
+        saving = asyncio.create_task(engine.save("b"))
+        await until(lambda: engine.moves == 2)
+        going = asyncio.create_task(getattr(engine.runtime, verb)())
+        await asyncio.sleep(0)
+        engine.mover.gate.set()
+        await going
+        for task in (restoring, saving):
+            if verb == "aclose":  # it lets them end in peace
+                await task
+            else:
+                with pytest.raises(CacheUnregistered):
+                    await task
+        if verb == "unregister":
+            with pytest.raises(CacheUnregistered):
+                await engine.save("c")
+            assert engine.runtime.statistics().store is None
+    async with storing(tmp_path) as engine:
+        assert not [path for path in engine.files if path.suffix]
+        await engine.restore("a")
+
+
+async def test_who_is_late_when_the_runtime_closes_is_told(tmp_path: Path) -> None:
+    async with storing(tmp_path, drain_timeout_s=0.02) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a")
+        closing = asyncio.create_task(engine.runtime.aclose())
+        cache = engine.runtime._supervisor.held
+        assert cache is not None
+        assert cache.store is not None
+        await until(lambda: cache.store._closed)  # type: ignore[union-attr]
+        engine.mover.gate.set()
+        await closing
+        with pytest.raises(RuntimeClosed):
+            await restoring
+
+
+async def test_a_move_that_never_stops_breaks_the_runtime_that_is_to_give_its_memory_back(tmp_path: Path) -> None:
+    limits = limited(PATIENT, transport_close_timeout_s=0.05).limits
+    async with storing(tmp_path, cancel_grace_s=0.02, drain_timeout_s=0.02, limits=limits) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a")
+        with pytest.raises(RuntimeBroken, match="moves of the store have not stopped"):
+            await engine.runtime.unregister()
+        with pytest.raises(CacheUnregistered) as caught:
+            await restoring
+        assert caught.value.quarantine is not None
+        with pytest.raises(RuntimeBroken):
+            await caught.value.quarantine.settled()
+        engine.mover.gate.set()
+        await until(lambda: not engine.moves)
+        await engine.quiet()
+
+
+async def test_a_bug_that_kills_the_thread_leaves_nobody_waiting(tmp_path: Path) -> None:
+    limits = limited(PATIENT, transport_close_timeout_s=1.0).limits
+    with pytest.raises(RuntimeBroken, match="the store's thread has died: a bug"):
+        async with storing(tmp_path, cancel_grace_s=0.02, drain_timeout_s=0.02, limits=limits) as engine:
+            await engine.save("a")
+            engine.mover.errors = [ValueError("a bug")]
+            with pytest.raises(StorageFailed) as caught:
+                await engine.restore("a")
+            held = caught.value.quarantine
+            assert held is not None
+            with pytest.raises(RuntimeBroken):
+                await engine.save("b")
+            with pytest.raises(RuntimeBroken):
+                await engine.runtime.unregister()
+            with pytest.raises(RuntimeBroken):
+                await held.settled()
+    async with storing(tmp_path) as engine:
+        await engine.restore("a")
+
+
+async def test_while_it_drains_nothing_is_begun_and_what_was_goes_on(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        restoring = await engine.held("a")
+        draining = asyncio.create_task(engine.runtime.drain(60.0))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeDraining):
+            await engine.save("b")
+        engine.mover.gate.set()
+        assert (await draining).finished
+        await restoring
+
+
+# --- who may
+
+
+async def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        with pytest.raises(ConfigError, match=r"store_dir: .* is in use by another runtime"):
+            async with storing(tmp_path):
+                pass
+        async with storing(tmp_path, tp_rank=1, tp_size=2):
+            pass
+        await engine.runtime.unregister()
+        async with storing(tmp_path):
+            pass
+
+
+async def test_a_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"store_dir: .* cannot be used"):
+        async with storing(tmp_path / "file"):
+            pass
+
+
+async def test_without_a_store_there_is_none() -> None:
+    kv_caches, layout = small_cache()
+    config = replace(PATIENT, transport="inproc", listen="tcp://127.0.0.1:0")
+    async with Runtime(config) as runtime:
+        await runtime.register_kv_caches(kv_caches, layout)
+        for verb in ("save_blocks", "restore_blocks"):
+            with pytest.raises(UsageError, match=f"{verb}: there is no store: Config.store_dir names none"):
+                await getattr(runtime, verb)(None)
+        with pytest.raises(UsageError, match="is_stored"):
+            runtime.is_stored("a")
+        assert runtime.statistics().store is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": ""}, "key: expected 1 to 256 bytes, got 0"),
+        ({"block_ids": [1, 1]}, "block id 1 is given twice"),
+        ({"block_ids": [1, 99]}, "block id 99"),
+        ({"block_ids": [1]}, "1 blocks of 4 tokens in group 'kv', num_tokens 8 take 2"),
+        ({"block_ids": [1, 2, 3]}, "3 blocks of 4 tokens"),
+        ({"num_tokens": 0}, "num_tokens: expected a whole number from 1 on"),
+        ({"deadline_s": -1.0}, "deadline_s"),
+        ({"priority": "high"}, "priority"),
+    ],
+)
+async def test_what_cannot_be_right_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    right = {"request_id": "req", "key": "a", "block_ids": [1, 2], "num_tokens": 8}
+    async with storing(tmp_path) as engine:
+        for kind, verb in ((SaveRequest, "save_blocks"), (RestoreRequest, "restore_blocks")):
+            with pytest.raises(RequestError, match=f"request 'req': .*{message}"):
+                await getattr(engine.runtime, verb)(kind(**right | changes))
+            with pytest.raises(RequestError, match=verb):
+                await getattr(engine.runtime, verb)("nonsense")
+        assert engine.store.failed == 0
+        await engine.quiet()

@@ -1,0 +1,146 @@
+"""What every mover promises (`kvflow.transport.files.Mover`), checked on the system's calls and on NIXL's POSIX."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvflow import Config
+from kvflow.core.cache.regions import Device, Span
+from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.storage.placing import FILE
+from kvflow.errors import ConfigError, TransportBroken
+from kvflow.transport.base import TransportError
+from kvflow.transport.factory import make_files
+from kvflow.transport.files import Direction, Files, MoveLost
+from tests.tests_support import WAIT_S
+
+SIZE = 1 << 20
+TRANSPORTS = ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)]
+
+
+class Bench:
+    """Files, a buffer that moves may touch, and one open file as large."""
+
+    def __init__(self, files: Files, buffer: np.ndarray, fd: int) -> None:
+        self.files, self.buffer, self.fd = files, buffer, fd
+
+    async def move(self, direction: Direction, *rows: tuple[int, int, int]) -> TransportError | None:
+        """(offset in the buffer, offset in the file, size) triples; how it ended."""
+        local, remote, sizes = zip(*rows, strict=True)
+        end: asyncio.Future[TransportError | None] = asyncio.get_running_loop().create_future()
+        descriptors = Descriptors.of(
+            local=np.array(local, dtype=np.uint64) + np.uint64(self.buffer.ctypes.data),
+            remote=np.array(remote, dtype=np.uint64),
+            sizes=np.array(sizes, dtype=np.uint64),
+            local_device=Device("cpu", 0),
+            remote_device=Device(FILE, self.fd),
+        )
+        self.files.post(descriptors, direction, end.set_result)
+        async with asyncio.timeout(WAIT_S):
+            return await end
+
+
+@pytest.fixture(params=TRANSPORTS)
+async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Bench]:
+    async with open_bench(str(request.param), tmp_path) as bench:
+        yield bench
+
+
+@contextlib.asynccontextmanager
+async def open_bench(transport: str, tmp_path: Path) -> AsyncIterator[Bench]:
+    files = make_files(Config(engine_id="files", transport=transport, store_dir=tmp_path), "files")
+    await files.open()
+    buffer = (np.arange(SIZE) % 251).astype(np.uint8)
+    span = Span(address=int(buffer.ctypes.data), size_bytes=SIZE)
+    await files.call(lambda: files.mover.register([span], buffer))
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    os.truncate(fd, SIZE)
+    await files.call(lambda: files.mover.opened(fd, SIZE))
+    yield Bench(files, buffer, fd)
+    await files.aclose(lambda: None)
+    await files.aclose(lambda: None)
+    assert not files.alive
+    assert "kvflow-store" not in " ".join(thread.name for thread in threading.enumerate())
+    os.close(fd)
+
+
+async def test_moves_write_and_read_exactly_their_bytes(bench: Bench) -> None:
+    rows = [(0, 5000, 50), (1000, 0, 1), (4096, 8192, 4096), (SIZE - 8, SIZE - 8, 8)]
+    assert await bench.move(Direction.SAVE, *rows) is None
+    expected = np.zeros(SIZE, dtype=np.uint8)
+    for local, remote, size in rows:
+        expected[remote : remote + size] = bench.buffer[local : local + size]
+    found = np.frombuffer(os.pread(bench.fd, SIZE, 0), dtype=np.uint8)
+    np.testing.assert_array_equal(found, expected)
+    before = bench.buffer.copy()
+    bench.buffer[:] = 255
+    assert await bench.move(Direction.RESTORE, *rows) is None
+    expected = np.full(SIZE, 255, dtype=np.uint8)
+    for local, _, size in rows:
+        expected[local : local + size] = before[local : local + size]
+    np.testing.assert_array_equal(bench.buffer, expected)
+
+
+async def test_many_moves_at_once_end_once_each(bench: Bench) -> None:
+    rows = [(at * 64, at * 128, 64) for at in range(300)]
+    ends = await asyncio.gather(*(bench.move(Direction.SAVE, row) for row in rows))
+    assert ends == [None] * len(rows)
+    assert bench.files.moves_under_way == 0
+    for local, remote, size in rows:
+        assert os.pread(bench.fd, size, remote) == bench.buffer[local : local + size].tobytes()
+
+
+async def test_a_file_that_ends_early_is_an_error(bench: Bench) -> None:
+    os.truncate(bench.fd, 100)
+    error = await bench.move(Direction.RESTORE, (0, 50, 100))
+    assert isinstance(error, TransportError)
+
+
+async def test_jobs_run_in_order_and_behind_moves_that_were_posted(bench: Bench) -> None:
+    ran: list[int] = []
+    done = asyncio.Event()
+    for at in range(10):
+        bench.files.submit(lambda at=at: ran.append(at), done.set)  # type: ignore[misc]
+    assert await bench.files.call(lambda: len(ran)) == 10
+    assert ran == list(range(10))
+    with pytest.raises(ZeroDivisionError):
+        await bench.files.call(lambda: 1 // 0)
+    await done.wait()
+
+
+async def test_what_is_closed_takes_nothing(bench: Bench) -> None:
+    last: list[bool] = []
+    await bench.files.aclose(lambda: last.append(True))
+    assert last == [True]
+    for verb in (lambda: bench.files.submit(lambda: None, lambda: None), lambda: bench.files._alive()):
+        with pytest.raises(TransportBroken):
+            verb()
+
+
+@pytest.mark.nixl
+async def test_memory_that_is_not_registered_is_refused_by_nixl(tmp_path: Path) -> None:
+    async with open_bench("nixl", tmp_path) as bench:
+        error = await bench.move(Direction.SAVE, (SIZE - 4, 0, 8))
+        assert isinstance(error, TransportError)
+        assert not isinstance(error, MoveLost)
+        assert await bench.move(Direction.SAVE, (0, 0, 8)) is None
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("params", [{}, {"POSIX.use_posix_aio": "true"}, {"POSIX.ios_pool_size": "1024"}])
+async def test_the_backend_gets_its_parameters(tmp_path: Path, params: dict[str, str]) -> None:
+    config = Config(engine_id="files", store_dir=tmp_path, nixl_backend_params=params)
+    files = make_files(config, "files")
+    await files.open()
+    await files.aclose(lambda: None)
+    wrong = make_files(Config(engine_id="f", nixl_backend_params={"POSIX.ios_pool_size": "many"}), "files")
+    with pytest.raises((ConfigError, ValueError)):
+        await wrong.open()
