@@ -147,6 +147,11 @@ class FarPair(EnginePair):
     saved: EngineCopier
     loaded: EngineCopier
 
+    @property
+    def bytes_read(self) -> int:
+        """Seals included, which have 16 each."""
+        return self.transport.statistics.bytes_read
+
     async def hold_copy(self, block: int = 3) -> asyncio.Task[LoadReport]:
         """A load whose bytes are on their way to the device, and stay there until the gate opens."""
         self.loaded.gate.clear()
@@ -285,6 +290,26 @@ async def test_a_failed_copy_at_the_consumer_fails_the_load_and_blames_no_peer(f
     assert far.listener.answered == 1  # no second handshake
 
 
+async def test_reads_go_on_beside_copies_and_no_more_than_these_may_be() -> None:
+    """One read of a block and one copy at a time: the second is read while the first is copied, the third is not."""
+    brief = limited(replace(BASE, cancel_grace_s=0.02), slice_bytes_max=BLOCK_BYTES, slices_in_flight_max=1)
+    async with far_pair(consumer=brief) as far:
+        lease = far.offer([3, 4, 5])
+        await until(lambda: len(far.saved.calls) == 1)
+        far.loaded.gate.clear()
+        load = far.start(lease, [0, 1, 2])
+        await until(lambda: far.bytes_read >= 2 * BLOCK_BYTES and far.loaded.calls)
+        for _ in range(20):  # turns of the loop: nothing more comes
+            await asyncio.sleep(0)
+        assert len(far.loaded.calls) == 1
+        assert far.bytes_read < 3 * BLOCK_BYTES
+        quarantine = await far.quarantined(load)  # one copy runs, one waits for its turn
+        far.loaded.gate.set()
+        await quarantine.settled()
+        assert len(far.loaded.calls) == 2
+        assert far.reader.statistics().buffers_used == 0
+
+
 async def test_a_cancelled_load_gives_its_buffers_back_when_the_copy_has_ended() -> None:
     async with far_pair(replace(BASE, cancel_grace_s=0.02)) as far:
         quarantine = await far.quarantined(await far.hold_copy())
@@ -373,6 +398,15 @@ async def test_numbers_granted_to_who_is_cancelled_meanwhile_come_back() -> None
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert pool.used == 0
+
+
+async def test_neighbours_stay_neighbours() -> None:
+    """Copies of numbers that follow each other are faster."""
+    pool = Pool(4)
+    for _ in range(3):
+        taken = await pool.take(3)
+        assert taken.tolist() == [0, 1, 2]
+        pool.give_back(taken)
 
 
 async def test_who_waits_is_served_in_order() -> None:

@@ -194,6 +194,18 @@ def test_blocks_are_copied_and_nothing_else(case: tuple[Recipe, Recipe, list[int
     assert source.snapshot() == before
 
 
+@pytest.mark.parametrize(
+    ("source_ids", "target_ids"),
+    [([5, 0, 3], [1, 2, 3]), ([1, 2, 3], [5, 0, 3]), ([1, 2, 3], [2, 3, 4]), ([3, 2, 1], [1, 3, 0]), ([4], [2])],
+    ids=["to neighbours", "from neighbours", "both", "neither", "one"],
+)
+def test_blocks_that_follow_each_other_on_either_side(source_ids: list[int], target_ids: list[int]) -> None:
+    source, target, expected = filled(EXAMPLE, 1), filled(EXAMPLE, 2), filled(EXAMPLE, 2)
+    rows = (block_rows(cache.tensors, source.infer()) for cache in (source, target))
+    copy_blocks(*rows, np.array(source_ids), np.array(target_ids), copies.on_host)
+    assert target.snapshot() == copied_naively(source, expected, source_ids, target_ids)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

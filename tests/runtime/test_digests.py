@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests_support import WAIT_S
 
 from kvflow.core.cache.groups import groups_of, layer_sets
 from kvflow.core.cache.layout import KVStyle
@@ -211,16 +212,24 @@ def test_digests_of_heads_and_tokens_add_up() -> None:
     assert [digests.added(*both) for both in tokens] == whole
 
 
-def test_what_a_helping_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute_here_only(job: Any) -> np.ndarray:
-        if threading.current_thread().name == "kvflow-digest":
+@pytest.mark.parametrize("who", ["kvflow-digest", threading.main_thread().name], ids=["helper", "copy thread"])
+def test_what_one_of_two_threads_raises_is_raised(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+    """Each has begun with a job, and both have ended when it is raised."""
+    both, failing = threading.Barrier(2, timeout=WAIT_S), threading.Event()
+
+    def compute_or_fail(job: Any) -> np.ndarray:
+        name = threading.current_thread().name
+        both.wait()
+        if name == who:
+            failing.set()
             raise MemoryError("no more")
+        assert failing.wait(WAIT_S)
         return np.zeros(1, dtype=np.uint64)
 
     cache = cache_of(EXAMPLE)
     monkeypatch.setattr(digesting, "_SHARED_BYTES_MIN", 0)
     monkeypatch.setattr(digesting, "_JOB_BYTES", 1)
-    monkeypatch.setattr(digesting._HostJob, "compute", compute_here_only)
+    monkeypatch.setattr(digesting._HostJob, "compute", compute_or_fail)
     with pytest.raises(MemoryError, match="no more"):
         compute(cache, [1, 2], 0, 8, (0, 3, 0), threads=2)
     assert not [thread for thread in threading.enumerate() if thread.name == "kvflow-digest"]

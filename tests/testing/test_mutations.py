@@ -36,7 +36,7 @@ from kvflow.runtime.world import World
 from kvflow.testing.simulator import simulate
 from kvflow.testing.simulator.settings import model_of
 
-SEEDS_MAX = 2000
+SEEDS_MAX = 3000
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
@@ -331,7 +331,7 @@ MUTATIONS: dict[str, tuple[Mutation, str, int]] = {
     "leave_a_look_behind": (leave_a_look_behind, "I5 I7", 9),
     "keep_what_has_failed": (keep_what_has_failed, "I5", 9),
     "land_while_the_device_writes": (land_while_the_device_writes, "I1 I2", 9),
-    "keep_the_incarnation": (keep_the_incarnation, "I2", 904),
+    "keep_the_incarnation": (keep_the_incarnation, "I2", 2255),
     "leave_seals_of_before": (leave_seals_of_before, "I2 I3", 111),
     "read_the_wrong_end_of_windows": (read_the_wrong_end_of_windows, "I2", 3),
     "leave_state_behind": (leave_state_behind, "I2", 6),

@@ -209,7 +209,7 @@ class Gear:
     copy_thread: CopyThread
     clock: Clock
     reads_max: int
-    """Of one load at once; 2 hides the completion latency of the first."""
+    """Of one load at once, and as many copies; 2 hides the completion latency of the first."""
     digests: DigestGear
 
 
@@ -409,7 +409,8 @@ class Flight:
         begun = False
         try:
             for read in group.reads:
-                await self._wait_until_below(self._gear.reads_max)
+                # Reads do not wait for copies, up to as many: more would be in the way of other loads' copies.
+                await self._wait_until_below(self._gear.reads_max, copies_beside=self._gear.reads_max)
                 source = read.source
                 step = source.freshness.next_step(self._gear.clock.now_s())
                 if step is not Step.POST and not await self._see_seal(source, step):
@@ -581,9 +582,12 @@ class Flight:
             self._tell_landed(running.group.on_land)
         self._note_end()
 
-    async def _wait_until_below(self, count: int) -> None:
-        """Wait until fewer than `count` reads and copies are under way; raises what has gone wrong once all stopped."""
-        while self._under_way >= (1 if self._error else count):
+    async def _wait_until_below(self, count: int, *, copies_beside: int = 0) -> None:
+        """Wait until fewer than `count` reads and copies are under way, not counting up to `copies_beside` copies.
+
+        Raises what has gone wrong once all have stopped.
+        """
+        while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
             self._progress = asyncio.get_running_loop().create_future()
             await self._progress
         if self._end.done():

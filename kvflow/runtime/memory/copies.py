@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,10 @@ Tensor: TypeAlias = "torch.Tensor"
 LayerTensors: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 CacheTensors: TypeAlias = "Mapping[str, LayerTensors]"
 Ids: TypeAlias = npt.NDArray[np.int64]
-Copy: TypeAlias = "Callable[[torch.Tensor, torch.Tensor], None]"
-"""Copies from one tensor to another."""
+View: TypeAlias = Any
+"""A tensor or, of the CPU's memory, an array of numpy: what is made of one once need not be made for every copy."""
+Copy: TypeAlias = Callable[[View, View], None]
+"""Copies from one view to another."""
 Way: TypeAlias = "Callable[[Ids, Ids], Copy]"
 """What copies between places that two lists of ids say; made for these once, used for every region."""
 
@@ -163,15 +165,32 @@ def copy_blocks(
 
 
 def on_host(source_ids: Ids, target_ids: Ids) -> Copy:
-    """How blocks go from memory of the CPU to other memory of the CPU."""
+    """How blocks go from memory of the CPU to other memory of the CPU.
+
+    In one call for all of a region where the blocks of one side follow each other, as host blocks mostly do: 5 to 25 %
+    faster than one for each run, and the interpreter's lock, which others want meanwhile, is taken as rarely.
+    """
     runs = list(_runs(source_ids, target_ids))
+    sources, targets = _one_run(source_ids), _one_run(target_ids)
 
     def copy(source: Tensor, target: Tensor) -> None:
         rows, places = source.numpy(), target.numpy()
-        for start, place, count in runs:
-            places[place : place + count] = rows[start : start + count]
+        if len(runs) > 1 and sources is not None:
+            places[target_ids] = rows[sources]
+        elif len(runs) > 1 and targets is not None:
+            # All ids were checked, so none is clipped: numpy would take a detour for what it may have to refuse.
+            np.take(rows, source_ids, axis=0, out=places[targets], mode="clip")
+        else:
+            for start, place, count in runs:
+                places[place : place + count] = rows[start : start + count]
 
     return copy
+
+
+def _one_run(ids: Ids) -> slice | None:
+    """The ids as a slice, if each follows the one before."""
+    first, count = int(ids[0]), len(ids)
+    return slice(first, first + count) if (np.diff(ids) == 1).all() else None
 
 
 def to_host(device: CacheDevice) -> Way:
@@ -272,7 +291,7 @@ def chunk_sources(
 
 
 def scatter_tokens(
-    targets: Sequence[Tensor], sources: Sequence[Tensor] | Tensor, block_ids: Ids, chunk_indices: Ids, way: Way
+    targets: Sequence[View], sources: Sequence[View] | View, block_ids: Ids, chunk_indices: Ids, way: Way
 ) -> None:
     """Write chunk i of each source to chunk `chunk_indices[i]` of block `block_ids[i]` of the target at its place.
 
@@ -294,9 +313,9 @@ def scatter_tokens(
 def spread_on_host(block_ids: Ids, chunk_indices: Ids) -> Copy:
     """How chunks are written to memory of the CPU."""
 
-    def copy(source: Tensor, target: Tensor) -> None:
-        places, values = target.numpy(), source.numpy()
-        if places.strides[3] > places.strides[2]:  # in the order of the memory written: up to twice as fast
+    def copy(source: View, target: View) -> None:
+        places, values = np.asarray(target), np.asarray(source)
+        if values.strides[-2] > values.strides[-3]:  # in the order of the memory read: as fast or 10 % faster
             places, values = places.swapaxes(2, 3), values.swapaxes(-3, -2)
         places[block_ids, chunk_indices] = values
 

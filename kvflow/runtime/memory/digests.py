@@ -11,6 +11,7 @@ Views of a cache are made when its first digest is asked for: who never asks pay
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -322,42 +323,58 @@ class _Work:
                 break
         else:
             self.done = True
-        shares = [piece]
-        if self._threads > 1 and size_bytes >= _SHARED_BYTES_MIN:
-            shares = [piece[at :: self._threads] for at in range(min(self._threads, len(piece)))]
-        for first, found in _computed(shares):
+        helpers = self._threads - 1 if size_bytes >= _SHARED_BYTES_MIN else 0
+        for first, found in _computed(piece, helpers):
             for layer, number in enumerate(found.tolist(), first):
                 self.sums[layer] = digests.added(self.sums[layer], number)
 
 
-def _computed(shares: Sequence[Sequence[tuple[int, _Job]]]) -> list[_Found]:
-    """The first share is computed here, each other one by a helper."""
-    helpers = [_Helper(share) for share in shares[1:]]
+def _computed(jobs: Sequence[tuple[int, _Job]], helpers: int) -> list[_Found]:
+    """All jobs, done here and by helpers: whoever is through with one takes the next, so that all end together."""
+    waiting = deque(jobs)
+    threads = [_Helper(waiting) for _ in range(min(helpers, len(jobs) - 1))]
     try:
-        found = _compute(shares[0])
+        found = _compute(waiting)
     finally:
-        for helper in helpers:
+        for helper in threads:
             helper.join()
-    return found + [one for helper in helpers for one in helper.result()]
+    return found + [one for helper in threads for one in helper.result()]
 
 
-def _compute(jobs: Sequence[tuple[int, _Job]]) -> list[_Found]:
-    return [(first, job.compute()) for first, job in jobs]
+def _taken(waiting: deque[tuple[int, _Job]]) -> tuple[int, _Job] | None:
+    """The next job; None if others have taken the last."""
+    try:
+        return waiting.popleft()
+    except IndexError:
+        return None
+
+
+def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
+    """What is left to do. If a job fails nobody begins with another."""
+    found: list[_Found] = []
+    try:
+        while (taken := _taken(waiting)) is not None:
+            first, job = taken
+            found.append((first, job.compute()))
+    except BaseException:
+        waiting.clear()
+        raise
+    return found
 
 
 class _Helper(threading.Thread):
-    """Computes some jobs beside the copy thread, which waits for it."""
+    """Computes jobs beside the copy thread, which waits for it."""
 
-    def __init__(self, jobs: Sequence[tuple[int, _Job]]) -> None:
+    def __init__(self, waiting: deque[tuple[int, _Job]]) -> None:
         super().__init__(name="kvflow-digest", daemon=True)
-        self._jobs = jobs
+        self._waiting = waiting
         self._found: list[_Found] = []
         self._error: Exception | None = None
         self.start()
 
     def run(self) -> None:
         try:
-            self._found = _compute(self._jobs)
+            self._found = _compute(self._waiting)
         except Exception as error:  # noqa: BLE001 - raised where the result is asked for
             self._error = error
 

@@ -101,7 +101,7 @@ class Grouping:
 
     def units(self, group_bytes: int, slot_bytes: int) -> int:
         """How many units make a group: not too large for one turn, the scratch buffer, and half the host buffers."""
-        units = group_bytes // self._unit_bytes
+        units = group_bytes // max(self._unit_bytes, self.scratch_bytes)
         if self.scratch_bytes:
             units = min(units, slot_bytes // self.scratch_bytes - 1)
         if self._host_blocks is not None:

@@ -52,8 +52,8 @@ class Pool:
         return self._pop(permit)
 
     def give_back(self, numbers: BlockIds) -> None:
-        """Give back what was taken together."""
-        self._free.extend(numbers.tolist())
+        """Give back what was taken together. Who takes as many next gets them in this order, so neighbours stay so."""
+        self._free.extend(numbers[::-1].tolist())
         self._queue.end(self._permits.pop(int(numbers[0])))
 
     def _pop(self, permit: Permit) -> BlockIds:

@@ -22,6 +22,7 @@ from kvflow.core.plan.whole_blocks import WholeBlocks
 from kvflow.device.cache_device import CacheDevice
 from kvflow.runtime.memory.copies import (
     CacheTensors,
+    View,
     canonical_parts,
     chunk_sources,
     chunk_targets,
@@ -137,9 +138,10 @@ class Permutation:
             for ours, _ in block_map.places
             for part in canonical_parts(layers[ours], layout, split_fused=not together)
         ]
-        self._targets = chunk_targets(
+        targets = chunk_targets(
             parts, chunk_tokens=self._chunk_tokens, head_start=block_map.heads.local_start, head_count=self._heads
         )
+        self._targets: Sequence[View] = [target.numpy() for target in targets] if device.on_host else targets
 
     def plan(self, chunks: Chunks, slot: ScratchBuffer, offset: int) -> ScratchRead:
         """Read the remote blocks of `chunks`, which are in prompt order, to `offset` of a buffer, and permute them."""
@@ -165,10 +167,11 @@ class Permutation:
         )[:, :, :, rows.first_head : rows.first_head + self._heads]
         per_block = rows.tokens // self._chunk_tokens
         sources = sources.view(*sources.shape[:2], per_block, self._chunk_tokens, *sources.shape[3:])
+        views: View = sources.numpy() if self._device.on_host else sources
         local_parts = np.zeros_like(chunks.local_ids) if chunks.local_parts is None else chunks.local_parts
         with self._device.copying():
             for blocks, inside, picked in self._stretches(chunks, starts):
-                some = sources[:, blocks, inside, : chunks.tokens]
+                some = views[:, blocks, inside, : chunks.tokens]
                 place = some.shape[1:3]
                 ids, parts = chunks.local_ids[picked].reshape(place), local_parts[picked].reshape(place)
                 scatter_tokens(self._targets, self._split(some), ids, parts, self._way)
@@ -186,7 +189,7 @@ class Permutation:
             count, part, first = int(counts[begin]), int(first_parts[begin]), int(starts[begin])
             yield slice(begin, end), slice(part, part + count), slice(first, first + count * (end - begin))
 
-    def _split(self, sources: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _split(self, sources: View) -> Sequence[View]:
         """The sources of each target: K and V are halves of every head where only the peer has them together."""
         if not self._halve:
             return list(sources)
