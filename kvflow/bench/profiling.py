@@ -49,9 +49,9 @@ _HOPS = (
 )
 _LOOP, _AGENTS, _OTHERS = "loop", "agents", "others"
 _LEGEND = (
-    "One-block loads. Hops: loads one after the other, wall time of each step. Threads: CPU time of a load; held off is "
-    "how much longer than its CPU time the loop took, in a burst mostly waits for Python's lock. Functions: those with "
-    "most time of their own on the loop's thread, loads one after the other, under the profiler, which slows them down."
+    "One-block loads. Hops: loads one after the other, wall time of each step. Threads: CPU time of a load; held off: "
+    "how much longer the loop took than that, in a burst mostly waits for Python's lock. Functions: those with most "
+    "time of their own on the loop's thread, loads one after the other, under the profiler, which slows them down."
 )
 
 

@@ -14,7 +14,7 @@ from kvflow.config import Config
 from kvflow.connector.parameters import Dialect
 from kvflow.connector.scheduler import SchedulingConfig
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.stock.params import is_stock, read_stock, stock_params
+from kvflow.core.stock.params import is_stock, lost_block, read_stock, stock_params
 from kvflow.errors import ConfigError, RequestError
 from kvflow.stock import EngineRanks, StockPeers, Terms, arrival
 from kvflow.vllm.settings import Extra
@@ -48,15 +48,20 @@ def dialect_of(extra: Extra, config: Config, scheduling: SchedulingConfig) -> Di
     if scheduling.full_blocks_only:
         raise ConfigError("stock_peers: whole prompts are exchanged with stock engines: no full_blocks_only")
     version, lease_s = _serve_version(extra), extra.stock.lease_s
-    ids_max, groups = config.limits.block_ids_max, len(scheduling.all_groups)
+    ids_max, groups = config.limits.block_ids_max, scheduling.all_groups
     left = int(scheduling.leaves_last_token)
 
     def read_ticket(params: Mapping[str, Any]) -> Ticket:
         if not is_stock(params):
             return Ticket.from_params(params)
         ticket = read_stock(params, arrived=arrival(), lease_s=lease_s, block_ids_max=ids_max, left=left)
-        if len(ticket.block_tables) != groups:
-            raise RequestError(f"stock params: {len(ticket.block_tables)} groups of blocks, ours are {groups}")
+        if len(ticket.block_tables) != len(groups):
+            raise RequestError(f"stock params: {len(ticket.block_tables)} groups of blocks, ours are {len(groups)}")
+        for group, table in zip(groups, ticket.block_tables, strict=True):
+            if (lost := lost_block(ticket, group, table)) is not None:
+                raise RequestError(
+                    f"stock params: block {lost} of group {group.name!r} is null: its window has moved on"
+                )
         return ticket
 
     def params_of(ticket: Ticket) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests_support import any_ticket
 
 from kvflow import CacheGroup, CacheLayout, Config, LoadRequest, Runtime, ServeRequest, Ticket
 from kvflow.core.cache.groups import GroupFacts, GroupKind
-from kvflow.core.stock.params import is_stock, needed_blocks, read_stock, stock_params
+from kvflow.core.stock.params import is_stock, lost_block, needed_blocks, read_stock, stock_params
 from kvflow.errors import ConfigError, KVFlowError, LeaseExpired, PeerIncompatible, RequestError
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import Arrival, StockPeers, arrival, ask_rank
@@ -178,6 +178,17 @@ def test_every_length_needs_what_its_tokens_see(split: int) -> None:
                 assert block == (100 + at // split) * split + at % split
             for at, block in enumerate(window, first):
                 assert block == (200 + at // split) * split + at % split
+
+
+def test_a_window_that_has_moved_on_is_seen_before_anybody_is_asked() -> None:
+    ticket = stock_ticket([[3, 9, 4, 1], [2, 5]], 4 * TOKENS, 0)
+    first = max(4 * TOKENS - WINDOW, 0) // TOKENS
+    assert 0 < first < 3
+    held = [0] * first + [7] * (4 - first)
+    assert lost_block(ticket, SLIDING, held) is None
+    assert lost_block(ticket, SLIDING, [*held[:first], 0, *held[first + 1 :]]) == first
+    assert lost_block(ticket, FULL, [0] * 4) is None
+    assert lost_block(ticket, SLIDING, [0] * 9) is None  # blocks of another size: nobody knows yet
 
 
 def two_groups(num_tokens: int) -> Ticket:

@@ -127,6 +127,10 @@ class _Offer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether what is offered is not known yet: a rendezvous."""
 
 
+_OFFERED = _Offer.__struct_fields__
+_OFFER = operator.attrgetter(*_OFFERED)
+
+
 class _TicketExtension(_Offer, frozen=True, kw_only=True):
     """kvflow's own part of a ticket, under the key "kvflow"."""
 
@@ -405,12 +409,12 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
     except Exception as error:
         raise _wrong(params, error) from error
     tables: Any = raw.remote_block_ids if nested else (raw.remote_block_ids,)
-    offer = msgspec.structs.asdict(raw.kvflow)
-    version, (first, *others), padding = offer.pop("version"), offer.pop("ranks"), offer.pop("padding")
-    if padding:
-        tables = tuple(ids[:-padding] for ids in tables)
-    if version != PROTOCOL_VERSION:
-        raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {version}")
+    extension = raw.kvflow
+    first, *others = extension.ranks
+    if extension.padding:
+        tables = tuple(ids[: -extension.padding] for ids in tables)
+    if extension.version != PROTOCOL_VERSION:
+        raise RequestError(f"ticket: kvflow version: ours {PROTOCOL_VERSION}, theirs {extension.version}")
     if not raw.do_remote_prefill:
         raise RequestError("ticket: do_remote_prefill is false: it does not ask for a load")
     read = Ticket(
@@ -420,7 +424,7 @@ def read_ticket(ticket: Ticket | Mapping[str, Any], block_ids_max: int = INT64_M
         more_block_ids=tables[1:],
         tp_size=raw.tp_size,
         ranks=(msgspec.structs.replace(first, host=raw.remote_host, port=raw.remote_port), *others),
-        **offer,
+        **dict(zip(_OFFERED, _OFFER(extension), strict=True)),
     )
     if (count := _block_ids_in(read)) > block_ids_max:  # once more: mappings within it that are no dicts
         _check_count(count, block_ids_max)

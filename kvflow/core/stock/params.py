@@ -131,10 +131,23 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
             raise RequestError(f"{what}: {len(ids)} block ids of group {facts.name!r}, but {needs}")
         behind = end - len(ids)
         kept = ids[first - behind : -(-tokens // size) - behind]
-        if not facts.whole and 0 in kept:
-            raise RequestError(f"{what}: group {facts.name!r}: block {first + kept.index(0)} is null, but needed")
+        if (lost := lost_block(ticket, facts, ids, split)) is not None:
+            raise RequestError(f"{what}: group {facts.name!r}: block {lost} is null, but needed")
         found.append(expanded(kept, split)[: -(-tokens // facts.block_size) - first * split])
     return tuple(found)
+
+
+def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int = 1) -> int | None:
+    """The first block of a group that the tokens need and that its producer has given back; None if there is none.
+
+    Also None if the group's blocks are of another size than `facts` say: who asks the producer's rank finds out more.
+    """
+    size, tokens = facts.block_size * split, ticket.num_tokens
+    first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
+    if facts.whole or not 0 <= behind <= first:
+        return None
+    kept = ids[first - behind : -(-tokens // size) - behind]
+    return first + kept.index(0) if 0 in kept else None
 
 
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:

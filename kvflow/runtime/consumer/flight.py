@@ -22,7 +22,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -285,13 +284,13 @@ class Flight:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
         self._begun_s = None
         try:
-            async with aclosing(groups):
-                async for group in groups:
-                    if not await (self._see_more(sources) if group is NOTHING_YET else self._begin(group)):
-                        break
+            async for group in groups:
+                if not await (self._see_more(sources) if group is NOTHING_YET else self._begin(group)):
+                    break
         finally:
             if self._watching:
                 self._stop_watching(sources)
+            await groups.aclose()
         await self._wait_until_below(1)
         now_s = self._gear.clock.now_s()
         begun_s = now_s if self._begun_s is None else self._begun_s
