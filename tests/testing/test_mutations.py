@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+
 import pytest
 
 from kvflow.config import Config
@@ -177,7 +179,7 @@ def follow_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Loader._follow
 
     def follow(self: Loader, load: Any, *others: Any) -> None:
-        load.timeout.reschedule(None)
+        load.ends_s = math.inf
         real(self, load, *others)
 
     monkeypatch.setattr(Loader, "_follow", follow)

@@ -219,6 +219,7 @@ ROCM_AITER_MLA        0.11- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
 ROCM_AITER_TRITON_MLA 0.12- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
 TOKENSPEED_MLA        0.21- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
 CPU_MLA               0.28- mla NHD NHD plain squeeze 0.28.0 mla_attention.py
+AMX_MLA               0.32- mla NHD NHD plain squeeze 0.32.0 mla_attention.py
 """,
     ),
     *_rows(

@@ -296,7 +296,8 @@ class Flight:
         begun_s = now_s if self._begun_s is None else self._begun_s
         fresh, again = True, []
         for source in sources:
-            verdict = source.freshness.judge(now_s - max(begun_s, source.freshness.seen_s))
+            seen_s = source.freshness.seen_s  # of a lease that grows, perhaps before anything was posted here
+            verdict = source.freshness.judge(now_s - (seen_s if seen_s > -math.inf else begun_s))
             fresh = fresh and verdict is not Step.STALE
             if verdict is Step.FETCH:
                 again.append(source)

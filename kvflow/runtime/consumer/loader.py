@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,9 @@ class _Load:
     entries: BlockIds
     """The same, as the ledger counts them."""
     timeout: asyncio.Timeout
+    """Without a time, until its deadline has passed or the loader closes."""
+    ends_s: float
+    """Its deadline, by the loop's clock."""
     watch: Stopwatch
     handle: Load
     started: bool = False
@@ -161,6 +165,8 @@ class Loader:
         self._gear = gear
         self._turns = Turns()
         self._admissions = FairQueue((context.config.limits.loads_max,))
+        self._look: asyncio.TimerHandle | None = None
+        self._look_s = math.inf
         self._loads: dict[_Load, None] = {}  # in order, so that a simulation can be replayed
         self._unsafe: dict[Flight, _Load] = {}
         self._quiet = asyncio.Event()
@@ -232,10 +238,11 @@ class Loader:
     def close(self, *, unregistered: bool = False) -> None:
         """Make every load under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
+        self._look_at(math.inf)
         self._remote_leases.close()
         now_s = asyncio.get_running_loop().time()
         for load in self._loads:
-            if load.started and not load.timeout.expired():  # else it is ending already, or has yet to find out
+            if load.started and load.timeout.when() is None:  # else it is ending already, or has yet to find out
                 load.timeout.reschedule(now_s)
 
     def all_stopped(self) -> None:
@@ -273,11 +280,32 @@ class Loader:
             raise
         deadline_s = self._config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
         waited_s = self._context.clock.now_s() - begun_s
-        timeout = asyncio.timeout_at(asyncio.get_running_loop().time() + deadline_s - waited_s)
-        load = _Load(plain, ticket, tables, entries, timeout, watch, Load(plain.request_id, tables))
+        ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
+        load = _Load(
+            plain, ticket, tables, entries, asyncio.timeout(None), ends_s, watch, Load(plain.request_id, tables)
+        )
         self._loads[load] = None
         self._quiet.clear()
+        if ends_s < self._look_s:
+            self._look_at(ends_s)
         return load
+
+    def _look_at(self, when_s: float) -> None:
+        """Look for loads past their deadline then, and no earlier. There is one timer for all: most loads are quick."""
+        if self._look is not None:
+            self._look.cancel()
+        self._look, self._look_s = None, when_s
+        if when_s < math.inf:
+            self._look = asyncio.get_running_loop().call_at(when_s, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        now_s, next_s = asyncio.get_running_loop().time(), math.inf
+        for load in self._loads:
+            if load.ends_s > now_s:
+                next_s = min(next_s, load.ends_s)
+            elif load.started and load.timeout.when() is None:  # else it finds out when it starts, or has
+                load.timeout.reschedule(now_s)
+        self._look_at(next_s)
 
     async def _carry_out(self, load: _Load) -> LoadReport:
         """From the first step to the outcome: the one place where a load ends."""
@@ -314,6 +342,8 @@ class Loader:
             async with load.timeout:
                 if self._closed:
                     raise self._closed_error(load)
+                if load.ends_s <= asyncio.get_running_loop().time():
+                    raise TimeoutError
                 if not any(ticket.block_tables):
                     if await self._meet(load):
                         return load.report()
