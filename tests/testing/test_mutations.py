@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-
 import pytest
 
 from kvflow.config import Config
