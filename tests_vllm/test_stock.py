@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -225,10 +226,15 @@ class TestALongLife:
         assert caught.value.status == 500
         producer, consumer = site.have(setup, ours("kv_consumer", 1))
         assert prefill(producer, prompt)["remote_engine_id"] == lost["remote_engine_id"]
-        assert hand_over(producer, consumer, story[100:300]) == producer.text(story[100:300], **ALONE)
-        with pytest.raises(HTTPFailed) as caught:
+        with pytest.raises(HTTPFailed) as caught:  # it meets the new life, and may be of the one before
             consumer.text(story[1000:1300], kv_transfer_params=kept)
         assert caught.value.status == 500
+        found = ""
+        for _ in range(200):  # what comes `router_s` later is of the new life, by the terms
+            with contextlib.suppress(HTTPFailed):
+                found = hand_over(producer, consumer, story[100:300])
+                break
+        assert found == producer.text(story[100:300], **ALONE)
         computed = consumer.text(story[700:1000], kv_transfer_params=lost)
         assert computed == producer.text(story[700:1000], **ALONE), "parameters are used once"
         assert_alive(producer, consumer, story[300:700])

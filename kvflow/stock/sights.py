@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Peer
 
 _SEEN_MAX = 1 << 16
+_MET_MAX = 1 << 14
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,8 @@ class Sights:
         self._clock = context.clock
         self._transport = context.transport
         self._seen: OrderedDict[tuple[str, str, str], Sight] = OrderedDict()
+        self._met: OrderedDict[tuple[str, str, Rank], tuple[str, float]] = OrderedDict()
+        """The life of each rank, and when it was met, if there was another one before."""
 
     def of(self, ticket: StockTicket) -> Sight:
         """What is known of a ticket's request; a first look at it is its arrival, unless it says when that was.
@@ -55,12 +59,30 @@ class Sights:
         return sight
 
     def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> Deadline:
-        """How long a rank may be believed for this request. LeaseExpired if it is another life of that rank."""
+        """How long a rank may be believed for this request.
+
+        LeaseExpired if it is another life of that rank, or may be one: parameters can have been made `router_s` before
+        they came, so those that come within that after a rank was met anew may be of its life before.
+        """
         if sight.lives.setdefault(peer.rank, life) != life:
             raise expired(ticket, f"{peer.label} has restarted since its parameters came")
+        if sight.arrived_s < self._met_s(ticket, peer, life) + self.terms.router_s:
+            raise expired(ticket, f"{peer.label} has restarted: its parameters may be of before")
         if peer.rank not in sight.deadlines:
             sight.deadlines[peer.rank] = Deadline(sight.arrived_s, self.terms, self._clock.now_s, self._unsent)
         return sight.deadlines[peer.rank]
+
+    def _met_s(self, ticket: StockTicket, peer: Peer, life: str) -> float:
+        """When a rank was met that is another one than before; -inf for who was not known."""
+        key = (ticket.engine_id, peer.address, peer.rank)
+        known, met_s = self._met.get(key, (life, -math.inf))
+        if known != life:
+            met_s = self._clock.now_s()
+        self._met[key] = life, met_s
+        self._met.move_to_end(key)
+        if len(self._met) > _MET_MAX:
+            self._met.popitem(last=False)
+        return met_s
 
     def _unsent(self) -> int:
         return self._transport.statistics.notifications_failed

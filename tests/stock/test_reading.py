@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -236,7 +238,25 @@ async def test_a_restarted_producer_is_another_one() -> None:
             stale(ours)
             with pytest.raises((LeaseExpired, TransferFailed)):
                 await ours.load(params, [1])
-        await ours.load(producer.offer("after", [5], TOKENS), [2])
+        with pytest.raises(LeaseExpired, match="has restarted: its parameters may be of before"):
+            await ours.load(producer.offer("soon", [5], TOKENS), [2])
+
+
+async def test_what_a_life_before_has_offered_and_came_after_its_end_is_not_read() -> None:
+    """Nothing in parameters says of which life they are: only that they were made `router_s` before they came."""
+    peers = replace(PEERS, terms=replace(PEERS.terms, router_s=0.2))
+    async with stock_producer() as producer, reader(peers) as ours:
+        await ours.load(producer.offer("before", [3], TOKENS), [0])
+        late = producer.offer("late", [4], TOKENS)
+        producer.restart()
+        stale(ours)
+        with pytest.raises(LeaseExpired, match="may be of before"):
+            await ours.load(late, [1])
+        assert all(not torch.count_nonzero(one[1]) for one in ours.cache.values())
+        for attempt in itertools.count():
+            with contextlib.suppress(LeaseExpired):
+                await ours.load(producer.offer(f"after {attempt}", [5], TOKENS), [2])
+                break
         ours.assert_holds([2], [5])
 
 
