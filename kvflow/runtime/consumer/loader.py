@@ -286,7 +286,7 @@ class Loader:
         )
         self._loads[load] = None
         self._quiet.clear()
-        if ends_s < self._look_s:
+        if ends_s < self._look_s and not self._closed:
             self._look_at(ends_s)
         return load
 
