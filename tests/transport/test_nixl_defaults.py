@@ -18,20 +18,25 @@ from kvflow.transport.base import Event, MemoryUse, ReadEnded, TransportError
 from kvflow.transport.nixl.defaults import POLLING, backend_params
 from kvflow.transport.nixl.loop import NixlTransport
 
-OURS = "CUDA_IPC_ENABLE_GET_ZCOPY=on"
+GET_ZCOPY = "CUDA_IPC_ENABLE_GET_ZCOPY=on"
+FRAMES = "TCP_TX_SEG_SIZE=64k"
+OURS = f"{GET_ZCOPY},{FRAMES}"
 CPU = Device("cpu", 0)
 
 
-def test_reads_over_cuda_ipc_are_switched_on_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", raising=False)
+def test_ucx_is_told_what_is_faster_unless_somebody_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE"):
+        monkeypatch.delenv(name, raising=False)
     given = {"num_workers": "2"}
     assert backend_params("UCX", given) == {"num_workers": "2", "engine_config": OURS}
     assert given == {"num_workers": "2"}
-    chosen = {"engine_config": "CUDA_IPC_ENABLE_GET_ZCOPY=off"}
-    assert backend_params("UCX", chosen) == chosen
+    chosen = "CUDA_IPC_ENABLE_GET_ZCOPY=off"
+    assert backend_params("UCX", {"engine_config": chosen}) == {"engine_config": f"{chosen},{FRAMES}"}
     assert backend_params("UCX", {"engine_config": "A=1"}) == {"engine_config": f"A=1,{OURS}"}
     assert backend_params("POSIX", given) == given
     monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "try")
+    assert backend_params("UCX", {}) == {"engine_config": FRAMES}
+    monkeypatch.setenv("UCX_TCP_RX_SEG_SIZE", "16k")  # UCX does not start if it is to send more than it receives
     assert backend_params("UCX", given) == given
 
 

@@ -9,9 +9,13 @@ from typing import NamedTuple
 
 _SETTINGS: Mapping[str, Mapping[str, str]] = {
     # UCX reads over cuda_ipc only where it finds NVLink; without this it emulates reads over tcp at a hundredth.
-    "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on"},
+    # A read over tcp is answered in frames of so much, 8 KiB otherwise; UCX takes 64 KiB if it is told nothing.
+    "UCX": {"CUDA_IPC_ENABLE_GET_ZCOPY": "on", "TCP_TX_SEG_SIZE": "64k"},
 }
 """By backend: the library's own settings, without the prefix that its environment variables have."""
+
+_BESIDE: Mapping[str, str] = {"TCP_TX_SEG_SIZE": "TCP_RX_SEG_SIZE"}
+"""Settings that are left alone, too, where another one was chosen: UCX refuses to receive less than it sends."""
 
 
 class Polling(NamedTuple):
@@ -40,7 +44,7 @@ def backend_params(backend: str, given: Mapping[str, str]) -> dict[str, str]:
     ours = [
         f"{name}={value}"
         for name, value in _SETTINGS.get(backend, {}).items()
-        if name not in chosen and f"{backend}_{name}" not in os.environ
+        if not any(one in chosen or f"{backend}_{one}" in os.environ for one in (name, _BESIDE.get(name, name)))
     ]
     if ours:
         params["engine_config"] = ",".join([chosen, *ours] if chosen else ours)
