@@ -109,6 +109,23 @@ def check_planning(report: Report) -> None:
     assert windowed["moved"] == pytest.approx((10 * 8192 + 50 * 64) / (60 * 8192))
 
 
+def check_profile(report: Report) -> None:
+    steps = {row["step"]: row["step_s"] for row in report["hops"]}
+    *parts, whole = (step["p50"] for step in steps.values())
+    assert len(parts) == 6
+    assert all(0 < part < whole for part in parts)
+    assert 0.5 * whole < sum(parts) < 1.5 * whole
+    for row, loads in zip(report["threads"], ("20 one by one", "40 at once"), strict=True):
+        assert row["loads"] == loads
+        assert row["cpu_us"] == pytest.approx(row["loop_us"] + row["agents_us"] + row["others_us"])
+        assert 0 < row["loop_us"] <= row["wall_us"] * 1.1
+    assert len(report["functions"]) == 5
+    assert sorted((row["own_us"] for row in report["functions"]), reverse=True) == [
+        row["own_us"] for row in report["functions"]
+    ]
+    assert [row["verdict"] for row in report["targets"]][1:] == ["not measured"] * 2  # which are of 2,000 loads
+
+
 def check_verifying(report: Report) -> None:
     rows = {row["size"]: row for row in report["sizes"]}
     assert list(rows) == ["1 MB", "16 MB"]
@@ -151,6 +168,7 @@ CHECKS: dict[str, tuple[Callable[[Report], None], tuple[str, ...]]] = {
     "topology": (check_topology, ("staged", "Ratios are of speed")),
     "fairness": (check_fairness, ("one block, behind", "delay")),
     "planning": (check_planning, ("8 of 8 heads", "first ms")),
+    "profile": (check_profile, ("hop to the agents' thread", "loop us", "own us")),
     "verifying": (check_verifying, ("verified ms", "Ratios are of speed")),
     "flow": (check_flow, ("growing, at once", "wire to", "in one step")),
     "fleet": (check_fleet, ("steady", "churn", "honest loads")),
