@@ -11,7 +11,7 @@ import pytest
 from pairs import EnginePair, open_pair, virtual_pair
 from tests_support import PATIENT, in_virtual_time, limited, until
 
-from kvflow import LoadReport
+from kvflow import LoadReport, ServeRequest
 from kvflow.errors import DeadlineExceeded, Overloaded, RuntimeClosed, TransferFailed
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
@@ -161,6 +161,25 @@ async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected:
         pair.transport.faults.hold = False
         pair.transport.perform()
         await asyncio.gather(*loads)
+
+
+@in_virtual_time
+async def test_each_load_has_its_own_deadline() -> None:
+    """There is one timer for all: it is set earlier, and later again, as loads come and go."""
+    async with virtual_pair() as pair:
+        ended: dict[float, float] = {}
+
+        async def load(block: int, deadline_s: float) -> None:
+            offer = ServeRequest(f"load {block}", [block], num_tokens=4, computed_tokens=0)  # nothing of it ever comes
+            wanted = pair.wanted(pair.producer.runtime.serve_blocks(offer), [block], deadline_s=deadline_s)
+            begun_s = asyncio.get_running_loop().time()
+            with pytest.raises(DeadlineExceeded):
+                await pair.consumer.runtime.load_blocks(wanted)
+            ended[deadline_s] = asyncio.get_running_loop().time() - begun_s
+
+        await asyncio.gather(load(0, 20.0), load(1, 1.0), load(2, 5.0), load(3, 5.0))
+        assert ended == {deadline_s: pytest.approx(deadline_s, abs=0.1) for deadline_s in (20.0, 1.0, 5.0)}
+        await load(4, 0.5)
 
 
 async def test_a_load_that_is_cancelled_before_its_turn_holds_nobody_up() -> None:

@@ -207,13 +207,9 @@ class NixlAgents:
         first = self._to_post.pop()
         together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
         while self._to_post:
-            following = self._to_post.next.descriptors
-            size_bytes, count = size_bytes + following.size_bytes, count + len(following)
-            if (
-                size_bytes > _TOGETHER_BYTES_MAX
-                or count > _TOGETHER_COUNT_MAX
-                or not first.goes_with(self._to_post.next)
-            ):
+            following = self._to_post.next
+            size_bytes, count = size_bytes + following.descriptors.size_bytes, count + len(following.descriptors)
+            if size_bytes > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(following):
                 break
             together.append(self._to_post.pop())
         if not self._post_request(together):
