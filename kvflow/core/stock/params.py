@@ -129,10 +129,9 @@ def needed_blocks(ticket: StockTicket, groups: Sequence[GroupFacts], split: int)
         if len(ids) > end or end - len(ids) > first or (facts.whole and len(ids) != end):
             needs = f"{tokens + ticket.left} tokens fill {end} blocks of {size}, needed from block {first} on"
             raise RequestError(f"{what}: {len(ids)} block ids of group {facts.name!r}, but {needs}")
-        behind = end - len(ids)
-        kept = ids[first - behind : -(-tokens // size) - behind]
         if (lost := lost_block(ticket, facts, ids, split)) is not None:
             raise RequestError(f"{what}: group {facts.name!r}: block {lost} is null, but needed")
+        kept = _needed_ids(ticket, facts, ids, split)
         found.append(expanded(kept, split)[: -(-tokens // facts.block_size) - first * split])
     return tuple(found)
 
@@ -146,8 +145,15 @@ def lost_block(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split
     first, behind = facts.first_needed(tokens) // size, -(-(tokens + ticket.left) // size) - len(ids)
     if facts.whole or not 0 <= behind <= first:
         return None
-    kept = ids[first - behind : -(-tokens // size) - behind]
+    kept = _needed_ids(ticket, facts, ids, split)
     return first + kept.index(0) if 0 in kept else None
+
+
+def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], split: int) -> Sequence[int]:
+    """Of a group's table, which ends with the prompt's last block, the ids of the blocks that its tokens need."""
+    size, tokens = facts.block_size * split, ticket.num_tokens
+    behind = -(-(tokens + ticket.left) // size) - len(ids)
+    return ids[facts.first_needed(tokens) // size - behind : -(-tokens // size) - behind]
 
 
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
