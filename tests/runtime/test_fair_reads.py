@@ -145,10 +145,10 @@ async def test_waiting_is_no_part_of_a_read() -> None:
 async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected: bool) -> None:
     """Also those that have waited for one handshake."""
     clock = ManualClock()
-    async with open_pair(limited(PATIENT), consumer=World(clock=lambda: clock)) as pair:
+    async with open_pair(limited(PATIENT), consumer=World(clock=lambda: clock), num_blocks=128) as pair:
         if connected:
             await pair.load(pair.offer([0]), [0])
-        offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(16)]
+        offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(128)]
         pair.transport.faults.hold = True
         loads = [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers]
         begun = [0]
@@ -156,11 +156,13 @@ async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected:
             await asyncio.sleep(0)
             clock.advance(0.0 if connected or begun[-1] else 0.01)
             begun.append(len(pair.transport.held))
-        assert max(after - before for before, after in pairwise(begun)) <= 3
-        assert [load_of(pair, read) for read in pair.transport.held] == sorted(index // 4 for index in range(16))
+        order = [load_of(pair, read) for read in pair.transport.held]
         pair.transport.faults.hold = False
         pair.transport.perform()
         await asyncio.gather(*loads)
+        assert max(after - before for before, after in pairwise(begun)) <= 3
+        late = [place // 4 - four for place, four in enumerate(order)]
+        assert max(late) <= (0 if connected else 3), "a few that find the handshake just over may be ahead, not all"
 
 
 @in_virtual_time

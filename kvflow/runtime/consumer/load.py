@@ -128,32 +128,33 @@ class Turns:
         self._since_s = -math.inf
         self._left = 0
         """How many more may start at once, until `TURN_S` after `_since_s`."""
+        self._again: deque[asyncio.Future[None]] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def at_once(self, now_s: float) -> bool:
         """Whether a load may start now; else its turn has to `come`."""
-        if self._waiting:
+        if self._waiting or self._again:
             return False
         if now_s - self._since_s >= TURN_S:
             self._since_s, self._left = now_s, _TURN_LOADS
         self._left -= 1
         return self._left >= 0
 
-    async def come(self) -> None:
-        """Return when it is the load's turn, first come, first served."""
+    async def come(self, *, again: bool = False) -> None:
+        """Return when it is the load's turn, first come, first served: who had one before is ahead of who had none."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self._waiting:
+        if not (self._waiting or self._again):
             asyncio.get_running_loop().call_soon(self._next)
-        self._waiting.append(turn)
+        (self._again if again else self._waiting).append(turn)
         await turn
 
     def _next(self) -> None:
         """A turn of the loop: what else is ready runs between this one and the next."""
-        for _ in range(min(_TURN_LOADS, len(self._waiting))):
-            turn = self._waiting.popleft()
+        for _ in range(min(_TURN_LOADS, len(self._waiting) + len(self._again))):
+            turn = (self._again or self._waiting).popleft()
             if not turn.done():
                 turn.set_result(None)
-        if self._waiting:
+        if self._waiting or self._again:
             asyncio.get_running_loop().call_soon(self._next)
 
 

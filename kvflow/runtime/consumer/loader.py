@@ -358,7 +358,7 @@ class Loader:
                 sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
                 load.watch.enter("plan")
                 if load.watch.seconds["handshake"] > TURN_S:  # many may have waited for the same one
-                    await self._turns.come()
+                    await self._turns.come(again=True)
                 return await self._read(load, sources)
         except TimeoutError:
             if self._closed:
