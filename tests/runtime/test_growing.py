@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, blocking
+from kvflow.core.plan.descriptors import Descriptors
+from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
 from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed, UsageError
 from kvflow.testing import (
     CacheSize,
@@ -23,6 +25,7 @@ from kvflow.testing import (
     nixl_pair,
     run_virtual,
 )
+from kvflow.transport.base import AgentName, PostedRead
 from tests.budgets import examples
 from tests.group_hand_overs import Attention, GroupHandOver, Part, ids_of, run
 from tests.hand_overs import Paths
@@ -80,6 +83,36 @@ async def test_what_is_computed_is_read_as_it_comes(staging: str) -> None:
         assert (await load).tokens == 16
         pair.assert_loaded(TAKEN, BLOCKS)
         assert await lease is LeaseOutcome.READ
+
+
+@each("computed", ["before the load", "while it waits"])
+@in_virtual_time
+async def test_what_is_complete_before_any_of_it_is_read_is_read_in_the_order_of_the_memory(computed: str) -> None:
+    """As a lease that does not grow: whole slices, each of blocks that are near each other."""
+    async with pair_of() as pair:
+        read: list[Descriptors] = []
+        transport = pair.consumer.transport
+        post_read = transport.post_read
+
+        def noted(peer: AgentName, descriptors: Descriptors) -> PostedRead:
+            read.append(descriptors)
+            return post_read(peer, descriptors)
+
+        transport.post_read = noted  # type: ignore[method-assign]
+        whole = pair.producer.runtime.serve_blocks(ServeRequest("whole", BLOCKS, num_tokens=16))
+        await pair.consumer.runtime.load_blocks(wanted(pair, whole))
+        slices, read[:] = [one.remote[one.sizes > SEAL_SIZE_BYTES].tolist() for one in read], []
+
+        lease = opened(pair)
+        load = None if computed == "before the load" else pair.consumer.runtime.start_load(wanted(pair, lease))
+        await asyncio.sleep(0.1)
+        pair.producer.cache.fill(BLOCKS)
+        for tokens in (4, 11, 16):
+            lease.advance(tokens)
+        await (load or pair.consumer.runtime.start_load(wanted(pair, lease)))
+        pair.assert_loaded(TAKEN, BLOCKS)
+        blocks = [one.remote[one.sizes > SEAL_SIZE_BYTES].tolist() for one in read]
+        assert [one for one in blocks if one] == slices
 
 
 @examples(25, 150)

@@ -284,6 +284,7 @@ class Flight:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
         self._begun_s = None
         try:
+            self._watch_growing(sources)
             async for group in groups:
                 if not await (self._see_more(sources) if group is NOTHING_YET else self._begin(group)):
                     break
@@ -440,13 +441,9 @@ class Flight:
 
     async def _see_more(self, sources: Sequence[SourceRead]) -> bool:
         """Wait until something has happened: a seal that is looked at says more, or a read has ended. False if a lease
-        is over. Leases that grow are looked at from the first time on until they are complete, or the read ends.
+        is over.
         """
-        if not self._watching:
-            self._watching = True
-            for source in sources:
-                self._watch(source)
-        elif self.on_wait is not None:
+        if self.on_wait is not None and all(source.seen_s > -math.inf for source in sources):
             tell, self.on_wait = self.on_wait, None
             tell()
         for source in sources:
@@ -458,6 +455,13 @@ class Flight:
             await self._progress
         await self._wait_until_below(self._under_way + 1)  # it raises what has gone wrong
         return not over and not any(source.freshness.over for source in sources)
+
+    def _watch_growing(self, sources: Sequence[SourceRead]) -> None:
+        """Look at leases that grow, from now on until they are complete, or the read ends."""
+        if any(source.freshness.grows for source in sources):
+            self._watching = True
+            for source in sources:
+                self._watch(source)
 
     def _watch(self, source: SourceRead) -> None:
         lease = source.origin.lease

@@ -211,8 +211,8 @@ class Load:
     read under a lease that was open, so a step that needs no more may use them. The rest of the blocks is written
     meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but nobody knows of a
     prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its end. A load whose
-    leases do not grow, or that is verified, gives its last progress only. Several may iterate, one may stop midway;
-    cancelling who iterates leaves the load as it is.
+    leases do not grow, or are complete before any of it was read, or that is verified, gives its last progress only.
+    Several may iterate, one may stop midway; cancelling who iterates leaves the load as it is.
     """
 
     def __init__(self, request_id: str, tables: Sequence[BlockIds]) -> None:

@@ -130,7 +130,7 @@ class Route:
 
     def _slices(self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]]) -> Iterator[Read]:
         """Reads of one rank, straight to where their bytes belong."""
-        carries_seal = source.origin.connection.carries_seals and not source.freshness.asked
+        carries_seal = source.origin.connection.carries_seals and not (source.freshness.asked or source.freshness.grows)
         head: Piece | None = source.seal if carries_seal else None
         for descriptors in plan_slices(
             reads,
@@ -167,7 +167,17 @@ class Route:
         tell: Callable[[int, int], None] | None,
         history: History | None,
     ) -> AsyncGenerator[CopyGroup, None]:
-        """The same of leases that grow: what is there and worth a read, from each rank by itself where that may be."""
+        """The same of leases that grow: what is there and worth a read, from each rank by itself where that may be.
+
+        If all is there before any of it was read, and no buffers are needed, it is read as if they did not grow. The
+        first such read is planned ahead, while the seals are looked at.
+        """
+        sources = list({id(part.source): part.source for part in parts}.values())
+        whole, first = None, NOTHING_YET
+        buffered = bool(self._staging) or any(part.permutation is not None for part in parts)
+        if not buffered and all(source.known_tokens is None for source in sources):
+            whole = self._straight(sources)
+            first = await anext(whole)
         lanes = []
         for at, of_group in by_group(parts):
             for some in [of_group] if self._staging else by_source(of_group):
@@ -178,7 +188,15 @@ class Route:
         while lanes:
             if frontier is not None:
                 frontier.look()
+            if whole is not None and all(source.there(num_tokens) >= num_tokens for source in sources):
+                yield first
+                async for group in whole:
+                    yield group
+                return
             due = growth.due(lanes)
+            if due and whole is not None:
+                await whole.aclose()
+                whole = None
             for one in heapq.merge(*(lane.take(num_tokens) for lane in due), key=GroupSpan.stop_token):
                 group = await self._group(one)
                 yield group if frontier is None else group._replace(on_land=partial(frontier.note_landed, one))
