@@ -252,7 +252,6 @@ class Flight:
         """When the first read was posted: nothing of the peer's memory was seen before."""
         self._lost: list[_Running] = []
         self._copies = 0
-        self._watching = False
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -282,15 +281,20 @@ class Flight:
         assert sources, "a load with blocks to fill reads from somebody"
         if self.state is TransferState.PENDING:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
-        self._begun_s = None
+        self._begun_s, grows = None, False
+        for source in sources:
+            grows = grows or source.freshness.grows
         try:
-            self._watch_growing(sources)
+            if grows:  # from now on all are looked at, until they are complete or the read ends
+                for source in sources:
+                    self._watch(source)
             async for group in groups:
                 if not await (self._see_more(sources) if group is NOTHING_YET else self._begin(group)):
                     break
         finally:
-            if self._watching:
-                self._stop_watching(sources)
+            for source in sources:
+                if source.watched is not None:
+                    self._unwatch(source)
             await groups.aclose()
         await self._wait_until_below(1)
         now_s = self._gear.clock.now_s()
@@ -456,13 +460,6 @@ class Flight:
         await self._wait_until_below(self._under_way + 1)  # it raises what has gone wrong
         return not over and not any(source.freshness.over for source in sources)
 
-    def _watch_growing(self, sources: Sequence[SourceRead]) -> None:
-        """Look at leases that grow, from now on until they are complete, or the read ends."""
-        if any(source.freshness.grows for source in sources):
-            self._watching = True
-            for source in sources:
-                self._watch(source)
-
     def _watch(self, source: SourceRead) -> None:
         lease = source.origin.lease
         source.watched = WatchedSeal(
@@ -516,11 +513,6 @@ class Flight:
         if lost is not None:
             self._note_lost(lost)
         self._note_end()
-
-    def _stop_watching(self, sources: Sequence[SourceRead]) -> None:
-        self._watching = False
-        for source in sources:
-            self._unwatch(source)
 
     async def _fetch_seal(self, source: SourceRead) -> None:
         await self._post(source, fetch_seal(source.seal), None, fetches_seal=True)
