@@ -15,17 +15,26 @@ import argparse
 import asyncio
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from openai_server.launcher import ServiceSettings, start_service
-from openai_server.load_test import LoadSettings, Tally, run_client
+from openai_server.load_test import LoadSettings, Tally, overheads, overheads_in, quantile, run_client
 from openai_server.workload import ALL_QUESTIONS, answers_alone
 from ray_server.cluster import kill_process, local_cluster, wait_until
 
 from tests_ray.fleet import WHOLE_S, Fleet, fixed
 
 TOKENS = 8
+
+
+class Result(NamedTuple):
+    """What clients have seen, and how many hand-overs took how long, from the prompt's end to the first decode step."""
+
+    tally: Tally
+    overheads: Counter[float]
 
 
 def main() -> None:
@@ -39,13 +48,12 @@ def main() -> None:
         fleet = Fleet(cluster, checkpoint, right)
         fleet.have(fixed(1), fixed(1))
         print(f"load average {os.getloadavg()[0]:.1f} before", flush=True)
-        tallies = asyncio.run(in_turns(fleet, options.rounds))
-        report(tallies)
+        report(asyncio.run(in_turns(fleet, options.rounds)))
         if options.clients:
             killed(fleet, options.clients)
 
 
-async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Tally]:
+async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Result]:
     settings = ServiceSettings(
         prefill=1, decode=1, host="127.0.0.1", port=0, checkpoint=Path(fleet.checkpoint), deadline_s=120.0
     )
@@ -55,22 +63,25 @@ async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Tally]:
         tallies = {name: Tally() for name in urls}
         for url in urls.values():  # the first hand-over includes a handshake
             await run_client(url, load, 0, fleet.right, Tally())
+        before = await overheads(service), overheads_in(await asyncio.to_thread(fleet.ask, "Decode", "metrics"))
         for index in range(rounds):
             for name in sorted(urls, reverse=bool(index % 2)):
                 await run_client(urls[name], load, index, fleet.right, tallies[name])
-    return tallies
+        after = await overheads(service), overheads_in(await asyncio.to_thread(fleet.ask, "Decode", "metrics"))
+    return {name: Result(tallies[name], after[at] - before[at]) for at, name in enumerate(urls)}
 
 
-def report(tallies: dict[str, Tally]) -> None:
-    for name, tally in tallies.items():
+def report(results: dict[str, Result]) -> None:
+    rows = {}
+    for name, (tally, counts) in results.items():
         assert tally.wrong == [] == tally.unclear, (name, tally.wrong, tally.unclear)
-        firsts, whole = (f"{median(some) * 1e3:.1f} ms" for some in (tally.first_token_s, tally.seconds))
-        print(
-            f"{name}: first piece p50 {firsts}, request p50 {whole}, {tally.right} right, {tally.failed.total()} failed"
-        )
-    ours, ray = tallies["example server"], tallies["Ray Serve"]
-    first, whole = median(ray.first_token_s) / median(ours.first_token_s), median(ray.seconds) / median(ours.seconds)
-    print(f"Ray Serve to the example server: first piece {first:.2f}, request {whole:.2f}", flush=True)
+        rows[name] = median(tally.first_token_s), median(tally.seconds), quantile(counts, 0.5)
+        first, whole, overhead = (f"{one_s * 1e3:.1f} ms" for one_s in rows[name])
+        print(f"{name}: p50 of the first piece {first}, of a request {whole}, of the hand-over {overhead};", end=" ")
+        print(f"{tally.right} right, {tally.failed.total()} failed, {counts.total()} hand-overs")
+    ratios = (theirs / ours for ours, theirs in zip(rows["example server"], rows["Ray Serve"], strict=True))
+    first, whole, overhead = (f"{ratio:.2f}" for ratio in ratios)
+    print(f"Ray Serve to the example server: first piece {first}, request {whole}, hand-over {overhead}", flush=True)
 
 
 def killed(fleet: Fleet, clients: int) -> None:

@@ -91,7 +91,7 @@ async def run_load_test(service_settings: ServiceSettings, load: LoadSettings) -
         console.print(f"starting {service_settings.prefill} prefill and {service_settings.decode} decode workers")
         async with start_service(replace(service_settings, checkpoint=checkpoint)) as service:
             result = await put_load(service, load, right)
-            retries = await _samples(service.url, "openai_server_retries_total")
+            retries = _samples(await _fetch(f"{service.url}/metrics"), "openai_server_retries_total")
     _print_report(console, load, result)
     console.print(f"killed: {result.killed}; the router tried again {sum(retries.values()):.0f} times")
     return 0 if result.good else 1
@@ -117,12 +117,12 @@ async def run_measurement(service_settings: ServiceSettings, requests: int) -> i
     ):
         load = LoadSettings(clients=1, requests=requests, tokens=4, kill="none")
         await _ask_all(service, load)  # the first load of each pair of workers includes their handshake
-        before = await _overheads(service)
+        before = await overheads(service)
         await _ask_all(service, load)
-        overheads = await _overheads(service) - before
+        found = await overheads(service) - before
     console.print("from the end of the prompt's computation to the first decode step:")
-    p50, p90 = (quantile(overheads, fraction) * 1e3 for fraction in (0.5, 0.9))
-    console.print(f"p50 {p50:.2f} ms, p90 {p90:.2f} ms of {overheads.total()} requests")
+    p50, p90 = (quantile(found, fraction) * 1e3 for fraction in (0.5, 0.9))
+    console.print(f"p50 {p50:.2f} ms, p90 {p90:.2f} ms of {found.total()} requests")
     return 0
 
 
@@ -241,11 +241,11 @@ async def _health(url: str) -> WorkerHealth:
     return WorkerHealth.model_validate_json(await _fetch(f"{url}/health"))
 
 
-async def _samples(url: str, name: str) -> dict[str, float]:
-    """A metric's samples at /metrics, by the value of their first label."""
+def _samples(metrics: str, name: str) -> dict[str, float]:
+    """A metric's samples in the text of /metrics, by the value of their first label."""
     return {
         next(iter(sample.labels.values()), ""): sample.value
-        for family in text_string_to_metric_families(await _fetch(f"{url}/metrics"))
+        for family in text_string_to_metric_families(metrics)
         for sample in family.samples
         if sample.name == name
     }
@@ -256,11 +256,16 @@ async def _fetch(url: str) -> str:
         return await response.text()
 
 
-async def _overheads(service: Service) -> Counter[float]:
-    """How many hand-overs of all decode workers had at most that overhead, and more than the next smaller one."""
+async def overheads(service: Service) -> Counter[float]:
+    """See `overheads_in`, of all decode workers."""
+    return overheads_in([await _fetch(f"{url}/metrics") for url in service.decode.values()])
+
+
+def overheads_in(workers: Sequence[str]) -> Counter[float]:
+    """How many hand-overs had at most that overhead, and more than the next smaller one, by decode workers' metrics."""
     counts: Counter[float] = Counter()
-    for url in service.decode.values():
-        buckets = {float(bound): int(count) for bound, count in (await _samples(url, f"{OVERHEAD}_bucket")).items()}
+    for metrics in workers:
+        buckets = {float(bound): int(count) for bound, count in _samples(metrics, f"{OVERHEAD}_bucket").items()}
         for (_, below), (bound, count) in pairwise([(0.0, 0), *sorted(buckets.items())]):
             counts[bound] += count - below
     return counts
