@@ -87,6 +87,12 @@ class PrefillWorker:
         if lease is not None:
             lease.revoke()
 
+    async def released(self, request_id: str) -> None:
+        """Return when nobody reads the blocks of a prompt any more; cancelling it leaves them as they are."""
+        lease = self._leases.get(request_id)
+        if lease is not None:
+            await lease
+
     async def _hold(self, lease: kvflow.Lease, blocks: AsyncExitStack) -> None:
         """Keep the blocks reserved until the lease has ended, and no reader can take them for good any more."""
         async with blocks:

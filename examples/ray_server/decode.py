@@ -75,18 +75,23 @@ class Decode:
         metadata = chosen.replica_metadata
         ticket = kvflow.Ticket.rendezvous(metadata["introduction"], request_id, ttl_s=prompt.remaining_s)
         generation = await self._room(request_id, prompt, ticket)
+        steps = self._steps(generation.steps(), metadata["replica"])
+        asking = asyncio.create_task(self._ask(chosen, request_id, prompt), name=f"prefill {request_id}")
+        first = asyncio.create_task(first_of(steps), name=f"decode {request_id}")
         try:
-            steps = self._steps(generation.steps(), metadata["replica"])
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._ask(chosen, request_id, prompt), name=f"prefill {request_id}")
-                first = both.create_task(first_of(steps), name=f"decode {request_id}")
-        except BaseException as error:
+            await asyncio.wait((asking, first), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                asking.result()
+            step = await first
+        except BaseException:
+            asking.cancel()
+            first.cancel()
+            await asyncio.gather(asking, first, return_exceptions=True)
             await generation.aclose()
             self._opened.start_task(self._release(ticket), f"release {request_id}")
-            if isinstance(error, BaseExceptionGroup):
-                raise error.exceptions[0] from error
             raise
-        return generation, steps, first.result()
+        self._opened.start_task(_over(asking), f"prefill {request_id}")  # its answer comes later, and says no more
+        return generation, steps, step
 
     async def _room(self, request_id: str, prompt: Prompt, ticket: kvflow.Ticket) -> Generation:
         """Blocks of this replica, and the load into them. What fails here is nobody else's fault."""
@@ -144,3 +149,9 @@ class Decode:
 
     async def __del__(self) -> None:
         await self._replica.close()
+
+
+async def _over(asking: asyncio.Task[PrefillReply]) -> None:
+    """Wait for an answer that nobody needs."""
+    with suppress(AttemptError):
+        await asking

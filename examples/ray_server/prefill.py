@@ -25,11 +25,16 @@ class Prefill:
         self._worker = PrefillWorker(opened.engine, opened.kvflow.runtime, opened.start_task, opened.metrics)
 
     async def prefill(self, request: PrefillRequest) -> PrefillReply | Failure:
-        """Compute the prompt. Cancelling it withdraws the offer."""
+        """Compute the prompt, and answer when its blocks were read, or will not be. Cancelling it withdraws the offer.
+
+        What an answer says, a reader learns with the blocks: one that comes meanwhile is only in the way of the read.
+        """
         try:
-            return await self._worker.prefill(request)
+            reply = await self._worker.prefill(request)
         except EXPECTED_ERRORS as error:
             return reported(error, self._metrics)
+        await self._worker.released(request.request_id)
+        return reply
 
     async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()
