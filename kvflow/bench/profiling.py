@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import kvflow
+from kvflow.bench.busy import busy_ranks
 from kvflow.bench.cache import CacheShape, PatternCache, compared
 from kvflow.bench.child import BenchError, RankProcess
 from kvflow.bench.clocks import loop_ticker
@@ -124,6 +125,7 @@ class Profile:
     burst: Annotated[int, "Loads at once, in each round."] = _BURST_LOADS
     rounds: Annotated[int, "Rounds of each."] = 5
     functions: Annotated[int, "How many functions are listed."] = 25
+    busy_cores: Annotated[int, "How many processes compute all the time meanwhile, as engines do.", 0] = 0
 
     @property
     def shape(self) -> CacheShape:
@@ -135,6 +137,7 @@ class Profile:
         ranks = (
             RankProcess("producer", partial(open_producer, config_of("bench-producer"), self.shape)),
             RankProcess("reader", partial(open_profiled, self.shape)),
+            *busy_ranks(self.busy_cores),
         )
         note, environment = f"{self.transport}: {self.rounds} rounds", self.transport.environment
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=environment)]

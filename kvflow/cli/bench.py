@@ -92,8 +92,8 @@ def _add(name: str, kind: type[Scenario]) -> None:
 def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
-        value, text = get_args(hints[field.name])
-        annotation: Any = Annotated[value, typer.Option(help=text, min=_LEAST.get(value))]
+        value, text, *least = get_args(hints[field.name])
+        annotation: Any = Annotated[value, typer.Option(help=text, min=least[0] if least else _LEAST.get(value))]
         yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
     yield Parameter("json_file", Parameter.KEYWORD_ONLY, default=None, annotation=_JSON)
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 from bench_ranks import Rank, open_never, open_rank
+from tests_support import until
 
+from kvflow.bench.busy import busy_ranks, open_busy
 from kvflow.bench.child import BenchError, Child, RankProcess, awake, open_children
 
 
@@ -110,3 +112,12 @@ def test_a_stopped_child_dies_with_its_parent(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60, env=environment
     )
     assert wait_for_state(int(done.stdout), "Z") in ("", "Z")
+
+
+async def test_a_busy_process_computes_until_it_is_told_to_end() -> None:
+    async with open_busy() as thread:
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        await until(lambda: time.clock_gettime(clock) > 0.02)
+    assert not thread.is_alive()
+    assert [rank.name for rank in busy_ranks(2)] == ["busy 0", "busy 1"]

@@ -25,7 +25,7 @@ SMALLEST = {
     "topology": "--size 1 --rounds 2 --layers 2",
     "fairness": "--size 256 --rounds 1",
     "planning": "--repeats 3",
-    "profile": "--alone 20 --burst 40 --rounds 1 --functions 5",
+    "profile": "--alone 20 --burst 40 --rounds 1 --functions 5 --busy-cores 1",
     "verifying": "--sizes 1,16 --rounds 2 --layers 2",
     "flow": "--link shm --prompts 256,512 --chunk 128 --rounds 1 --layers 2 --many 4 --many-s 0.2",
     "fleet": "--sizes 4,8 --peers 4 --hot 1 --layers 4",

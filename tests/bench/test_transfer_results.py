@@ -9,7 +9,7 @@ import pytest
 from kvflow.bench.loads import MIB, Transport
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.transfer.ranks import Contender, TurnResult
-from kvflow.bench.transfer.results import ONE_BLOCK, Idle, Lag, Speed, compare, targets_of
+from kvflow.bench.transfer.results import ONE_BLOCK, Idle, Lag, Speed, busy_targets_of, compare, targets_of
 
 LAG_S = Spread(samples=100, min=0.0, p25=0.0, p50=1e-4, p75=1e-4, p99=1e-3, max=5e-3)
 
@@ -90,3 +90,13 @@ def test_targets(target: str, sizes: list[tuple[Speed, Spread]], measured: float
     rows = {row.target: row for row in targets_of(Idle(transport=transport, cpu_percent=1.0), speeds, lags)}
     row = rows[target]
     assert (row.measured, row.verdict) == (measured if measured is None else pytest.approx(measured), verdict)
+
+
+@pytest.mark.parametrize(("p99_s", "verdict"), [(0.0015, Verdict.PASS), (0.0016, Verdict.FAIL)])
+def test_where_cores_are_busy_the_slowest_of_one_block_is_held_against_the_bare_hop(
+    p99_s: float, verdict: Verdict
+) -> None:
+    (ours, _), (large, _) = size(0, p99_s=p99_s), size(1, p99_s=1.0)
+    bare = [replace(row, contender=Contender.HOP, p99_s=0.001) for row in (ours, large)]
+    rows = busy_targets_of(Idle(transport=Transport.SHM, cpu_percent=0.2), [ours, large, *bare])
+    assert [row.verdict for row in rows] == [verdict, Verdict.PASS]

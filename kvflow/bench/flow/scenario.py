@@ -59,7 +59,7 @@ class Flow:
     layers: Annotated[int, "Layers of the model."] = MODEL.layers
     many: Annotated[int, "How many loads grow at once."] = 64
     advance_ms: Annotated[float, "How often each of them does, by one block."] = 20.0
-    many_s: Annotated[float, "How long they do in a round; 0 for prompts only."] = 6.0
+    many_s: Annotated[float, "How long they do in a round; 0 for prompts only.", 0] = 6.0
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ ONE_BLOCK_OVER_B_US_MAX = 150.0
 LAG_P99_MS_MAX = 2.0
 LAG_MAX_MS_MAX = 10.0
 IDLE_CPU_PERCENT_MAX = 1.0
+BUSY_P99_TO_HOP_MAX = 1.5
 _GB = 1e9
 _LEGEND = (
     "raw_example (a): raw NIXL as its examples use it; raw_tuned (b): raw NIXL at its best; bare_hop (d): b awaited "
@@ -74,8 +75,8 @@ class Idle:
     cpu_percent: float
 
 
-def judge(samples: Samples, sizes: Mapping[LoadSize, int], pairs: int) -> Outcome:
-    """`sizes` says how many bytes a load of each size has."""
+def judge(samples: Samples, sizes: Mapping[LoadSize, int], pairs: int, *, busy: bool = False) -> Outcome:
+    """`sizes` says how many bytes a load of each size has. A `busy` machine is held against other targets."""
     turns, speeds, lags = samples.of(TurnResult), list[Speed](), list[Lag]()
     idles = list(chain(*samples.of(Idle).values()))
     for idle in idles:
@@ -88,7 +89,11 @@ def judge(samples: Samples, sizes: Mapping[LoadSize, int], pairs: int) -> Outcom
     return Outcome(
         results={"speed": speeds, "loop_lag": lags, "idle": idles},
         legend=_LEGEND,
-        targets=[target for idle in idles for target in targets_of(idle, speeds, lags)],
+        targets=[
+            target
+            for idle in idles
+            for target in (busy_targets_of(idle, speeds) if busy else targets_of(idle, speeds, lags))
+        ],
     )
 
 
@@ -137,3 +142,14 @@ def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iter
         yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
         yield at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
     yield at_most(f"{name}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, [(idle.cpu_percent, "one open lease")])
+
+
+def busy_targets_of(idle: Idle, speeds: Sequence[Speed]) -> Iterator[TargetRow]:
+    """The same where other processes compute."""
+    over = [row for row in speeds if row.transport is idle.transport and row.size == ONE_BLOCK]
+    bare = [row.p99_s for row in over if row.contender is Contender.HOP]
+    ratios = [(row.p99_s / p99_s, row.size) for row in over if row.contender is Contender.KVFLOW for p99_s in bare]
+    yield at_most(f"{idle.transport}: one block, p99 to (d)'s, cores busy", BUSY_P99_TO_HOP_MAX, ratios)
+    yield at_most(
+        f"{idle.transport}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, [(idle.cpu_percent, "one open lease")]
+    )

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Annotated
 
 import kvflow
+from kvflow.bench.busy import busy_ranks
 from kvflow.bench.cache import CacheShape, PatternCache
 from kvflow.bench.child import Child, RankProcess
 from kvflow.bench.clocks import process_cpu_s
@@ -59,6 +60,7 @@ class Transfer:
     layers: Annotated[int, "Layers of the imaginary model."] = 8
     idle_s: Annotated[float, "How long idle CPU is measured."] = 5.0
     backend: Annotated[str, "NIXL's backend for every contender; several are separated by commas."] = "UCX"
+    busy_cores: Annotated[int, "How many processes compute all the time meanwhile, as engines do.", 0] = 0
 
     @property
     def transports(self) -> tuple[Transport, ...]:
@@ -75,6 +77,7 @@ class Transfer:
     def sets(self) -> Sequence[RankSet]:
         shares = [rounds_of_pair(self.rounds, self.pairs, pair) for pair in range(self.pairs)]
         ranks = [rank for contender in Contender for rank in ranks_of(contender, self.shape, self.backend)]
+        ranks += busy_ranks(self.busy_cores)
         return [
             RankSet(
                 note=f"{transport}: pairs {pair + 1} of {self.pairs}: starting {len(ranks)} processes",
@@ -88,7 +91,7 @@ class Transfer:
 
     def judge(self, samples: Samples) -> Outcome:
         sizes = {size: size.timed_blocks * self.shape.block_size_bytes for size in self.load_sizes}
-        return results.judge(samples, sizes, self.pairs)
+        return results.judge(samples, sizes, self.pairs, busy=self.busy_cores > 0)
 
     def _turns(self, transport: Transport, pair: int, rounds: range, children: Children) -> Iterator[Turn]:
         every = {contender: pair_of(contender, children) for contender in Contender}
