@@ -35,8 +35,17 @@ def _messages(now: RuntimeStatistics) -> Mapping[str, float]:
     return {result: getattr(now.listener, result) for result in results}
 
 
+def _store_bytes(now: RuntimeStatistics) -> Mapping[str, float]:
+    return {} if now.store is None else {"used": now.store.bytes, "max": now.store.bytes_max}
+
+
+def _stored(now: RuntimeStatistics) -> Mapping[str, float]:
+    return {} if now.store is None else {outcome: getattr(now.store, outcome) for outcome in _STORE_OUTCOMES}
+
+
 # What is shown of `Runtime.statistics()`: name, help, label beside `LABELS`, and the values by that label.
 _BLOCK_USES = ("free", "leased", "in_flight", "quarantined")
+_STORE_OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_blocks", "Blocks of the KV cache by use.", "use", _blocks),
     ("kvflow_open_loads", "Loads under way.", "", lambda now: {"": now.loading.open_loads if now.loading else 0}),
@@ -44,6 +53,8 @@ GAUGES: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_open_reads", "Reads posted and not ended.", "", lambda now: {"": now.transport.open_reads}),
     ("kvflow_buffers_used", "Host blocks and scratch buffers in use.", "", lambda now: {"": now.buffers_used}),
     ("kvflow_peers", "Peers by state.", "state", lambda now: Tally(str(peer.state) for peer in now.peers)),
+    ("kvflow_store_bytes", "Bytes of the store's files, and how many they may have.", "of", _store_bytes),
+    ("kvflow_store_entries", "Entries stored.", "", lambda now: {"": now.store.entries} if now.store else {}),
 )
 COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_read_bytes", "Bytes that reads have brought.", "", lambda now: {"": now.transport.bytes_read}),
@@ -51,6 +62,13 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_reads_failed", "Reads that the transport failed.", "", lambda now: {"": now.transport.reads_failed}),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
+    ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _stored),
+    (
+        "kvflow_store_evictions",
+        "Entries that made room for others.",
+        "",
+        lambda now: {"": now.store.evicted} if now.store else {},
+    ),
 )
 
 

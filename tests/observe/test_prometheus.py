@@ -14,9 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests_support import in_virtual_time
 
 from kvflow.core.plan.topology import Rank
+from kvflow.errors import NotStored
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LeaseRecord
 from tests.observe.observed import grown, observed
+from tests.storing import storing
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +72,28 @@ async def test_what_has_happened_is_counted_and_what_is_open_is_shown(scraped: S
         ("kvflow_notifications_ignored_total", "producer", "late"): 0,
     }
     assert {name: seen[name] for name in expected} == expected
+
+
+async def test_what_is_stored_is_shown(scraped: Scraped, tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        scraped.metrics.watch(engine.runtime)
+        await engine.save("a")
+        await engine.restore("a")
+        with pytest.raises(NotStored):
+            await engine.restore("b")
+        seen, entry_bytes = scraped.samples(), engine.files[0].stat().st_size
+    name = engine.runtime.config.engine_id
+    expected = {
+        ("kvflow_store_entries", name): 1,
+        ("kvflow_store_bytes", name, "used"): entry_bytes,
+        ("kvflow_store_bytes", name, "max"): engine.runtime.config.store_bytes_max,
+        **{
+            ("kvflow_store_requests_total", name, outcome): count
+            for outcome, count in {"saved": 1, "restored": 1, "missed": 1, "damaged": 0, "failed": 0}.items()
+        },
+        ("kvflow_store_evictions_total", name): 0,
+    }
+    assert {key: value for key, value in seen.items() if "store" in key[0]} == expected
 
 
 @in_virtual_time

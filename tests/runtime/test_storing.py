@@ -192,6 +192,7 @@ async def damaged(engine: StoringEngine, how: str) -> None:
     assert caught.value.memory_safe, how
     assert engine.files == [], how
     assert (engine.store.damaged, engine.store.entries, engine.store.bytes) == (1, 0, 0), how
+    assert engine.store.failed == 0, "it is counted once"
     with pytest.raises(NotStored):
         await engine.restore("a")
     await engine.quiet()
@@ -216,6 +217,7 @@ async def test_a_file_that_somebody_has_removed_is_not_stored(tmp_path: Path) ->
         with pytest.raises(NotStored, match="its file was removed"):
             await engine.restore("a")
         assert (engine.store.missed, engine.store.bytes, engine.runtime.is_stored("a")) == (1, 0, False)
+        assert engine.store.failed == 0, "it is counted once"
 
 
 async def test_what_a_crash_has_left_is_removed_and_what_is_not_ours_stays(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -19,7 +18,6 @@ import numpy as np
 from kvflow import checks
 from kvflow.core.cache.groups import GroupFacts, LayerSet
 from kvflow.core.cache.regions import Regions, map_spans
-from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol.freshness import HOST
 from kvflow.core.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
 from kvflow.core.storage.index import Entry, NoRoom
@@ -33,7 +31,6 @@ from kvflow.errors import (
     NotStored,
     Overloaded,
     RequestError,
-    RuntimeBroken,
     RuntimeClosed,
     StorageFailed,
     StoreFull,
@@ -43,8 +40,8 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile
+from kvflow.runtime.store.jobs import Job, Jobs
 from kvflow.runtime.store.requests import (
-    PHASES,
     RestoreReport,
     RestoreRequest,
     SaveReport,
@@ -74,37 +71,6 @@ class StoredCache(NamedTuple):
     fingerprint: bytes
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A save or restore under way."""
-
-    request: SaveRequest
-    key: bytes
-    tables: Sequence[BlockIds]
-    transit: Transit
-    timeout: asyncio.Timeout
-    over: asyncio.Future[None]
-    """Done when its file is put away and its blocks are given back."""
-    phase: str = PHASES[0]
-    since_s: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    timed: bool = False
-    """Whether its time runs: it has begun, and has no outcome yet."""
-    reserved: Entry | None = None
-    """The entry that it writes; its room is reserved."""
-    read: Entry | None = None
-    """The entry that it reads."""
-    file: EntryFile | None = None
-
-    def enter(self, phase: str, now_s: float) -> None:
-        self.seconds[self.phase] += now_s - self.since_s
-        self.phase, self.since_s = phase, now_s
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(map(len, self.tables))
-
-
 class BlockStore:
     """All saves and restores of one registration."""
 
@@ -116,11 +82,9 @@ class BlockStore:
         self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
         self._cache = cache
         self._moves = MoveGear(gear.ledger, gear.queue, shelf.files, context.clock.now_s, gear.reads_max)
-        self._jobs: dict[_Job, None] = {}
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._jobs = Jobs(shelf)
         self._closed = self._unregistered = False
-        self._counts = dict.fromkeys(("saved", "restored", "missed", "damaged", "evicted", "failed"), 0)
+        self._evicted = 0
 
     @property
     def statistics(self) -> StoreStatistics:
@@ -130,17 +94,18 @@ class BlockStore:
             bytes_max=self._index.bytes_max,
             open_requests=len(self._jobs),
             quarantines=len(self.quarantines),
-            **self._counts,
+            evicted=self._evicted,
+            **self._jobs.outcomes,
         )
 
     @property
     def open_requests(self) -> list[str]:
-        return [job.request.request_id for job in self._jobs]
+        return self._jobs.requests
 
     @property
     def quarantines(self) -> tuple[Transit, ...]:
         """Restores that have ended and whose blocks are not safe yet."""
-        return tuple(job.transit for job in self._jobs if job.transit.quarantined)
+        return self._jobs.quarantines
 
     def has(self, key: object) -> bool:
         """See `Runtime.is_stored`."""
@@ -159,20 +124,17 @@ class BlockStore:
     def close(self, *, unregistered: bool = False) -> None:
         """Make everything under way end soon, with RuntimeClosed; with CacheUnregistered if that is why."""
         self._closed, self._unregistered = True, self._unregistered or unregistered
-        now_s = asyncio.get_running_loop().time()
-        for job in self._jobs:
-            if job.timed and not job.timeout.expired():
-                job.timeout.reschedule(now_s)
+        self._jobs.hurry()
 
     async def drained(self) -> None:
         """Wait until nothing is under way and no block is quarantined."""
-        await self._quiet.wait()
+        await self._jobs.drained()
 
     async def aclose(self, timeout_s: float) -> str:
         """End the thread, once no move is under way; what went wrong, or ""."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._files.aclose(self._put_all_away)
+                await self._files.aclose(self._jobs.put_all_away)
         except TimeoutError:
             return self._never_known(
                 f"{self._files.moves_under_way} moves of the store have not stopped within {timeout_s} s"
@@ -180,31 +142,20 @@ class BlockStore:
         if self._files.cause is not None:
             self._directory.close()
             return self._never_known(f"the store's thread has died: {self._files.cause}")
-        for job in list(self._jobs):
-            job.transit.all_stopped()
-            self._over(job)
+        self._jobs.all_stopped()
         return ""
 
     def _never_known(self, problem: str) -> str:
-        """Nobody will tell when bytes have stopped."""
-        for job in self._jobs:
-            job.transit.never_known(RuntimeBroken(problem))
+        self._jobs.never_known(problem)
         return problem
 
     def abandon(self, wait_s: float) -> None:
         """Shut down without the loop, which is gone."""
-        self._files.abandon(self._put_all_away, wait_s)
-
-    def _put_all_away(self) -> None:
-        """On the thread, at its end."""
-        for job in list(self._jobs):
-            if job.file is not None:
-                job.file.put_away()
-        self._directory.close()
+        self._files.abandon(self._jobs.put_all_away, wait_s)
 
     # --- one save or restore
 
-    def _accept(self, request: SaveRequest | RestoreRequest, direction: Direction) -> _Job:
+    def _accept(self, request: SaveRequest | RestoreRequest, direction: Direction) -> Job:
         """Check all that can be judged without a file, and claim the blocks: from here on it is under way."""
         given, key = checked(request, self._config.limits)
         what = f"request {given.request_id!r}"
@@ -224,35 +175,30 @@ class BlockStore:
         loop = asyncio.get_running_loop()
         deadline_s = self._config.load_deadline_s if given.deadline_s is None else given.deadline_s
         over: asyncio.Future[None] = loop.create_future()
-        later: list[_Job] = []
-        transit = Transit(given.request_id, tables, entries, direction, self._moves, lambda: self._put_away(later[0]))
-        job = _Job(given, key, tables, transit, asyncio.timeout_at(loop.time() + deadline_s), over)
-        later.append(job)
+        transit = Transit(given.request_id, tables, entries, direction, self._moves, lambda: self._jobs.put_away(job))
+        job = Job(given, key, tables, transit, asyncio.timeout_at(loop.time() + deadline_s), over)
         job.since_s = self._now_s()
-        self._jobs[job] = None
-        self._quiet.clear()
+        self._jobs.add(job)
         return job
 
-    async def _carry_out(self, job: _Job, work: Callable[[_Job], Awaitable[ReportT]]) -> ReportT:
+    async def _carry_out(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
         """From the first step to the outcome: the one place where a save or a restore ends."""
-        succeeded = False
+        grace_s = self._config.cancel_grace_s
         try:
             report = await self._within(job, work)
             job.transit.land()
-            succeeded = True
+            job.outcome = "saved" if job.transit.direction is Direction.SAVE else "restored"
         except KVFlowError as error:
-            await self._end(job)
+            await self._jobs.end(job, grace_s)
             logger.info("%s %s failed in phase %s: %s", job.transit.direction, job.request.request_id, job.phase, error)
             error.quarantine = job.transit if job.transit.quarantined else None
             raise
         finally:
-            await self._end(job)
-            if not succeeded:
-                self._counts["failed"] += 1
-        self._counts["saved" if job.transit.direction is Direction.SAVE else "restored"] += 1
+            self._jobs.outcomes[job.outcome] += 1
+            await self._jobs.end(job, grace_s)
         return report
 
-    async def _within(self, job: _Job, work: Callable[[_Job], Awaitable[ReportT]]) -> ReportT:
+    async def _within(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
         """Its work, within its deadline, and its errors as the caller knows them."""
         request_id, path = job.request.request_id, self._directory.path
         what = f"request {request_id!r}: {job.transit.direction} in {path!r}"
@@ -275,7 +221,7 @@ class BlockStore:
         except TransportError as error:
             raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
 
-    async def _save(self, job: _Job) -> SaveReport:
+    async def _save(self, job: Job) -> SaveReport:
         header = EntryHeader(
             fingerprint=self._cache.fingerprint,
             key=job.key,
@@ -303,7 +249,7 @@ class BlockStore:
         await self._move(job, header.data_start)
         job.enter("sync", self._now_s())
         await self._files.call(partial(job.file.commit, header))
-        self._committed(job)
+        self._jobs.committed(job)
         job.enter("sync", self._now_s())
         return SaveReport(
             request_id=job.request.request_id,
@@ -314,7 +260,7 @@ class BlockStore:
             seconds=job.seconds,
         )
 
-    def _make_room(self, job: _Job, header: EntryHeader) -> Sequence[Entry]:
+    def _make_room(self, job: Job, header: EntryHeader) -> Sequence[Entry]:
         """Reserve what the file takes; who has to go for that."""
         what, size_bytes = f"request {job.request.request_id!r}", header.file_bytes
         try:
@@ -325,14 +271,14 @@ class BlockStore:
         name = entry_name(self._cache.fingerprint, job.key)
         job.reserved = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", size_bytes)
         job.file = EntryFile(self._directory, job.reserved, self._files.mover)
-        self._counts["evicted"] += len(victims)
+        self._evicted += len(victims)
         return victims
 
-    async def _restore(self, job: _Job) -> RestoreReport:
+    async def _restore(self, job: Job) -> RestoreReport:
         request_id = job.request.request_id
         entry = self._index.find(entry_name(self._cache.fingerprint, job.key))
         if entry is None:
-            self._counts["missed"] += 1
+            job.outcome = "missed"
             raise NotStored(f"request {request_id!r}: nothing is stored under its key", request_id=request_id)
         self._index.begin_read(entry)
         job.read, job.file = entry, EntryFile(self._directory, entry, self._files.mover)
@@ -340,7 +286,7 @@ class BlockStore:
             header = await self._files.call(job.file.open)
         except FileNotFoundError:
             self._index.drop(entry)
-            self._counts["missed"] += 1
+            job.outcome = "missed"
             raise NotStored(f"request {request_id!r}: its file was removed", request_id=request_id) from None
         except NotAnEntry as error:
             raise self._damaged(job, str(error)) from error
@@ -360,7 +306,7 @@ class BlockStore:
             seconds=job.seconds,
         )
 
-    def _judge(self, job: _Job, header: EntryHeader) -> None:
+    def _judge(self, job: Job, header: EntryHeader) -> None:
         """Whether a file's header is of the entry that was looked for, and of what was asked for."""
         expected = self._cache.fingerprint, job.key, data_bytes(self._cache.sets, header.block_counts)
         if (header.fingerprint, header.key, header.data_bytes) != expected:
@@ -372,18 +318,18 @@ class BlockStore:
                 f"{what}: asked for {ours[0]} and {list(ours[1])}, saved {theirs[0]} and {list(theirs[1])}"
             )
 
-    def _damaged(self, job: _Job, why: str) -> EntryDamaged:
+    def _damaged(self, job: Job, why: str) -> EntryDamaged:
         """The entry is none any more, and its file is removed."""
         assert job.read is not None, "it is read"
         assert job.file is not None, "it is read"
-        self._counts["damaged"] += 1
+        job.outcome = "damaged"
         self._index.drop(job.read)
         job.file.remove = True
         path, request_id = f"{self._directory.path}/{job.read.file}", job.request.request_id
         logger.warning("request %s: removing the damaged file %s: %s", request_id, path, why)
         return EntryDamaged(f"request {request_id!r}: the file {path!r} is damaged: {why}", request_id=request_id)
 
-    async def _move(self, job: _Job, start: int) -> None:
+    async def _move(self, job: Job, start: int) -> None:
         job.enter("move", self._now_s())
         assert job.file is not None, "it is open"
         limits = self._config.limits
@@ -400,7 +346,7 @@ class BlockStore:
         job.seconds["queued"] += queued_s
         job.seconds["move"] -= queued_s
 
-    async def _digests(self, job: _Job) -> bytes:
+    async def _digests(self, job: Job) -> bytes:
         """Of every byte of its blocks, wherever they are in the prompt."""
         asked = []
         for at, (group, regions) in enumerate(self._cache.sets):
@@ -412,70 +358,7 @@ class BlockStore:
         found = await self._gear.digests.own.digests(self._gear.digests.run, asked, threads=_THREADS)
         return np.array(found, dtype="<u8").tobytes()
 
-    # --- its end
-
-    async def _end(self, job: _Job) -> None:
-        """Wait until its moves have stopped and its file is put away, or for `cancel_grace_s`; then quarantine.
-
-        Holds a cancellation back until then, as a load's flight does.
-        """
-        job.transit.abandon()
-        loop, cancelled = asyncio.get_running_loop(), False
-        deadline_s = loop.time() + self._config.cancel_grace_s
-        while not job.over.done() and (left_s := deadline_s - loop.time()) > 0:
-            try:
-                await asyncio.wait([job.over], timeout=left_s)
-            except asyncio.CancelledError:
-                cancelled = True
-        job.transit.quarantine()
-        if cancelled:
-            raise asyncio.CancelledError
-
-    def _put_away(self, job: _Job) -> None:
-        """Its blocks are safe: put its file away, after what the thread may still do to it."""
-        if job.file is None:
-            self._over(job)
-            return
-        try:
-            self._files.submit(job.file.put_away, partial(self._over, job))
-        except KVFlowError:  # the thread has ended, and so has nothing to put away
-            self._over(job)
-
-    def _over(self, job: _Job) -> None:
-        """The thread does nothing for it any more: what came of its file counts."""
-        if job not in self._jobs:
-            return
-        del self._jobs[job]
-        if job.file is not None and job.file.complete:
-            self._committed(job)
-        elif job.reserved is not None:
-            self._index.give_back(job.reserved.size_bytes)
-        if job.read is not None:
-            self._index.end_read(job.read)
-        job.over.set_result(None)
-        if not self._jobs:
-            self._quiet.set()
-
-    def _committed(self, job: _Job) -> None:
-        """Its file has its name: from now on it is an entry."""
-        entry, job.reserved = job.reserved, None
-        replaced = None if entry is None else self._index.commit(entry)
-        if replaced is not None:
-            self._remove(replaced)
-
-    def _remove(self, entry: Entry) -> None:
-        def remove() -> None:
-            try:
-                self._directory.remove(entry.file)
-            except OSError as error:
-                logger.warning("store %s: cannot remove %s: %s", self._directory.path, entry.file, error)
-
-        try:
-            self._files.submit(remove, lambda: None)
-        except KVFlowError:
-            logger.info("store %s: %s is removed when it is opened again", self._directory.path, entry.file)
-
-    def _closed_error(self, job: _Job) -> KVFlowError:
+    def _closed_error(self, job: Job) -> KVFlowError:
         what = f"request {job.request.request_id!r}"
         if self._unregistered:
             return CacheUnregistered(f"{what}: the cache was unregistered in phase {job.phase!r}")
