@@ -11,6 +11,7 @@ import asyncio
 import heapq
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from functools import partial
 from itertools import repeat
 from weakref import WeakKeyDictionary
@@ -173,11 +174,8 @@ class Route:
         first such read is planned ahead, while the seals are looked at.
         """
         sources = list({id(part.source): part.source for part in parts}.values())
-        whole, first = None, NOTHING_YET
         buffered = bool(self._staging) or any(part.permutation is not None for part in parts)
-        if not buffered and all(source.known_tokens is None for source in sources):
-            whole = self._straight(sources)
-            first = await anext(whole)
+        untouched = not buffered and all(source.known_tokens is None for source in sources)
         lanes = []
         for at, of_group in by_group(parts):
             for some in [of_group] if self._staging else by_source(of_group):
@@ -185,24 +183,24 @@ class Route:
         self._growing_loads += 1
         growth = Growth(num_tokens, self._config.limits.slice_bytes_max, self._growing_loads)
         frontier = None if tell is None else Frontier(lanes, tell, history)
-        while lanes:
-            if frontier is not None:
-                frontier.look()
-            if whole is not None and all(source.there(num_tokens) >= num_tokens for source in sources):
-                yield first
-                async for group in whole:
-                    yield group
-                return
-            due = growth.due(lanes)
-            if due and whole is not None:
-                await whole.aclose()
-                whole = None
-            for one in heapq.merge(*(lane.take(num_tokens) for lane in due), key=GroupSpan.stop_token):
-                group = await self._group(one)
-                yield group if frontier is None else group._replace(on_land=partial(frontier.note_landed, one))
-            if not due:
-                yield NOTHING_YET
-            lanes = [lane for lane in lanes if not lane.done]
+        async with aclosing(self._straight(sources)) as whole:
+            first = await anext(whole) if untouched else NOTHING_YET
+            while lanes:
+                if frontier is not None:
+                    frontier.look()
+                if untouched and all(source.there(num_tokens) >= num_tokens for source in sources):
+                    yield first
+                    async for group in whole:
+                        yield group
+                    return
+                due = growth.due(lanes)
+                untouched = untouched and not due
+                for one in heapq.merge(*(lane.take(num_tokens) for lane in due), key=GroupSpan.stop_token):
+                    group = await self._group(one)
+                    yield group if frontier is None else group._replace(on_land=partial(frontier.note_landed, one))
+                if not due:
+                    yield NOTHING_YET
+                lanes = [lane for lane in lanes if not lane.done]
 
     def _lane(self, parts: Sequence[Part], at: int, local_ids: BlockIds) -> Lane:
         """What is read into group `at`, cut by whole remote blocks unless these have no room."""
