@@ -265,12 +265,13 @@ def flow(
     max_tokens: int = 16,
     *,
     prefill_tokens: int = 1,
+    **more: Any,
 ) -> str:
     """A router that asks both sides at once."""
     to_compute, to_receive = rendezvous(introduction)
     with ThreadPoolExecutor(1) as other:
-        computing = other.submit(producer.complete, prompt, prefill_tokens, kv_transfer_params=to_compute)
-        text = consumer.text(prompt, max_tokens, kv_transfer_params=to_receive)
+        computing = other.submit(producer.complete, prompt, prefill_tokens, kv_transfer_params=to_compute, **more)
+        text = consumer.text(prompt, max_tokens, kv_transfer_params=to_receive, **more)
         computing.result()
         return text
 

@@ -29,8 +29,8 @@ def test_the_text_is_that_of_a_single_instance(chunked: tuple[Server, Server], s
     producer, consumer = chunked
     prompt = story[-length:]
     expected = producer.text(prompt, **ALONE)
-    before = received_tokens(consumer)
-    assert flow(producer, consumer, introduction_of(producer, story), prompt) == expected
+    before, introduction = received_tokens(consumer), introduction_of(producer, story)
+    assert flow(producer, consumer, introduction, prompt, cache_salt=f"flow {length}") == expected
     consumer.wait_metric(EXTERNAL, before + length, source="external_kv_transfer")
     assert received_tokens(consumer) == before + length, "the prompt was computed, not received"
 
