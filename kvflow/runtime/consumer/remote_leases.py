@@ -110,10 +110,29 @@ class RemoteLeases:
         be known. Cancelling stops it; some ranks may have been told then.
         """
         ticket = self._reach.parse_ticket(given)
+        try:
+            async with asyncio.timeout(self._config.handshake_timeout_s):
+                if not ticket.awaited:
+                    return await self._release_offered(ticket)
+                offered = await self._offered_by_now(ticket)
+                return offered is not None and await self._release_offered(offered)
+        except TimeoutError:
+            what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
+            bound_s = self._config.handshake_timeout_s
+            logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
+            return False
+
+    async def _offered_by_now(self, ticket: Ticket) -> Ticket | None:
+        """What is offered under a rendezvous; a lease that is opened later runs out."""
+        try:
+            return await self._reach.meet(ticket, lambda *_: None, 0.0)
+        except KVFlowError as error:
+            logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
+            return None
+
+    async def _release_offered(self, ticket: Ticket) -> bool:
         if ticket.offers_nothing:
             return True  # its leases ended when they were made
-        if ticket.awaited:
-            return await self._release_awaited(ticket)
         told = True
 
         async def visit(at: Address) -> bool:
@@ -126,24 +145,7 @@ class RemoteLeases:
                 told = False
             return told
 
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                return len(await self._reach.walk(ticket, visit)) > 0 and told
-        except TimeoutError:
-            what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
-            bound_s = self._config.handshake_timeout_s
-            logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
-            return False
-
-    async def _release_awaited(self, ticket: Ticket) -> bool:
-        """Give back what is offered under a rendezvous by now; a lease that is opened later runs out."""
-        try:
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                met = await self._reach.meet(ticket, lambda *_: None, 0.0)
-        except (KVFlowError, TimeoutError) as error:
-            logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
-            return False
-        return await self.release(met)
+        return len(await self._reach.walk(ticket, visit)) > 0 and told
 
     def close(self) -> None:
         """Renew nothing any more, whoever comes."""
