@@ -49,11 +49,12 @@ def every_kind() -> set[str]:
     return wanted | {f"trouble: {action.__name__.replace('_', ' ')}" for _, action in TROUBLE}
 
 
-@pytest.mark.parametrize("seed", [4429, 4895, 10542, 509, 22939])
+@pytest.mark.parametrize("seed", [4429, 4895, 10542, 509, 22939, 43801])
 def test_what_engines_did_wrong_once(seed: int) -> None:
     """A prompt without host blocks for its rest has failed, on all ranks; a cancelled load may never settle.
 
     In 509 a read of what a look has shown has to count from that look, not from its own posting.
+    In 43801 a prompt that was told of and read breaks before its reader has said so.
     In 22939 giving a rendezvous back has one bound for both: asking what is offered, and giving it back.
     """
     result = simulate(seed)
