@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from openai_server.launcher import ServiceSettings, start_service
+from openai_server.launcher import Service, ServiceSettings, start_service
 from openai_server.load_test import LoadSettings, Tally, overheads, overheads_in, quantile, run_client
 from openai_server.workload import ALL_QUESTIONS, answers_alone
 from ray_server.cluster import kill_process, local_cluster, wait_until
@@ -63,12 +63,18 @@ async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Result]:
         tallies = {name: Tally() for name in urls}
         for url in urls.values():  # the first hand-over includes a handshake
             await run_client(url, load, 0, fleet.right, Tally())
-        before = await overheads(service), overheads_in(await asyncio.to_thread(fleet.ask, "Decode", "metrics"))
+        before = await overheads_of(service, fleet)
         for index in range(rounds):
             for name in sorted(urls, reverse=bool(index % 2)):
                 await run_client(urls[name], load, index, fleet.right, tallies[name])
-        after = await overheads(service), overheads_in(await asyncio.to_thread(fleet.ask, "Decode", "metrics"))
-    return {name: Result(tallies[name], after[at] - before[at]) for at, name in enumerate(urls)}
+        after = await overheads_of(service, fleet)
+    return {name: Result(tallies[name], after[name] - before[name]) for name in urls}
+
+
+async def overheads_of(service: Service, fleet: Fleet) -> dict[str, Counter[float]]:
+    """See `overheads_in`, of either."""
+    theirs = await asyncio.to_thread(fleet.ask, "Decode", "metrics")
+    return {"example server": await overheads(service), "Ray Serve": overheads_in(theirs)}
 
 
 def report(results: dict[str, Result]) -> None:

@@ -80,8 +80,8 @@ class Decode:
         first = asyncio.create_task(first_of(steps), name=f"decode {request_id}")
         try:
             await asyncio.wait((asking, first), return_when=asyncio.FIRST_COMPLETED)
-            if asking.done():
-                asking.result()
+            if not first.done():
+                asking.result()  # raises why there will be no step
             step = await first
         except BaseException:
             asking.cancel()

@@ -4,7 +4,7 @@ scenario  the harness: ranks are started, take turns, and a judge looks at the s
 child     a rank's process, and the one request and reply across its pipe
 engine    a rank that runs kvflow                    cache     what ranks hold; every word says where it lies
 loads     which blocks a load moves, pure            targets   promises and whether they were kept, pure
-clocks    CPU time, and how late a loop is
+clocks    CPU time, and how late a loop is           busy      who computes meanwhile
 
 transfer/ kvflow against raw NIXL                    topology  loads between ranks that cut the cache differently
 peers/    kvflow against other libraries

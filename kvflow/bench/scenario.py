@@ -72,7 +72,10 @@ class Outcome:
 
 
 class Scenario(Protocol):
-    """What is measured: a dataclass whose fields are the options of its command, and its docstring the help."""
+    """What is measured: a dataclass whose fields are the options of its command, and its docstring the help.
+
+    A field is annotated with its type, its help and, if that is not 1 or 0.1, the least that it may be.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 

@@ -54,8 +54,8 @@ def test_what_engines_did_wrong_once(seed: int) -> None:
     """A prompt without host blocks for its rest has failed, on all ranks; a cancelled load may never settle.
 
     In 509 a read of what a look has shown has to count from that look, not from its own posting.
-    In 43801 a prompt that was told of and read breaks before its reader has said so.
     In 22939 giving a rendezvous back has one bound for both: asking what is offered, and giving it back.
+    In 43801 a prompt that was told of and read breaks before its reader has said so.
     """
     result = simulate(seed)
     assert result.violation is None, describe(result)

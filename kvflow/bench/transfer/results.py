@@ -141,7 +141,7 @@ def targets_of(idle: Idle, speeds: Sequence[Speed], lags: Sequence[Lag]) -> Iter
         p99, worst = ([(getattr(row.lag_s, of) * 1e3, row.size) for row in large] for of in ("p99", "max"))
         yield at_most(f"{name}: loop lag p99, 1 GB, ms", LAG_P99_MS_MAX, p99)
         yield at_most(f"{name}: loop lag max, 1 GB, ms", LAG_MAX_MS_MAX, worst)
-    yield at_most(f"{name}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, [(idle.cpu_percent, "one open lease")])
+    yield _idle_target(idle)
 
 
 def busy_targets_of(idle: Idle, speeds: Sequence[Speed]) -> Iterator[TargetRow]:
@@ -150,6 +150,9 @@ def busy_targets_of(idle: Idle, speeds: Sequence[Speed]) -> Iterator[TargetRow]:
     bare = [row.p99_s for row in over if row.contender is Contender.HOP]
     ratios = [(row.p99_s / p99_s, row.size) for row in over if row.contender is Contender.KVFLOW for p99_s in bare]
     yield at_most(f"{idle.transport}: one block, p99 to (d)'s, cores busy", BUSY_P99_TO_HOP_MAX, ratios)
-    yield at_most(
-        f"{idle.transport}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, [(idle.cpu_percent, "one open lease")]
-    )
+    yield _idle_target(idle)
+
+
+def _idle_target(idle: Idle) -> TargetRow:
+    measured = [(idle.cpu_percent, "one open lease")]
+    return at_most(f"{idle.transport}: idle CPU, % of a core", IDLE_CPU_PERCENT_MAX, measured)

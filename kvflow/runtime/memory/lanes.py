@@ -222,10 +222,15 @@ def by_group(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
 
 def by_source(parts: Sequence[Part]) -> Iterable[list[Part]]:
     """Parts that are read from the same rank."""
-    found: dict[int, list[Part]] = {}
+    found: dict[SourceRead, list[Part]] = {}
     for part in parts:
-        found.setdefault(id(part.source), []).append(part)
+        found.setdefault(part.source, []).append(part)
     return found.values()
+
+
+def sources_of(lanes: Iterable[Lane]) -> list[SourceRead]:
+    """Every rank that lanes are read from, once."""
+    return list(dict.fromkeys(source for lane in lanes for source in lane.sources))
 
 
 class Growth:
@@ -253,7 +258,7 @@ class Growth:
             elif readable:
                 rest.append(lane)
                 size_bytes += readable
-        sources = {id(source): source for lane in lanes for source in lane.sources}.values()
+        sources = sources_of(lanes)
         worth = int(worth_bytes(sources, self._slice_bytes) * self._share)
         if rest and size_bytes >= worth:
             due += rest
@@ -284,7 +289,7 @@ class Frontier:
     def __init__(self, lanes: Sequence[Lane], tell: Callable[[int, int], None], history: History | None = None) -> None:
         """`tell` is given how many tokens, and of how many; `history` what has landed, vouched for or not."""
         self._lanes = lanes
-        self._sources = list({id(source): source for lane in lanes for source in lane.sources}.values())
+        self._sources = sources_of(lanes)
         self._tell = tell
         self._history = history
         self._first = min(lane.tokens.start for lane in lanes)

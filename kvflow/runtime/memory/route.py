@@ -114,7 +114,7 @@ class Route:
                 if chunks:
                     parts.append(Part(source, block_map, chunks, permutation))
         if grows:
-            return self._growing(parts, tables, num_tokens, tell, history)
+            return self._growing(sources, parts, tables, num_tokens, tell, history, straight=straight)
         return self._straight(sources) if straight else self._grouped(parts, tables)
 
     def _scratch_pays(
@@ -162,20 +162,21 @@ class Route:
 
     async def _growing(
         self,
+        sources: Sequence[SourceRead],
         parts: Sequence[Part],
         tables: Sequence[BlockIds],
         num_tokens: int,
         tell: Callable[[int, int], None] | None,
         history: History | None,
+        *,
+        straight: bool,
     ) -> AsyncGenerator[CopyGroup, None]:
         """The same of leases that grow: what is there and worth a read, from each rank by itself where that may be.
 
-        If all is there before any of it was read, and no buffers are needed, it is read as if they did not grow. The
+        If all is there before any of it was read, and that goes `straight`, it is read as if they did not grow. The
         first such read is planned ahead, while the seals are looked at.
         """
-        sources = list({id(part.source): part.source for part in parts}.values())
-        buffered = bool(self._staging) or any(part.permutation is not None for part in parts)
-        untouched = not buffered and all(source.known_tokens is None for source in sources)
+        untouched = straight and all(source.known_tokens is None for source in sources)
         lanes = []
         for at, of_group in by_group(parts):
             for some in [of_group] if self._staging else by_source(of_group):

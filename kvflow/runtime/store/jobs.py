@@ -93,10 +93,10 @@ class Jobs:
                 job.timeout.reschedule(now_s)
 
     async def end(self, job: Job, grace_s: float) -> None:
-        """Wait until its moves have stopped and its file is put away, or for `grace_s`; then quarantine.
-
-        Holds a cancellation back until then, as a load's flight does.
+        """It has its outcome: wait until its moves have stopped and its file is put away, or for `grace_s`; then
+        quarantine. Holds a cancellation back until then, as a load's flight does.
         """
+        self.outcomes[job.outcome] += 1
         job.transit.abandon()
         loop, cancelled = asyncio.get_running_loop(), False
         deadline_s = loop.time() + grace_s

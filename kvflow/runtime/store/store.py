@@ -183,19 +183,17 @@ class BlockStore:
 
     async def _carry_out(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
         """From the first step to the outcome: the one place where a save or a restore ends."""
-        grace_s = self._config.cancel_grace_s
         try:
-            report = await self._within(job, work)
-            job.transit.land()
-            job.outcome = "saved" if job.transit.direction is Direction.SAVE else "restored"
+            try:
+                report = await self._within(job, work)
+                job.transit.land()
+                job.outcome = "saved" if job.transit.direction is Direction.SAVE else "restored"
+            finally:
+                await self._jobs.end(job, self._config.cancel_grace_s)
         except KVFlowError as error:
-            await self._jobs.end(job, grace_s)
             logger.info("%s %s failed in phase %s: %s", job.transit.direction, job.request.request_id, job.phase, error)
             error.quarantine = job.transit if job.transit.quarantined else None
             raise
-        finally:
-            self._jobs.outcomes[job.outcome] += 1
-            await self._jobs.end(job, grace_s)
         return report
 
     async def _within(self, job: Job, work: Callable[[Job], Awaitable[ReportT]]) -> ReportT:
