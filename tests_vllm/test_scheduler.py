@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvflow import Ticket
-from kvflow.connector.scheduler import producer_params
+from kvflow.connector.parameters import producer_params
 from kvflow.connector.step import Step
 from kvflow.vllm.connector import KVFlowIntroduction
 from tests.tests_support import any_ticket

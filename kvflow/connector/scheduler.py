@@ -261,6 +261,11 @@ class ConnectorScheduler:
         """How many requests have been added and have not ended."""
         return len(self._consumers) + len(self._producers)
 
+    @property
+    def _all_stays(self) -> bool:
+        """Whether a prompt's blocks stay what they are while its request goes on."""
+        return all(group.facts.whole for group in self._groups)
+
     def state_of(self, request_id: str) -> ConsumerState | ProducerState | None:
         """None for a request that does not concern transfers, or not any more."""
         request = self._consumers.get(request_id) or self._producers.get(request_id)
@@ -385,8 +390,8 @@ class ConnectorScheduler:
         for entry in scheduled:
             request = self._producers.get(entry.request_id)
             if request is not None:
-                request.num_computed_tokens = entry.num_computed_tokens
-                self._scheduled(request, block_ids)
+                before, request.num_computed_tokens = request.num_computed_tokens, entry.num_computed_tokens
+                self._scheduled(request, block_ids, late=0 < request.num_prompt_tokens <= before)
         self._recall_what_has_moved_on(block_ids)
         step, self._next = self._next, Step(introduce=self._next.introduce and self._introduction is None)
         step.keep = [keep for keep in step.keep if self._waits(keep)]
@@ -512,6 +517,8 @@ class ConnectorScheduler:
 
     def _preempt(self, request_id: str) -> None:
         request = self._producers.get(request_id)
+        if request is not None:
+            request.num_computed_tokens = 0
         if request is not None and request.state is ProducerState.SAVED:
             self._producer_fires(request, ProducerEvent.PREEMPT)
             self._withdraw(request)
@@ -522,7 +529,7 @@ class ConnectorScheduler:
 
     def _recall_what_has_moved_on(self, block_ids: Callable[[str], GivenTables]) -> None:
         """A prompt that flows and goes on with its answer may lose blocks of windows, also in a step without it."""
-        if all(group.facts.whole for group in self._groups):
+        if self._all_stays:
             return
         for request in self._producers.values():
             complete = request.num_computed_tokens >= request.num_prompt_tokens
@@ -531,15 +538,22 @@ class ConnectorScheduler:
                 self._recall(request)
 
     def _recall(self, request: _Producer) -> None:
-        """What flows has lost blocks, which readers may be at. It is computed once more, for nobody who waits now."""
+        """What flows is not to be read any more, and readers may be at it. If it is computed once more that is for
+        nobody who waits now.
+        """
         self._producer_fires(request, ProducerEvent.PREEMPT)
         self._next.recall.append(request.request_id)
         request.saved = request.serve_id = None
 
-    def _scheduled(self, request: _Producer, block_ids: Callable[[str], GivenTables]) -> None:
-        """A step computes more of a request."""
+    def _scheduled(self, request: _Producer, block_ids: Callable[[str], GivenTables], *, late: bool) -> None:
+        """A step computes more of a request; `late` if its prompt was complete before.
+
+        Then nothing is offered for the first time where windows may have moved on since, or a state has.
+        """
         computing = request.state is ProducerState.COMPUTING
         if self._introduction is None or not (computing or request.state is ProducerState.FLOWING):
+            return
+        if computing and late and not self._all_stays:
             return
         complete = request.num_computed_tokens >= request.num_prompt_tokens
         if request.serve_id is not None and computing:

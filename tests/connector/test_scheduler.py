@@ -857,6 +857,43 @@ def test_what_is_missing_of_each_group_is_received(computed: int, expected: tupl
     assert receive.block_tables == expected
 
 
+@each("why", ["recalled", "introduced late", "saved in time"])
+def test_a_prompt_whose_window_has_moved_on_is_not_offered_late(why: str) -> None:
+    """There are null blocks in place of its own by then."""
+    connector = scheduler(introduce=why != "introduced late", groups=(CHUNKED,))
+    connector.add(producer(8) if why == "saved in time" else flowing(8))
+    step_of(connector, ("r", 8), blocks=[NULL, 11])
+    if why == "introduced late":
+        connector.introduce(grouped_ticket((CHUNKED,), 0, "introduction"))
+    connector.withdraw_all()
+    step = step_of(connector, ("r", 13), blocks=[NULL, NULL, NULL, 14])
+    assert step.save == []
+    finished = connector.request_finished("r", completed=True, block_ids=[NULL, NULL, NULL, 14])
+    assert finished.params is None
+    assert not finished.hold_blocks
+
+
+def test_a_prompt_is_offered_late_where_all_of_it_stays() -> None:
+    connector = scheduler(introduce=False, groups=(FULL,))
+    connector.add(producer(8))
+    step_of(connector, ("r", 8), blocks=[10, 11])
+    connector.introduce(grouped_ticket((FULL,), 0, "introduction"))
+    (save,) = step_of(connector, ("r", 13), blocks=[10, 11, 12, 13]).save
+    assert save.block_tables == ((10, 11),)
+    assert connector.request_finished("r", completed=True).params is not None
+
+
+def test_a_prompt_that_was_preempted_and_is_computed_anew_is_offered() -> None:
+    """Its window has moved on before, and is back then."""
+    connector = scheduler(groups=(CHUNKED,))
+    connector.add(producer(8))
+    step_of(connector, ("r", 8), blocks=[NULL, 11])
+    step_of(connector, ("r", 13), blocks=[NULL, NULL, NULL, 14])
+    (save,) = step_of(connector, ("r", 8), preempted=["r"], blocks=[NULL, 12]).save
+    assert save.block_tables == ((12,),)
+    assert connector.request_finished("r", completed=True, block_ids=[NULL, 12]).params is not None
+
+
 def test_a_full_hit_reads_no_group_and_says_so() -> None:
     connector = grouped_scheduler()
     ticket = GROUPED.without_leases(request_id="remote", block_ids=[[1], [2, 3], [8]], num_tokens=4, ttl_s=9.0)
