@@ -45,6 +45,7 @@ from kvflow.transport.base import (
     TransportError,
 )
 from kvflow.transport.nixl.defaults import POLLING, backend_params
+from kvflow.transport.nixl.lock_share import Pace
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
@@ -60,6 +61,7 @@ _POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
 # Of what is posted as one request, where several reads wait: a small read that comes now waits for no more.
 _TOGETHER_BYTES_MAX = 4 << 20
 _TOGETHER_COUNT_MAX = 4096
+_SLOW_COPY_BYTES_PER_S = 2e9
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
@@ -128,10 +130,12 @@ def post_cost(read: PostedRead) -> int:
 class NixlAgents:
     """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
-    def __init__(self, config: Config, name: str, put: Callable[[Event], None]) -> None:
+    def __init__(self, config: Config, name: str, put: Callable[[Event], None], pace: Pace) -> None:
+        """`pace` is the thread's own."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._put = put
+        self._pace = pace
         self._config = config
         try:
             self._serving = _Agent(self._bindings, name, config, progress=True)
@@ -277,12 +281,13 @@ class NixlAgents:
     def _start(self, request: _Request) -> None:
         """Post a request."""
         started_s = time.monotonic()
+        self._pace.due_s = started_s + request.size_bytes / _SLOW_COPY_BYTES_PER_S
         try:
             status = self._reading.native.postXferReq(request.handle, "")
         except self._errors as error:
             self._failed_to_start(request, error)
             return
-        self._active_s = time.monotonic()
+        self._active_s, self._pace.due_s = time.monotonic(), 0.0
         request.post_s += self._active_s - started_s
         patience_s = POLLING[request.together[0].descriptors.local_device.kind].until_s(request.size_bytes)
         self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)

@@ -56,7 +56,9 @@ class NixlTransport:
         try:
             if device is not None:  # UCX looks at the thread's device when an agent is made
                 await thread.call(lambda: cuda.make_current(device))
-            self._agents = await thread.call(lambda: NixlAgents(self._config, self._name, self._mailbox.put))
+            self._agents = await thread.call(
+                lambda: NixlAgents(self._config, self._name, self._mailbox.put, thread.pace)
+            )
         except BaseException:
             self._closing = True
             thread.submit(self._end)

@@ -13,15 +13,19 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from kvflow.errors import TransportBroken
+from kvflow.transport.nixl.lock_share import LockShare, Pace
 
 T = TypeVar("T")
 Job = Callable[[], None]
+
+_JOBS_S = 0.01  # what jobs take, at least some of them: connecting, copying
 
 
 class OwnerThread:
@@ -34,6 +38,8 @@ class OwnerThread:
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry wakes the thread for all jobs that came until it has taken it: putting one costs a system call."""
         self._called = False
+        self.pace = Pace()
+        self._lock_share = LockShare(self.pace)
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -97,6 +103,7 @@ class OwnerThread:
         if not self._called:
             self._called = True
             self._calls.put(None)
+            self._lock_share.called_up()
 
     def _require_alive(self) -> None:
         if not self.alive:
@@ -112,21 +119,25 @@ class OwnerThread:
         self.run_on_loop(lambda: self._finish(cause))
 
     def _turn(self) -> None:
-        idle_s = self._crank()
+        pace, idle_s = self.pace, self._crank()
         while idle_s is not None:
+            pace.due_s, pace.asleep = time.monotonic() + idle_s, True
             try:
                 self._calls.get(timeout=idle_s) if idle_s > 0 else self._calls.get_nowait()
             except queue.Empty:
                 pass
             else:
+                pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, time.monotonic() + _JOBS_S
                 self._called = False  # before any job is done: one that comes now calls again
                 if self._jobs:
                     self._jobs.popleft()()
                 for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long
                     self._jobs.popleft()()
+            pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, 0.0
             idle_s = self._crank()
 
     def _finish(self, cause: BaseException | None) -> None:
+        self._lock_share.close()
         self._cause = cause
         self._ended.set()
         for waiter in list(self._waiting):
