@@ -51,7 +51,7 @@ LOOKING_AGAIN = {
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
-    "tests/transport/test_lock_share.py": "virtual time, in which looks are rare or frequent; and calls that let go of a lock",
+    "tests/transport/test_lock_share.py": "virtual time, in which looks are rare; and calls that let go of a lock",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
     "tests/runtime/test_growing.py": "virtual time: what is tested is what has landed when some has passed",
