@@ -74,6 +74,18 @@ async def test_a_thread_that_was_called_up_does_not_sleep_on(slept: list[float])
 
 
 @in_virtual_time
+async def test_a_loop_does_not_sleep_for_ever_for_a_thread_that_hangs(slept: list[float]) -> None:
+    pace = Pace()
+    async with share_of(pace):
+        await asyncio.sleep(10)
+        assert 64 < len(slept) < 64 + 10 / 0.25 + 10
+        pace.turns += 1
+        slept.clear()
+        await asyncio.sleep(0.5)
+        assert len(slept) > 64, "it has got on, and is waited for anew"
+
+
+@in_virtual_time
 async def test_nobody_looks_after_the_end(slept: list[float]) -> None:
     async with share_of(Pace()) as share:
         share.close()

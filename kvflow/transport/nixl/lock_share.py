@@ -19,6 +19,8 @@ _LOOK_MAX_S = 0.25
 _STARVED_S = 1e-3
 """How often is looked while it does not."""
 _SLEEP_S = 1e-4
+_IN_VAIN_MAX = 64
+"""After so many sleeps that nothing came of it is not the lock that the thread waits for."""
 
 
 class Pace:
@@ -43,6 +45,7 @@ class LockShare:
         self._turns = 0
         self._called_at = -1
         """How often the thread had got on when it was called up last."""
+        self._in_vain = 0
         self._interval_s = _LOOK_S
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(_LOOK_S, self._look)
 
@@ -65,10 +68,14 @@ class LockShare:
         called = pace.asleep and pace.turns == self._called_at
         if called or (not got_on and now_s > pace.due_s + _STARVED_S):
             time.sleep(_SLEEP_S)
-            self._arm(_STARVED_S)
+            self._in_vain = 0 if got_on else self._in_vain + 1
+            hangs = self._in_vain > _IN_VAIN_MAX
+            self._arm(min(2 * self._interval_s, _LOOK_MAX_S) if hangs else _STARVED_S)
         elif pace.asleep and pace.due_s > now_s + _LOOK_S:
+            self._in_vain = 0
             self._arm(min(max(2 * self._interval_s, _LOOK_S), _LOOK_MAX_S))
         else:
+            self._in_vain = 0
             self._arm(_LOOK_S)
 
     def _arm(self, interval_s: float) -> None:
