@@ -13,7 +13,7 @@ from kvflow import Config
 from kvflow.core.protocol import messages
 from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.listening import ZmqListener
-from kvflow.runtime.channel.protocol import ListenerStatistics
+from kvflow.runtime.channel.protocol import Answer, ListenerStatistics
 from kvflow.testing import ManualClock
 
 PLAIN = replace(PATIENT, engine_id="producer", listen="tcp://127.0.0.1:0", transport="inproc")
@@ -27,7 +27,9 @@ def answer(header: messages.Header, request: messages.Request) -> messages.Reply
 
 
 @contextlib.asynccontextmanager
-async def listening(config: Config, clock: ManualClock | None = None) -> AsyncIterator[ZmqListener]:
+async def listening(
+    config: Config, clock: ManualClock | None = None, answer: Answer = answer
+) -> AsyncIterator[ZmqListener]:
     listener = await ZmqSideChannel(config, (clock or ManualClock()).now_s).listen(answer)
     task = asyncio.create_task(listener.serve())
     try:

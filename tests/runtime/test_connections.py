@@ -51,6 +51,31 @@ async def scripted() -> AsyncIterator[tuple[Scripted, str]]:
         yield Scripted(socket), f"tcp://127.0.0.1:{port}"
 
 
+@contextlib.asynccontextmanager
+async def relayed(port: int) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A way to a port: its address, and whether what comes from there is let through."""
+    flows = asyncio.Event()
+    flows.set()
+    pumps: set[asyncio.Task[None]] = set()
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter, gate: asyncio.Event | None) -> None:
+        with contextlib.closing(sink), contextlib.suppress(ConnectionError):
+            while data := await source.read(1 << 16):
+                if gate is not None:
+                    await gate.wait()
+                sink.write(data)
+                await sink.drain()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_port, to_port = await asyncio.open_connection("127.0.0.1", port)
+        for way in (pump(reader, to_port, None), pump(from_port, writer, flows)):
+            pumps.add(asyncio.create_task(way))
+
+    async with await asyncio.start_server(connected, "127.0.0.1", 0) as server:
+        yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}", flows
+        await asyncio.gather(*pumps)
+
+
 def numbered(index: int) -> messages.ClockRequest:
     """A question that can be told from others."""
     return messages.ClockRequest(reader=str(index), target=REQUEST.target)
@@ -107,6 +132,46 @@ async def test_no_more_questions_share_a_connection_than_answers_may_wait_there(
             for reader, where in came.items():
                 await peer.answer(*where, float(reader))
             assert await asyncio.gather(*asked) == [shown(index) for index in range(count)]
+
+
+async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_for_it() -> None:
+    """Also of a reader that is slow: and ZeroMQ takes answers that have left for waiting ones until some more leave."""
+    large = messages.Declined(reason="x" * (8 << 20))  # more than the system's buffers take
+
+    def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
+        return large if request == numbered(1) else ANSWER
+
+    async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
+        with asking(limited(PLAIN, side_channel_message_bytes_max=16 << 20)) as channel:
+            for left_before in range(1, QUESTIONS_MAX):
+                for _ in range(left_before):
+                    assert await start(channel, address, 0) == ANSWER
+                answered = listener.statistics.answered
+                flows.clear()
+                asked = [start(channel, address, 1), *(start(channel, address, 0) for _ in range(QUESTIONS_MAX - 1))]
+                await seen(listener, answered=answered + QUESTIONS_MAX)
+                flows.set()
+                assert await asyncio.gather(*asked) == [large, *[ANSWER] * (QUESTIONS_MAX - 1)]
+            await seen(listener, dropped=0, connections=1)
+
+
+async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs() -> None:
+    def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
+        return messages.Declined(reason="x" * (8 << 20)) if request == numbered(1) else ANSWER
+
+    question = messages.encode_frames(messages.our_header(b"", 1), numbered(1))
+    async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as reader, asking() as channel:
+            reader.linger = 0
+            reader.connect(address)
+            await reader.send_multipart(messages.encode_frames(messages.our_header(b"", 1), numbered(0)))
+            await reader.recv_multipart()
+            flows.clear()
+            for _ in range(3 * QUESTIONS_MAX):
+                await reader.send_multipart(question)
+            await until(lambda: listener.statistics.dropped > 0)
+            assert await start(channel, address_of(listener), 0) == ANSWER
+            flows.set()
 
 
 async def test_the_first_question_shares_with_nobody() -> None:

@@ -30,7 +30,7 @@ from kvflow.limits import Limits
 from kvflow.runtime.channel.keyring import KeyPair
 
 QUESTIONS_MAX = 8
-"""Over one connection at once: a listener lets as many answers wait for their connection."""
+"""Over one connection at once: a listener has room for the answers of so many."""
 
 _TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
 _NOTICED = (

@@ -31,12 +31,15 @@ from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
+from kvflow.runtime.channel.connections import QUESTIONS_MAX
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.protocol import Answer, Answered, AnswerStranger, ListenerStatistics
 
 logger = logging.getLogger(__name__)
 
-_ANSWERS_WAITING_MAX = 8  # readers put no more questions over one connection at once: `connections.QUESTIONS_MAX`
+# Of one connection. ZeroMQ hears of those that have left when half as many have, and drops an answer before it does: so
+# no more than half of them may wait.
+_ANSWERS_WAITING_MAX = 2 * QUESTIONS_MAX
 _HEADER_BYTES_MAX = 256
 _RATED_PEERS_MAX = 1 << 10
 _LOG_LINES_PER_S = 10
@@ -109,6 +112,7 @@ class ZmqListener:
             (zmq.MAXMSGSIZE, config.limits.side_channel_request_bytes_max),
             (zmq.RCVHWM, 0),
             (zmq.SNDHWM, _ANSWERS_WAITING_MAX),
+            (zmq.ROUTER_MANDATORY, 1),  # say so when an answer is dropped
             (zmq.IPV6, int(config.listen_host.startswith("["))),
             (zmq.HANDSHAKE_IVL, min(max(int(config.handshake_timeout_s * 1000), 1), _C_INT_MAX)),
         ):
@@ -191,8 +195,11 @@ class ZmqListener:
     def _post(self, frames: list[bytes]) -> None:
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
-        if isinstance(sent.exception(), zmq.Again):
-            self._counts["dropped"] += 1
+        problem = sent.exception()
+        if isinstance(problem, zmq.Again):
+            self._drop("an answer, of a reader that takes none")
+        elif isinstance(problem, zmq.ZMQError) and problem.errno == zmq.EHOSTUNREACH:
+            pass  # its reader has gone
         else:
             sent.result()
 
