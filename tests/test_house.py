@@ -43,6 +43,7 @@ LOOKING_AGAIN = {
     "kvflow/runtime/peers/reach.py": "a rank may open its lease a moment after the reader asked for it",
     "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
     "kvflow/runtime/consumer/news.py": "a rank may have no room for one more question that waits",
+    "kvflow/transport/nixl/lock_share.py": "a thread gets Python's lock from a loop that sleeps",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }
@@ -50,6 +51,8 @@ LOOKING_AGAIN = {
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
+    "tests/transport/test_lock_share.py": "virtual time, in which looks are rare; and calls that let go of a lock",
+    "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
     "tests/runtime/test_growing.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_growing_failed.py": "virtual time: what is tested is what has landed when some has passed",

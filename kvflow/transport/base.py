@@ -146,4 +146,10 @@ class Transport(Protocol):
         """Shut down without the loop, which is gone, once reads have stopped; waits up to `wait_s`. Any thread."""
 
     @property
+    def behind(self) -> bool:
+        """Whether more reads wait to be started than it will start in the next milliseconds: more of them gain nothing
+        now, and what prepares them keeps threads that need Python's lock from getting it.
+        """
+
+    @property
     def statistics(self) -> TransportStatistics: ...

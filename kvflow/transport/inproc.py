@@ -83,6 +83,8 @@ class InprocFaults:
         """Errors for the next reads that are performed; their bytes do not land."""
         self.flip_next = 0
         """How many of the next reads land with a byte flipped, the last one."""
+        self.behind = False
+        """Reads are said to wait to be started."""
         self.never_finish = False
         """Bytes land, but the end of the read is never reported."""
         self.drop_notifications = False
@@ -227,6 +229,10 @@ class InprocTransport:
             self._carrier.wake(tell)
         else:
             self._loop.call_soon_threadsafe(tell)  # the peer may be an agent on another thread's loop
+
+    @property
+    def behind(self) -> bool:
+        return self.faults.behind
 
     async def run(self, deliver: Callable[[Event], None]) -> None:
         self._deliver = deliver

@@ -92,6 +92,21 @@ async def narrow() -> AsyncIterator[EnginePair]:
         pair.transport.faults.hold = False
 
 
+async def start_behind(pair: EnginePair, count: int) -> Loads:
+    """Loads at once that a transport which is behind is to read; what has begun of them is held."""
+    await pair.load(pair.offer([0]), [0])
+    offers = [pair.wanted(pair.offer([index], f"load {index}"), [index]) for index in range(count)]
+    pair.transport.faults.hold = pair.transport.faults.behind = True
+    loads = [asyncio.ensure_future(pair.consumer.runtime.load_blocks(wanted)) for wanted in offers]
+    await several_turns()
+    return loads
+
+
+async def several_turns() -> None:
+    for _ in range(32):
+        await asyncio.sleep(0)
+
+
 # --- whose turn it is
 
 
@@ -182,6 +197,48 @@ async def test_each_load_has_its_own_deadline() -> None:
         await asyncio.gather(load(0, 20.0), load(1, 1.0), load(2, 5.0), load(3, 5.0))
         assert ended == {deadline_s: pytest.approx(deadline_s, abs=0.1) for deadline_s in (20.0, 1.0, 5.0)}
         await load(4, 0.5)
+
+
+async def test_loads_begin_when_fewer_reads_wait_to_be_started() -> None:
+    async with open_pair(limited(PATIENT), consumer=STILL) as pair:
+        loads = await start_behind(pair, 16)
+        assert len(pair.transport.held) == 5, "two at once, and one turn"
+        pair.transport.perform(1)
+        await several_turns()
+        assert len(pair.transport.held) == 4, "it is still behind"
+        pair.transport.faults.behind = False
+        pair.transport.perform(1)
+        await several_turns()
+        assert len(pair.transport.held) == 14
+        pair.transport.faults.hold = False
+        pair.transport.perform()
+        await asyncio.gather(*loads)
+
+
+@in_virtual_time
+async def test_loads_begin_in_a_while_whatever_the_transport_does() -> None:
+    async with virtual_pair(consumer_clock=ManualClock) as pair:
+        loads = await start_behind(pair, 16)
+        before = len(pair.transport.held)
+        await asyncio.sleep(0.006)
+        assert len(pair.transport.held) == before + 3
+        loads[before + 3].cancel()  # the next one
+        await asyncio.sleep(0.02)
+        assert len(pair.transport.held) == 15
+        pair.transport.faults.hold = False
+        pair.transport.perform()
+        await asyncio.wait(loads)
+        assert [load.cancelled() for load in loads].count(True) == 1
+
+
+async def test_a_transport_that_is_behind_does_not_keep_a_runtime_from_closing() -> None:
+    async with open_pair(limited(PATIENT), consumer=STILL) as pair:
+        loads = await start_behind(pair, 16)
+        pair.transport.faults.hold = False
+        pair.transport.perform()
+        await pair.consumer.runtime.aclose()
+        ended = await asyncio.gather(*loads, return_exceptions=True)
+        assert {type(one) for one in ended} <= {LoadReport, RuntimeClosed}
 
 
 async def test_a_load_that_is_cancelled_before_its_turn_holds_nobody_up() -> None:

@@ -356,3 +356,23 @@ async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
         gate.set()
         events = await end_of(transport, 2)
         assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+
+
+@pytest.mark.nixl
+async def test_nixl_is_behind_while_many_reads_wait_to_be_started() -> None:
+    async with two_ends(make_nixl()) as ends:
+        transport = ends.reader.transport
+        assert isinstance(transport, NixlTransport)
+        gate = threading.Event()
+        transport._alive()[0].submit(lambda: assert_set(gate))
+        seen = []
+        for index in range(64):
+            transport.post_read(ends.peer, ends.descriptors((index * 64, index * 64, 64)))
+            seen.append(transport.behind)
+        assert (seen[0], seen[-1], seen == sorted(seen)) == (False, True, True)
+        gate.set()
+        await end_of(transport, 64)
+        assert not transport.behind
+        await read_ended(ends, (0, 0, SIZE))
+        assert not transport.behind
+        np.testing.assert_array_equal(ends.reader.buffer, ends.writer.buffer)

@@ -202,7 +202,8 @@ class Chunks:
 
     def locate(self, block_ids: BlockIds) -> Chunks:
         """With the ids of a rank's blocks in place of positions."""
-        return replace(self, remote_ids=block_ids[self.remote_ids])
+        ours, theirs = self.local_parts, self.remote_parts
+        return Chunks(self.local_ids, ours, block_ids[self.remote_ids], theirs, self.tokens, self.first)
 
 
 def match_chunks(

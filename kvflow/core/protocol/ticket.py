@@ -206,7 +206,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
         kind = (self.block_size, self.kv_heads, self.model_kv_heads)
         return Parallelism(self.tp_size, self.pp_size, *kind, self.more_kinds)
 
-    @cached_property
+    @property
     def block_tables(self) -> tuple[BlockIds, ...]:
         """Block ids by group; one group has one table."""
         return (self.block_ids, *self.more_block_ids)

@@ -153,6 +153,11 @@ class Poller:
         self._cause: BaseException | None = None
         self._ended = self._patient = False
 
+    @property
+    def behind(self) -> bool:
+        """See `Transport.behind`."""
+        return self._transport.behind
+
     def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
         """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
         if self._ended:

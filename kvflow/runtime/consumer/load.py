@@ -17,7 +17,7 @@ from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, RequestError, UsageError
 from kvflow.runtime.clock import Clock
-from kvflow.runtime.consumer.flight import Flight
+from kvflow.runtime.consumer.flight import Flight, Poller
 from kvflow.runtime.own_loop import require_loop
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
@@ -28,6 +28,7 @@ _USUAL_PRIORITY = 0
 TURN_S = 1e-3
 """More loads than a few in so short a time wait for their turn."""
 _TURN_LOADS = 3
+_PAUSE_MAX_S = 5e-3
 _NAME_CHARS_MAX = 512
 
 
@@ -121,10 +122,16 @@ class Stopwatch:
 class Turns:
     """How many loads start at once: a burst of them starts over many turns of the loop, and never holds it.
 
-    Starting one takes a tenth of a millisecond, in which nothing else runs. Who comes alone does not notice.
+    Starting one takes a tenth of a millisecond, in which nothing else runs. Who comes alone does not notice. While many
+    reads wait to be started no more loads begin, so that the loop is idle at times: the thread that starts them gets
+    Python's lock from an idle loop, and waits a tenth of a second for it beside one that goes from turn to turn.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, poller: Poller) -> None:
+        self.paused = False
+        """Whether loads wait until fewer reads do: `resume` once that may be so."""
+        self._poller = poller
+        self._next_turn: asyncio.Handle | None = None
         self._since_s = -math.inf
         self._left = 0
         """How many more may start at once, until `TURN_S` after `_since_s`."""
@@ -144,7 +151,7 @@ class Turns:
         """Return when it is the load's turn, first come, first served: who had one before is ahead of who had none."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if not (self._waiting or self._again):
-            asyncio.get_running_loop().call_soon(self._next)
+            self._next_turn = asyncio.get_running_loop().call_soon(self._next)
         (self._again if again else self._waiting).append(turn)
         await turn
 
@@ -154,8 +161,19 @@ class Turns:
             turn = (self._again or self._waiting).popleft()
             if not turn.done():
                 turn.set_result(None)
-        if self._waiting or self._again:
-            asyncio.get_running_loop().call_soon(self._next)
+        loop, self.paused = asyncio.get_running_loop(), False
+        if not (self._waiting or self._again):
+            return
+        if self._poller.behind:
+            self.paused, self._next_turn = True, loop.call_later(_PAUSE_MAX_S, self._next)
+        else:
+            self._next_turn = loop.call_soon(self._next)
+
+    def resume(self) -> None:
+        """While `paused`: a load is over."""
+        if not self._poller.behind and self._next_turn is not None:
+            self._next_turn.cancel()
+            self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._next), False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

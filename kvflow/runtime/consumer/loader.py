@@ -163,7 +163,7 @@ class Loader:
         self._remote_leases = remote_leases
         self._route = route
         self._gear = gear
-        self._turns = Turns()
+        self._turns = Turns(gear.poller)
         self._admissions = FairQueue((context.config.limits.loads_max,))
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
@@ -639,6 +639,8 @@ class Loader:
         assert load.admission is not None, "a flight is admitted before it takes off"
         self._admissions.end(load.admission)
         self._reach.release(load.read_from)
+        if self._turns.paused:
+            self._turns.resume()
         if not self._loads and not self._unsafe:
             self._quiet.set()
 

@@ -19,6 +19,7 @@ import importlib
 import math
 import mmap
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -44,6 +45,7 @@ from kvflow.transport.base import (
     TransportError,
 )
 from kvflow.transport.nixl.defaults import POLLING, backend_params
+from kvflow.transport.nixl.lock_share import Pace
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
@@ -59,6 +61,7 @@ _POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
 # Of what is posted as one request, where several reads wait: a small read that comes now waits for no more.
 _TOGETHER_BYTES_MAX = 4 << 20
 _TOGETHER_COUNT_MAX = 4096
+_SLOW_COPY_BYTES_PER_S = 2e9
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
@@ -83,8 +86,9 @@ class _Waiting(NamedTuple):
 class _Request:
     """A request of NIXL, and the reads that are made by it. Its handle is 0 before it was made, and once released."""
 
-    reads: Sequence[PostedRead]
+    together: Sequence[_Waiting]
     handle: int = 0
+    size_bytes: int = 0
     post_s: float = 0.0
 
 
@@ -118,13 +122,20 @@ class _Agent:
         self._registered.clear()
 
 
+def post_cost(read: PostedRead) -> int:
+    """What posting a read costs its thread, as a size: over shared memory that copies it."""
+    return read.size_bytes + _POST_COST_BYTES
+
+
 class NixlAgents:
     """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
-    def __init__(self, config: Config, name: str, put: Callable[[Event], None]) -> None:
+    def __init__(self, config: Config, name: str, put: Callable[[Event], None], pace: Pace) -> None:
+        """`pace` is the thread's own."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._put = put
+        self._pace = pace
         self._config = config
         try:
             self._serving = _Agent(self._bindings, name, config, progress=True)
@@ -132,6 +143,12 @@ class NixlAgents:
         except self._errors as error:
             raise ConfigError(f"NIXL cannot start backend {config.nixl_backend!r} as configured: {error}") from error
         self._in_flight: list[_Request] = []
+        self._made: deque[_Request] = deque()
+        """Requests that are to be posted next."""
+        self._ended: list[ReadEnded] = []
+        """What the loop is to be told."""
+        self.taken = 0
+        """What the reads have cost that were taken on so far, by `post_cost`; any thread may read it."""
         self._to_post: ShortestFirst[_Waiting] = ShortestFirst(_POST_COST_BYTES)
         self._keepalive: list[object] = []
         self._active_s = 0.0
@@ -147,7 +164,12 @@ class NixlAgents:
     @property
     def busy(self) -> bool:
         """Whether a read is under way, so that nothing may be torn down."""
-        return bool(self._in_flight or self._to_post)
+        return bool(self._in_flight) or self._more
+
+    @property
+    def _more(self) -> bool:
+        """Whether there is something to post."""
+        return bool(self._made or self._to_post)
 
     def register(self, spans: Sequence[Span], device: Device, keepalive: object, use: MemoryUse) -> None:
         memory_kind = _MEMORY_KINDS.get(device.kind)
@@ -199,10 +221,22 @@ class NixlAgents:
         self._to_post.add(_Waiting(read, peer, descriptors), descriptors.size_bytes)
 
     def _post_next(self) -> None:
-        """Post the read whose turn it is, and with it small ones of the same peer that wait, as one request.
+        """Post the request whose turn it is.
 
         Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for milliseconds to get
-        it back: so many reads at once have to be few calls.
+        it back. So if small reads wait the next request is made before the loop hears of what has ended: it will be
+        busy with that while this one is being posted.
+        """
+        if not self._made:
+            self._make()
+        if self._made:
+            self._start(self._made.popleft())
+        if not self._made and self._to_post and self._to_post.next.descriptors.size_bytes <= _TOGETHER_BYTES_MAX:
+            self._make()
+
+    def _make(self) -> None:
+        """Make a request of the read whose turn it is, and of small ones of the same peer that wait: many reads at once
+        have to be few calls.
         """
         first = self._to_post.pop()
         together, size_bytes, count = [first], first.descriptors.size_bytes, len(first.descriptors)
@@ -212,18 +246,17 @@ class NixlAgents:
             if size_bytes > _TOGETHER_BYTES_MAX or count > _TOGETHER_COUNT_MAX or not first.goes_with(following):
                 break
             together.append(self._to_post.pop())
-        if not self._post_request(together):
-            for one in together:  # one of them cannot be posted: each for itself
-                self._post_request([one])
+        self.taken += sum(post_cost(one.read) for one in together)
+        self._make_request(together)
 
-    def _post_request(self, together: Sequence[_Waiting]) -> bool:
-        """Post reads as one request. False, and nothing has happened, if several cannot be; one ends with its error."""
+    def _make_request(self, together: Sequence[_Waiting]) -> None:
+        """Make one request of some reads. If that cannot be, one of each; that which cannot be ends with its error."""
         peer, descriptors = together[0].peer, together[0].descriptors
         table, size_bytes = descriptors.table, descriptors.size_bytes
         if len(together) > 1:
             table = np.concatenate([one.descriptors.table for one in together], axis=1)
             size_bytes = sum(one.descriptors.size_bytes for one in together)
-        request, native = _Request([one.read for one in together]), self._reading.native
+        request, native = _Request(together), self._reading.native
         started_s = time.monotonic()
         try:
             local = self._descriptor_list(table[0], descriptors.local_device)
@@ -231,22 +264,37 @@ class NixlAgents:
             request.handle = native.createXferReq(
                 self._bindings.NIXL_READ, local, remote, peer, "", self._reading.backends
             )
-            status = native.postXferReq(request.handle, "")
         except self._errors as error:
-            if len(together) > 1:
-                self._release(request)
-                return False
+            self._failed_to_start(request, error)
+            return
+        request.size_bytes, request.post_s = size_bytes, time.monotonic() - started_s
+        self._made.append(request)
+
+    def _failed_to_start(self, request: _Request, error: Exception) -> None:
+        if len(request.together) == 1:
             self._end(request, _translate(error, self._bindings))
-            return True
-        self._active_s = time.monotonic()
-        request.post_s = self._active_s - started_s
-        patience_s = POLLING[descriptors.local_device.kind].until_s(size_bytes)
+            return
+        self._release(request)
+        for one in request.together:  # one of them cannot be read
+            self._make_request([one])
+
+    def _start(self, request: _Request) -> None:
+        """Post a request."""
+        started_s = time.monotonic()
+        self._pace.due_s = started_s + request.size_bytes / _SLOW_COPY_BYTES_PER_S
+        try:
+            status = self._reading.native.postXferReq(request.handle, "")
+        except self._errors as error:
+            self._failed_to_start(request, error)
+            return
+        self._active_s, self._pace.due_s = time.monotonic(), 0.0
+        request.post_s += self._active_s - started_s
+        patience_s = POLLING[request.together[0].descriptors.local_device.kind].until_s(request.size_bytes)
         self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)
         if status == self._bindings.NIXL_SUCCESS:
             self._end(request, None)
         else:
             self._in_flight.append(request)
-        return True
 
     def notify(self, peer: AgentName, payload: bytes, join: Join | None) -> None:
         """Send `payload` once no read has started or ended for a moment: the next read should not wait for it."""
@@ -273,13 +321,15 @@ class NixlAgents:
 
     def crank(self) -> float:
         """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
-        if self._to_post:
+        if self._more:
             self._post_next()
         now_s = time.monotonic()
         if self._in_flight:
-            if not self._to_post and now_s < self._spin_until_s:
+            if not self._more and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
+        if not self._more:
+            self._tell()
         if now_s >= self._send_s:
             self.send_notifications()
         if now_s >= self._next_notifications_s:
@@ -288,7 +338,8 @@ class NixlAgents:
             quiet = now_s - max(self._heard_s, self._active_s) > _QUIET_AFTER_S
             interval_s = self._config.limits.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
             self._next_notifications_s = now_s + interval_s
-        if self._to_post:
+        if self._more:
+            self._tell()  # as late as can be: then this thread waits for Python's lock
             return 0.0
         if not self._in_flight:
             return max(min(self._next_notifications_s, self._send_s) - now_s, 0.0)
@@ -340,12 +391,16 @@ class NixlAgents:
         return False
 
     def _end(self, request: _Request, error: TransportError | None) -> None:
-        """Release the handle and tell the loop of its reads, once the device sees what has landed."""
+        """Release the handle; the loop is to hear of its reads, once the device sees what has landed."""
         if error is None and self._flush is not None:
             self._flush()
         self._release(request)
-        for read in request.reads:
-            self._put(ReadEnded(read, error, request.post_s))
+        self._ended += [ReadEnded(one.read, error, request.post_s) for one in request.together]
+
+    def _tell(self) -> None:
+        for event in self._ended:
+            self._put(event)
+        self._ended.clear()
 
     def _release(self, request: _Request) -> None:
         if request.handle:

@@ -21,10 +21,11 @@ from kvflow.transport.base import (
     TransportError,
     TransportStatistics,
 )
-from kvflow.transport.nixl.agents import NixlAgents
+from kvflow.transport.nixl.agents import NixlAgents, post_cost
 from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.nixl.owner import OwnerThread
 
+_BEHIND = 8 << 20  # in the units of `post_cost`: two or three requests, while one is posted
 _OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
 
 
@@ -41,6 +42,8 @@ class NixlTransport:
         self._reads: set[PostedRead] = set()
         self._peers: set[AgentName] = set()
         self._open_spans = 0
+        self._given = 0
+        """What the reads cost that were given to the thread, as `NixlAgents.taken` counts those that it took on."""
         self._reads_total = 0
         self._reads_failed = 0
         self._bytes_read = 0
@@ -53,7 +56,9 @@ class NixlTransport:
         try:
             if device is not None:  # UCX looks at the thread's device when an agent is made
                 await thread.call(lambda: cuda.make_current(device))
-            self._agents = await thread.call(lambda: NixlAgents(self._config, self._name, self._mailbox.put))
+            self._agents = await thread.call(
+                lambda: NixlAgents(self._config, self._name, self._mailbox.put, thread.pace)
+            )
         except BaseException:
             self._closing = True
             thread.submit(self._end)
@@ -84,6 +89,7 @@ class NixlTransport:
         thread, agents = self._alive()
         read = PostedRead(descriptors.size_bytes)
         thread.submit(lambda: agents.post(read, peer, descriptors))
+        self._given += post_cost(read)
         self._reads.add(read)
         self._reads_total += 1
         return read
@@ -132,6 +138,10 @@ class NixlTransport:
         thread.abandon(self._end, wait_s)
         self._peers.clear()
         self._open_spans = 0
+
+    @property
+    def behind(self) -> bool:
+        return self._agents is not None and self._given - self._agents.taken > _BEHIND
 
     @property
     def statistics(self) -> TransportStatistics:

@@ -13,14 +13,19 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
 from kvflow.errors import TransportBroken
+from kvflow.transport.nixl.lock_share import LockShare, Pace
 
 T = TypeVar("T")
 Job = Callable[[], None]
+
+_JOBS_S = 0.01  # what jobs take, at least some of them: connecting, copying
 
 
 class OwnerThread:
@@ -29,17 +34,20 @@ class OwnerThread:
     def __init__(self, name: str, crank: Callable[[], float | None], on_death: Callable[[BaseException], None]) -> None:
         self._crank = crank
         self._on_death = on_death
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: deque[Job] = deque()
+        self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """One entry wakes the thread for all jobs that came until it has taken it: putting one costs a system call."""
+        self._called = False
+        self.pace = Pace()
+        self._lock_share = LockShare(self.pace)
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
+        self.alive = True
+        """Whether it takes jobs: until it is about to end."""
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
-
-    @property
-    def alive(self) -> bool:
-        return not self._ended.is_set() and self._thread.is_alive()
 
     @property
     def orphaned(self) -> bool:
@@ -59,7 +67,7 @@ class OwnerThread:
                 settle = partial(done.set_exception, problem)
             self.run_on_loop(lambda: None if done.done() else settle())
 
-        self._jobs.put(run)
+        self._give(run)
         try:
             return await done
         finally:
@@ -68,7 +76,7 @@ class OwnerThread:
     def submit(self, job: Job) -> None:
         """Run `job` on the thread some time soon; it must not raise."""
         self._require_alive()
-        self._jobs.put(job)
+        self._give(job)
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
         """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
@@ -85,9 +93,17 @@ class OwnerThread:
 
     def abandon(self, last_job: Job, wait_s: float) -> None:
         """Without the loop, from any thread: give it its last job, and wait up to `wait_s` for its end."""
-        self._jobs.put(last_job)
+        self._jobs.append(last_job)
+        self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(wait_s)
+
+    def _give(self, job: Job) -> None:
+        self._jobs.append(job)
+        if not self._called:
+            self._called = True
+            self._calls.put(None)
+            self._lock_share.called_up()
 
     def _require_alive(self) -> None:
         if not self.alive:
@@ -99,22 +115,29 @@ class OwnerThread:
             self._turn()
         except BaseException as error:  # noqa: BLE001 - the thread ends here; the loop gets the reason
             cause = error
+        self.alive = False
         self.run_on_loop(lambda: self._finish(cause))
 
     def _turn(self) -> None:
-        idle_s = self._crank()
+        pace, idle_s = self.pace, self._crank()
         while idle_s is not None:
+            pace.due_s, pace.asleep = time.monotonic() + idle_s, True
             try:
-                job = self._jobs.get(timeout=idle_s) if idle_s > 0 else self._jobs.get_nowait()
+                self._calls.get(timeout=idle_s) if idle_s > 0 else self._calls.get_nowait()
             except queue.Empty:
                 pass
             else:
-                job()
-                for _ in range(self._jobs.qsize()):  # what has come meanwhile: the crank may start something long
-                    self._jobs.get_nowait()()
+                pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, time.monotonic() + _JOBS_S
+                self._called = False  # before any job is done: one that comes now calls again
+                if self._jobs:
+                    self._jobs.popleft()()
+                for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long
+                    self._jobs.popleft()()
+            pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, 0.0
             idle_s = self._crank()
 
     def _finish(self, cause: BaseException | None) -> None:
+        self._lock_share.close()
         self._cause = cause
         self._ended.set()
         for waiter in list(self._waiting):
