@@ -69,6 +69,17 @@ def test_many_at_once(pair: tuple[Server, Server], story: list[int]) -> None:
     consumer.wait_metric(EXTERNAL, before + sum(map(len, prompts)), source="external_kv_transfer")
 
 
+def test_many_that_were_computed_before_at_once(pair: tuple[Server, Server], story: list[int]) -> None:
+    """All their loads begin together, and each asks the prefill side for its lease."""
+    producer, consumer = pair
+    prompts = [story[start : start + 40] for start in range(7, 32 * 40, 40)]
+    expected = [producer.text(prompt, 8, **ALONE) for prompt in prompts]
+    with ThreadPoolExecutor(32) as clients:
+        params = list(clients.map(lambda prompt: prefill(producer, prompt), prompts))
+        texts = clients.map(lambda asked: consumer.text(asked[0], 8, kv_transfer_params=asked[1]), zip(prompts, params))
+        assert list(texts) == expected
+
+
 def test_the_lines_of_the_runtime_are_among_those_of_vllm(pair: tuple[Server, Server]) -> None:
     for server in pair:
         assert re.search(r"INFO .*runtime .* opened at tcp:", server.log.read_text())

@@ -58,8 +58,9 @@ _SLEEP_SHARE = 8
 _SEND_QUIET_S = 2e-3
 _SEND_DELAY_MAX_S = 10e-3
 _POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
-# Of what is posted as one request, where several reads wait: a small read that comes now waits for no more.
-_TOGETHER_BYTES_MAX = 4 << 20
+# Of what is posted as one request, where several reads wait: a small read that comes now waits for no more, as behind
+# a slice (`limits.BY_DEVICE`).
+_TOGETHER_BYTES_MAX = 8 << 20
 _TOGETHER_COUNT_MAX = 4096
 _SLOW_COPY_BYTES_PER_S = 2e9
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
@@ -163,8 +164,8 @@ class NixlAgents:
 
     @property
     def busy(self) -> bool:
-        """Whether a read is under way, so that nothing may be torn down."""
-        return bool(self._in_flight) or self._more
+        """Whether a read is under way, or the loop has not heard of its end, so that nothing may be torn down."""
+        return bool(self._in_flight or self._ended) or self._more
 
     @property
     def _more(self) -> bool:
@@ -223,16 +224,15 @@ class NixlAgents:
     def _post_next(self) -> None:
         """Post the request whose turn it is.
 
-        Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for milliseconds to get
-        it back. So if small reads wait the next request is made before the loop hears of what has ended: it will be
-        busy with that while this one is being posted.
+        Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for it, for milliseconds
+        in a burst. So the loop hears of what has ended only when the next request is made, and is busy with that while
+        it is being posted.
         """
         if not self._made:
             self._make()
+        self._tell()
         if self._made:
             self._start(self._made.popleft())
-        if not self._made and self._to_post and self._to_post.next.descriptors.size_bytes <= _TOGETHER_BYTES_MAX:
-            self._make()
 
     def _make(self) -> None:
         """Make a request of the read whose turn it is, and of small ones of the same peer that wait: many reads at once
@@ -328,7 +328,7 @@ class NixlAgents:
             if not self._more and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
-        if not self._more:
+        if not self._more and not self._pace.called:
             self._tell()
         if now_s >= self._send_s:
             self.send_notifications()
@@ -338,8 +338,7 @@ class NixlAgents:
             quiet = now_s - max(self._heard_s, self._active_s) > _QUIET_AFTER_S
             interval_s = self._config.limits.notification_poll_interval_s * (_QUIET_FACTOR if quiet else 1)
             self._next_notifications_s = now_s + interval_s
-        if self._more:
-            self._tell()  # as late as can be: then this thread waits for Python's lock
+        if self._more or self._ended:
             return 0.0
         if not self._in_flight:
             return max(min(self._next_notifications_s, self._send_s) - now_s, 0.0)

@@ -24,7 +24,7 @@ _IN_VAIN_MAX = 64
 
 
 class Pace:
-    """What a thread shows of itself. Written by the thread, read by the loop."""
+    """What a thread shows of itself: written by the thread, read by the loop. And whether the loop has called it."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -34,6 +34,8 @@ class Pace:
         self.due_s = 0.0
         """When it is to get on next, by `time.monotonic`: until then it sleeps, or is in a call that takes so long and
         does not need the lock."""
+        self.called = False
+        """Whether there is something for it to do of which it has not heard yet."""
 
 
 class LockShare:

@@ -25,7 +25,7 @@ from kvflow.transport.nixl.agents import NixlAgents, post_cost
 from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.nixl.owner import OwnerThread
 
-_BEHIND = 8 << 20  # in the units of `post_cost`: two or three requests, while one is posted
+_BEHIND = 8 << 20  # in the units of `post_cost`: most of a request, while one is posted
 _OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
 
 

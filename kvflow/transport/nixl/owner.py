@@ -37,7 +37,6 @@ class OwnerThread:
         self._jobs: deque[Job] = deque()
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry wakes the thread for all jobs that came until it has taken it: putting one costs a system call."""
-        self._called = False
         self.pace = Pace()
         self._lock_share = LockShare(self.pace)
         self._loop = asyncio.get_running_loop()
@@ -100,8 +99,8 @@ class OwnerThread:
 
     def _give(self, job: Job) -> None:
         self._jobs.append(job)
-        if not self._called:
-            self._called = True
+        if not self.pace.called:
+            self.pace.called = True
             self._calls.put(None)
             self._lock_share.called_up()
 
@@ -128,7 +127,7 @@ class OwnerThread:
                 pass
             else:
                 pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, time.monotonic() + _JOBS_S
-                self._called = False  # before any job is done: one that comes now calls again
+                pace.called = False  # before any job is done: one that comes now calls again
                 if self._jobs:
                     self._jobs.popleft()()
                 for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long
