@@ -76,7 +76,7 @@ def test_many_that_were_computed_before_at_once(pair: tuple[Server, Server], sto
     expected = [producer.text(prompt, 8, **ALONE) for prompt in prompts]
     with ThreadPoolExecutor(32) as clients:
         params = list(clients.map(lambda prompt: prefill(producer, prompt), prompts))
-        texts = clients.map(lambda asked: consumer.text(asked[0], 8, kv_transfer_params=asked[1]), zip(prompts, params))
+        texts = clients.map(lambda prompt, asked: consumer.text(prompt, 8, kv_transfer_params=asked), prompts, params)
         assert list(texts) == expected
 
 

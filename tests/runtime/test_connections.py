@@ -20,7 +20,8 @@ from kvflow.core.protocol import messages
 from kvflow.errors import PeerUnreachable
 from kvflow.runtime.channel import connections
 from kvflow.runtime.channel.asking import ZmqSideChannel
-from kvflow.runtime.channel.connections import QUESTIONS_MAX, Connection
+from kvflow.runtime.channel.connections import Connection
+from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 from kvflow.testing import ManualClock
 
 BRIEF = replace(PLAIN, handshake_timeout_s=0.05)

@@ -28,9 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvflow.core.protocol import messages
 from kvflow.limits import Limits
 from kvflow.runtime.channel.keyring import KeyPair
-
-QUESTIONS_MAX = 8
-"""Over one connection at once: a listener has room for the answers of so many."""
+from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 
 _TAKEN_AT_ONCE = 2 * QUESTIONS_MAX
 _NOTICED = (

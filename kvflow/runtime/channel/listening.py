@@ -31,9 +31,8 @@ from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
-from kvflow.runtime.channel.connections import QUESTIONS_MAX
 from kvflow.runtime.channel.keyring import Keyring
-from kvflow.runtime.channel.protocol import Answer, Answered, AnswerStranger, ListenerStatistics
+from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,9 @@ from typing import Protocol, TypeAlias
 
 from kvflow.core.protocol import messages
 
+QUESTIONS_MAX = 8
+"""Over one connection at once: a listener has room for the answers of so many."""
+
 Answered: TypeAlias = "messages.Reply | asyncio.Future[messages.Reply]"
 """A reply, or one to come: it is sent when it is there, and others are answered meanwhile. Who promises one bounds how
 many there are, and settles each."""

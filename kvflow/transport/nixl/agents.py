@@ -224,9 +224,9 @@ class NixlAgents:
     def _post_next(self) -> None:
         """Post the request whose turn it is.
 
-        Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for it, for milliseconds
-        in a burst. So the loop hears of what has ended only when the next request is made, and is busy with that while
-        it is being posted.
+        Each call of NIXL lets go of Python's lock, and while the loop is busy this thread waits for it: in a burst, for
+        milliseconds. So the loop hears of what has ended only when the next request is made, and is busy with that
+        while it is being posted.
         """
         if not self._made:
             self._make()
