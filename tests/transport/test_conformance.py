@@ -8,6 +8,7 @@ import functools
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from kvflow.errors import ConfigError, TransportBroken
 from kvflow.limits import Limits
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from kvflow.transport.nixl.lock_share import Pace
 from kvflow.transport.nixl.loop import NixlTransport
 
 CPU = Device("cpu", 0)
@@ -356,6 +358,18 @@ async def test_nixl_posts_the_smaller_of_two_reads_first() -> None:
         gate.set()
         events = await end_of(transport, 2)
         assert [event.read for event in events if isinstance(event, ReadEnded)] == [small, large]
+
+
+@pytest.mark.nixl
+async def test_nixl_tells_of_ends_however_often_its_thread_is_called() -> None:
+    """An end waits for what the thread is called for, once."""
+    async with two_ends(make_nixl()) as ends:
+        await read_ended(ends, (0, 0, SIZE))
+        agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
+        agents._pace = Pace()
+        agents._pace.called = True
+        await read_ended(ends, (0, 0, SIZE))
+        await read_ended(ends, (0, 0, 8))
 
 
 @pytest.mark.nixl

@@ -323,13 +323,15 @@ class NixlAgents:
         """Move transfers on, collect events; returns how many seconds nothing needs to be done."""
         if self._more:
             self._post_next()
+        else:
+            self._tell()
         now_s = time.monotonic()
         if self._in_flight:
             if not self._more and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
         if not self._more and not self._pace.called:
-            self._tell()
+            self._tell()  # else once the thread has taken what it is called for, but no later
         if now_s >= self._send_s:
             self.send_notifications()
         if now_s >= self._next_notifications_s:
