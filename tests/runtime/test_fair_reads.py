@@ -12,7 +12,7 @@ from pairs import EnginePair, open_pair, virtual_pair
 from tests_support import PATIENT, in_virtual_time, limited, until
 
 from kvflow import LoadReport, ServeRequest
-from kvflow.errors import DeadlineExceeded, Overloaded, RuntimeClosed, TransferFailed
+from kvflow.errors import DeadlineExceeded, Overloaded, RequestError, RuntimeClosed, TransferFailed
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 from kvflow.transport.base import TransportError
@@ -178,6 +178,37 @@ async def test_many_loads_start_over_many_turns_of_the_loop(how: str, connected:
         assert max(after - before for before, after in pairwise(begun)) <= 3
         late = [place // 4 - four for place, four in enumerate(order)]
         assert max(late) <= (0 if connected else 3), "a few that find the handshake just over may be ahead, not all"
+
+
+@pytest.mark.parametrize("how", ["load_blocks", "start_load"])
+async def test_who_is_urgent_starts_before_a_burst_that_came_earlier(how: str) -> None:
+    async with open_pair(limited(PATIENT), consumer=STILL, num_blocks=66) as pair:
+        await pair.load(pair.offer([0]), [0])
+        offers = [pair.wanted(pair.offer([at], f"load {at}"), [at]) for at in range(66)]
+        offers = [*offers[:64], *(replace(urgent, priority=-1) for urgent in offers[64:])]
+        pair.transport.faults.hold = True
+        loads = [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers[:64]]
+        await asyncio.sleep(0)
+        loads += [asyncio.ensure_future(getattr(pair.consumer.runtime, how)(wanted)) for wanted in offers[64:]]
+        await until(lambda: len(pair.transport.held) == 66)
+        order = [load_of(pair, read) for read in pair.transport.held]
+        pair.transport.faults.hold = False
+        pair.transport.perform()
+        await asyncio.gather(*loads)
+        first = order.index(16)
+        assert first <= 12, "after those that had begun"
+        assert order[first + 1] == 16
+        assert sorted(order[first + 2 :]) == order[first + 2 :], "the others come in their order"
+
+
+async def test_a_priority_that_is_none_is_refused_in_a_burst_too() -> None:
+    async with open_pair(limited(PATIENT), consumer=STILL) as pair:
+        offers = [pair.wanted(pair.offer([at], f"load {at}"), [at]) for at in range(16)]
+        offers[8] = replace(offers[8], priority="now")  # type: ignore[arg-type]
+        loads = [asyncio.ensure_future(pair.consumer.runtime.load_blocks(wanted)) for wanted in offers]
+        with pytest.raises(RequestError, match="priority: expected a whole number of 64 bits, got 'now'"):
+            await loads[8]
+        await asyncio.gather(*loads[:8], *loads[9:])
 
 
 @in_virtual_time

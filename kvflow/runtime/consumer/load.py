@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import builtins
 import enum
+import heapq
+import itertools
 import math
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -119,6 +120,12 @@ class Stopwatch:
         self.phase, self._since_s = phase, now_s
 
 
+def said_priority(request: LoadRequest) -> int:
+    """Of a request that was not checked yet: the usual one if what it says is none, which is about to be refused."""
+    found = checks.answer(lambda: checks.whole(request.priority, "priority"))
+    return _USUAL_PRIORITY if found is None else found
+
+
 class Turns:
     """How many loads start at once: a burst of them starts over many turns of the loop, and never holds it.
 
@@ -135,34 +142,35 @@ class Turns:
         self._since_s = -math.inf
         self._left = 0
         """How many more may start at once, until `TURN_S` after `_since_s`."""
-        self._again: deque[asyncio.Future[None]] = deque()
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
+        """A heap: by priority, then who had a turn before, then who came first."""
+        self._numbers = itertools.count()
 
     def at_once(self, now_s: float) -> bool:
         """Whether a load may start now; else its turn has to `come`."""
-        if self._waiting or self._again:
+        if self._waiting:
             return False
         if now_s - self._since_s >= TURN_S:
             self._since_s, self._left = now_s, _TURN_LOADS
         self._left -= 1
         return self._left >= 0
 
-    async def come(self, *, again: bool = False) -> None:
-        """Return when it is the load's turn, first come, first served: who had one before is ahead of who had none."""
+    async def come(self, priority: int, *, again: bool = False) -> None:
+        """Return when it is the load's turn. A smaller `priority` goes first; of equals, who had a turn before."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not (self._waiting or self._again):
+        if not self._waiting:
             self._next_turn = asyncio.get_running_loop().call_soon(self._next)
-        (self._again if again else self._waiting).append(turn)
+        heapq.heappush(self._waiting, (priority, not again, next(self._numbers), turn))
         await turn
 
     def _next(self) -> None:
         """A turn of the loop: what else is ready runs between this one and the next."""
-        for _ in range(min(_TURN_LOADS, len(self._waiting) + len(self._again))):
-            turn = (self._again or self._waiting).popleft()
+        for _ in range(min(_TURN_LOADS, len(self._waiting))):
+            *_, turn = heapq.heappop(self._waiting)
             if not turn.done():
                 turn.set_result(None)
         loop, self.paused = asyncio.get_running_loop(), False
-        if not (self._waiting or self._again):
+        if not self._waiting:
             return
         if self._poller.behind:
             self.paused, self._next_turn = True, loop.call_later(_PAUSE_MAX_S, self._next)

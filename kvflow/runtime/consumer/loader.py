@@ -58,6 +58,7 @@ from kvflow.runtime.consumer.load import (
     Verification,
     checked_load_request,
     request_name,
+    said_priority,
 )
 from kvflow.runtime.consumer.news import Follower, Following, LeaseOver, known_so_far
 from kvflow.runtime.consumer.verifying import LeaseEnded, NotCompared, Verifier
@@ -209,7 +210,7 @@ class Loader:
         """See `Runtime.load_blocks`."""
         begun_s = self._context.clock.now_s()
         if not self._turns.at_once(begun_s):
-            await self._turns.come()
+            await self._turns.come(said_priority(request))
         return await self._carry_out(self._accept(request, begun_s))
 
     def start(self, request: LoadRequest) -> Load:
@@ -257,7 +258,7 @@ class Loader:
     async def _start_in_turn(self, load: _Load) -> LoadReport:
         """The body of a load's own task."""
         if not self._turns.at_once(self._context.clock.now_s()):
-            await self._turns.come()
+            await self._turns.come(load.request.priority)
         return await self._carry_out(load)
 
     def _accept(self, request: LoadRequest, begun_s: float) -> _Load:
@@ -358,7 +359,7 @@ class Loader:
                 sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
                 load.watch.enter("plan")
                 if load.watch.seconds["handshake"] > TURN_S:  # many may have waited for the same one
-                    await self._turns.come(again=True)
+                    await self._turns.come(load.request.priority, again=True)
                 return await self._read(load, sources)
         except TimeoutError:
             if self._closed:
