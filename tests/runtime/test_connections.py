@@ -170,9 +170,30 @@ async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_o
             flows.clear()
             for _ in range(3 * QUESTIONS_MAX):
                 await reader.send_multipart(question)
-            await until(lambda: listener.statistics.dropped > 0)
+            await until(lambda: listener.statistics.answered + listener.statistics.dropped == 1 + 3 * QUESTIONS_MAX)
+            assert 0 < listener.statistics.dropped <= 2 * QUESTIONS_MAX, "each is counted once"
             assert await start(channel, address_of(listener), 0) == ANSWER
             flows.set()
+
+
+async def test_an_answer_to_a_reader_that_has_left_harms_nobody() -> None:
+    promised: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
+
+    def answer(header: messages.Header, request: messages.Request) -> messages.Reply | asyncio.Future[messages.Reply]:
+        return promised if request == numbered(1) else ANSWER
+
+    async with listening(PLAIN, answer=answer) as listener:
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as reader:
+            reader.linger = 0
+            reader.connect(address_of(listener))
+            for index in (1, 0):  # questions are taken in order
+                await reader.send_multipart(messages.encode_frames(messages.our_header(b"", 1), numbered(index)))
+            await reader.recv_multipart()
+        await seen(listener, connections=0)
+        promised.set_result(ANSWER)
+        with asking() as channel:
+            assert await start(channel, address_of(listener)) == ANSWER
+        await seen(listener, answered=3, dropped=0)
 
 
 async def test_the_first_question_shares_with_nobody() -> None:

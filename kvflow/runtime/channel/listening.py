@@ -175,12 +175,11 @@ class ZmqListener:
 
     def _send(self, sender: bytes, question: int, reply: messages.Reply) -> None:
         """Send a reply, or drop it if its connection takes no more."""
+        outcome = "answered"
         if isinstance(reply, messages.Refusal):
-            self._counts["refused"] += 1
+            outcome = "refused"
             self._log(logging.INFO, f"refused a peer's request: {reply.reason}")
-        else:
-            self._counts["answered"] += 1
-        self._post([sender, *messages.encode_frames(messages.our_header(b"", question), reply)])
+        self._post([sender, *messages.encode_frames(messages.our_header(b"", question), reply)], outcome)
 
     def _answer_stranger(self, answer: AnswerStranger, sender: bytes, question: bytes) -> None:
         """Answer a reader of another make as it expects it, or not at all: what else is sent may end it."""
@@ -188,19 +187,20 @@ class ZmqListener:
         if frames is None:
             self._drop("a question of another make that has no answer")
             return
-        self._counts["answered"] += 1
-        self._post([sender, b"", *frames])
+        self._post([sender, b"", *frames], "answered")
 
-    def _post(self, frames: list[bytes]) -> None:
+    def _post(self, frames: list[bytes], outcome: str) -> None:
+        """Send an answer, and count it as that; as dropped if its connection takes no more."""
         sent = self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         assert isinstance(sent, asyncio.Future), "and it is done: nothing waits to be sent"
         problem = sent.exception()
         if isinstance(problem, zmq.Again):
-            self._drop("an answer, of a reader that takes none")
-        elif isinstance(problem, zmq.ZMQError) and problem.errno == zmq.EHOSTUNREACH:
-            pass  # its reader has gone
-        else:
-            sent.result()
+            self._drop("an answer to a reader that takes none")
+            return
+        gone = isinstance(problem, zmq.ZMQError) and problem.errno == zmq.EHOSTUNREACH
+        if problem is not None and not gone:
+            raise problem
+        self._counts[outcome] += 1
 
     def _reply_to(self, header: messages.Header, body_frame: bytes, engine: str | None) -> Answered:
         try:

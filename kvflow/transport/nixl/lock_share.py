@@ -39,7 +39,7 @@ class Pace:
 
 
 class LockShare:
-    """The loop's side: looks at one thread from when it is called up until `close`."""
+    """The loop's side: looks at one thread until `close`."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
