@@ -230,8 +230,9 @@ async def test_each_load_has_its_own_deadline() -> None:
         await load(4, 0.5)
 
 
+@in_virtual_time
 async def test_loads_begin_when_fewer_reads_wait_to_be_started() -> None:
-    async with open_pair(limited(PATIENT), consumer=STILL) as pair:
+    async with virtual_pair(consumer_clock=ManualClock) as pair:
         loads = await start_behind(pair, 16)
         assert len(pair.transport.held) == 5, "two at once, and one turn"
         pair.transport.perform(1)
