@@ -290,7 +290,7 @@ def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory:
         copy_thread=copy_thread,
         clock=context.clock,
         reads_max=context.config.limits.slices_in_flight_max,
-        digests=DigestGear(own, DigestedCache(memory.shown) if memory.staging else own, run),
+        digests=DigestGear(own, DigestedCache(memory.shown) if memory.staging else own, run, copy_thread.helper),
     )
 
 

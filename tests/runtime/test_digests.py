@@ -16,6 +16,7 @@ from tests_support import WAIT_S
 from kvflow.core.cache.groups import groups_of, layer_sets
 from kvflow.core.cache.layout import KVStyle
 from kvflow.core.protocol import digests
+from kvflow.device.helper import Helper
 from kvflow.runtime.memory import digests as digesting
 from kvflow.runtime.memory.digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
 from tests.budgets import examples
@@ -51,12 +52,18 @@ def result_of(digesting: Coroutine[Any, Any, list[int]]) -> list[int]:
 
 
 def compute(
-    cache: Cache, ids: Sequence[int], start: int, stop: int, heads: tuple[int, int, int], *, threads: int = 1
+    cache: Cache,
+    ids: Sequence[int],
+    start: int,
+    stop: int,
+    heads: tuple[int, int, int],
+    *,
+    helper: Helper | None = None,
 ) -> list[int]:
     """The digests of all layers."""
     blocks = TokenBlocks(np.array(ids, dtype=np.int64), cache.recipe.tokens, start, stop)
     asked = Digesting(0, range(cache.recipe.layers), HeadSpan(*heads), blocks)
-    return result_of(digested(cache).digests(at_once, [asked], threads=threads))
+    return result_of(digested(cache).digests(at_once, [asked], helper))
 
 
 def scrambled(number: int, kind: int) -> int:
@@ -113,9 +120,11 @@ def test_digests_are_as_defined_on_the_host_and_by_torch(case: Any) -> None:
         assert compute(*case) == expected
         patched.undo()
         patched.setattr(digesting, "_SHARED_BYTES_MIN", 0)
-        assert compute(*case, threads=3) == expected
+        helper = Helper("digests")
+        assert compute(*case, helper=helper) == expected
         patched.setattr(digesting, "_JOB_BYTES", 1)  # layer by layer
-        assert compute(*case, threads=3) == expected
+        assert compute(*case, helper=helper) == expected
+        helper.end()
         patched.setattr(digesting, "_is_host", lambda _: False)
         assert compute(*case) == expected
         patched.setattr(digesting, "_STEP_BYTES_ON_DEVICE", 1)
@@ -212,7 +221,7 @@ def test_digests_of_heads_and_tokens_add_up() -> None:
     assert [digests.added(*both) for both in tokens] == whole
 
 
-@pytest.mark.parametrize("who", ["kvflow-digest", threading.main_thread().name], ids=["helper", "copy thread"])
+@pytest.mark.parametrize("who", ["digests_0", threading.main_thread().name], ids=["helper", "copy thread"])
 def test_what_one_of_two_threads_raises_is_raised(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     """Each has begun with a job, and both have ended when it is raised."""
     both, failing = threading.Barrier(2, timeout=WAIT_S), threading.Event()
@@ -231,8 +240,9 @@ def test_what_one_of_two_threads_raises_is_raised(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(digesting, "_JOB_BYTES", 1)
     monkeypatch.setattr(digesting._HostJob, "compute", compute_or_fail)
     with pytest.raises(MemoryError, match="no more"):
-        compute(cache, [1, 2], 0, 8, (0, 3, 0), threads=2)
-    assert not [thread for thread in threading.enumerate() if thread.name == "kvflow-digest"]
+        compute(cache, [1, 2], 0, 8, (0, 3, 0), helper=(helper := Helper("digests")))
+    helper.end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "digests_0"]
 
 
 def test_memory_that_is_none_of_torch_has_no_digests() -> None:

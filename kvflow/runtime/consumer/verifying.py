@@ -27,7 +27,6 @@ from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, Token
 from kvflow.runtime.peers.peer import LocalRank, Reaching
 
 _DRAWN_OF = 1 << 32
-_THREADS = 2  # while a load waits for its digests; the producer computes its with one, while the load is read
 
 
 class LeaseEnded(Exception):
@@ -80,7 +79,7 @@ class Verifier:
 
     async def _digests(self, asked: Sequence[Digesting]) -> list[int]:
         try:
-            return await self._gear.own.digests(self._gear.run, asked, threads=_THREADS)
+            return await self._gear.own.digests(self._gear.run, asked, self._gear.helper)
         except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
             raise NotCompared(f"no digests of our cache: {error}") from None
 

@@ -10,11 +10,10 @@ Views of a cache are made when its first digest is asked for: who never asks pay
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvflow.core.cache.tensors import tensors_of
 from kvflow.core.plan.block_map import split_fused
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol import digests
+from kvflow.device.helper import Helper
 
 if TYPE_CHECKING:
     import torch
@@ -105,13 +105,13 @@ class DigestedCache:
     def _views(self) -> list[_SetOfViews]:
         return [_SetOfViews(one) for one in self._sets]
 
-    async def digests(self, run: Run, asked: Sequence[Digesting], *, threads: int = 1) -> list[int]:
+    async def digests(self, run: Run, asked: Sequence[Digesting], helper: Helper | None = None) -> list[int]:
         """One for each layer of each item, in order. Raises Undigestible, or what computing has raised.
 
-        `run` is the copy thread's, which is helped by others if `threads` are more than one and there is much to do.
-        Cancelling stops the waiting, and what is not computed yet is not begun.
+        `run` is the copy thread's, and `helper` does a share if there is much to do. Cancelling stops the waiting, and
+        what is not computed yet is not begun.
         """
-        work = _Work(self._jobs(asked), [len(one.layers) for one in asked], threads)
+        work = _Work(self._jobs(asked), [len(one.layers) for one in asked], helper)
         while not work.done:
             await run(work.go_on)
         return work.sums
@@ -133,6 +133,8 @@ class DigestGear(NamedTuple):
     shown: DigestedCache
     """What peers read: the same or, with host staging, the host buffers."""
     run: Run
+    helper: Helper
+    """That of the thread that `run` is of: for who waits for nothing else."""
 
 
 class _SetOfViews:
@@ -306,15 +308,15 @@ _Job: TypeAlias = _HostJob | _DeviceJob
 class _Work:
     """Digests that are computed piece by piece."""
 
-    def __init__(self, jobs: Iterator[tuple[int, _Job]], layers: Sequence[int], threads: int) -> None:
+    def __init__(self, jobs: Iterator[tuple[int, _Job]], layers: Sequence[int], helper: Helper | None) -> None:
         self.sums = [0] * sum(layers)
         self.done = False
         self._jobs = jobs
-        self._threads = threads
+        self._helper = helper
 
     def go_on(self) -> None:
         """Compute a piece more, of a bounded size."""
-        piece: list[tuple[int, _Job]] = []
+        piece: deque[tuple[int, _Job]] = deque()
         size_bytes = 0
         for entry in self._jobs:
             piece.append(entry)
@@ -323,22 +325,15 @@ class _Work:
                 break
         else:
             self.done = True
-        helpers = self._threads - 1 if size_bytes >= _SHARED_BYTES_MIN else 0
-        for first, found in _computed(piece, helpers):
-            for layer, number in enumerate(found.tolist(), first):
-                self.sums[layer] = digests.added(self.sums[layer], number)
-
-
-def _computed(jobs: Sequence[tuple[int, _Job]], helpers: int) -> list[_Found]:
-    """All jobs, done here and by helpers: whoever is through with one takes the next, so that all end together."""
-    waiting = deque(jobs)
-    threads = [_Helper(waiting) for _ in range(min(helpers, len(jobs) - 1))]
-    try:
-        found = _compute(waiting)
-    finally:
-        for helper in threads:
-            helper.join()
-    return found + [one for helper in threads for one in helper.result()]
+        compute = partial(_compute, piece)
+        if self._helper is not None and size_bytes >= _SHARED_BYTES_MIN:
+            computed = self._helper.share(compute)
+        else:
+            computed = [compute()]
+        for some in computed:
+            for first, found in some:
+                for layer, number in enumerate(found.tolist(), first):
+                    self.sums[layer] = digests.added(self.sums[layer], number)
 
 
 def _taken(waiting: deque[tuple[int, _Job]]) -> tuple[int, _Job] | None:
@@ -350,7 +345,7 @@ def _taken(waiting: deque[tuple[int, _Job]]) -> tuple[int, _Job] | None:
 
 
 def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
-    """What is left to do. If a job fails nobody begins with another."""
+    """What is left to do: whoever is through with a job takes the next. If one fails nobody begins with another."""
     found: list[_Found] = []
     try:
         while (taken := _taken(waiting)) is not None:
@@ -360,29 +355,6 @@ def _compute(waiting: deque[tuple[int, _Job]]) -> list[_Found]:
         waiting.clear()
         raise
     return found
-
-
-class _Helper(threading.Thread):
-    """Computes jobs beside the copy thread, which waits for it."""
-
-    def __init__(self, waiting: deque[tuple[int, _Job]]) -> None:
-        super().__init__(name="kvflow-digest", daemon=True)
-        self._waiting = waiting
-        self._found: list[_Found] = []
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._found = _compute(self._waiting)
-        except Exception as error:  # noqa: BLE001 - raised where the result is asked for
-            self._error = error
-
-    def result(self) -> list[_Found]:
-        """To be asked for after its end."""
-        if self._error is not None:
-            raise self._error
-        return self._found
 
 
 def _is_host(device: torch.device) -> bool:

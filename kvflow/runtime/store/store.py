@@ -58,7 +58,6 @@ logger = logging.getLogger(__name__)
 
 ReportT = TypeVar("ReportT", SaveReport, RestoreReport)
 
-_THREADS = 2  # that compute digests, as for loads that are verified
 _RANDOM_BYTES = 8
 
 
@@ -353,7 +352,8 @@ class BlockStore:
                 layers = range(len(regions) // len(regions.parts))
                 blocks = TokenBlocks(ids, size, 0, len(ids) * size)
                 asked.append(Digesting(at, layers, HeadSpan(0, regions.block.heads, 0), blocks))
-        found = await self._gear.digests.own.digests(self._gear.digests.run, asked, threads=_THREADS)
+        gear = self._gear.digests
+        found = await gear.own.digests(gear.run, asked, gear.helper)
         return np.array(found, dtype="<u8").tobytes()
 
     def _closed_error(self, job: Job) -> KVFlowError:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
+from kvflow.device import cores
 from kvflow.errors import TransportBroken
 from kvflow.transport.nixl.lock_share import LockShare, Pace
 
@@ -110,6 +111,7 @@ class OwnerThread:
 
     def _run(self) -> None:
         cause: BaseException | None = None
+        cores.enlist()
         try:
             self._turn()
         except BaseException as error:  # noqa: BLE001 - the thread ends here; the loop gets the reason
