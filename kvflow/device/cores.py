@@ -1,11 +1,12 @@
-"""Cores of the host: a thread that has much to do while others of kvflow's have, too, has one to itself.
+"""Cores of the host: threads that have much to do at the same time are kept on different ones.
 
 Linux likes to wake a thread on the core of whoever woke it, and where it does not see that cores share a cache, as in
-many virtual machines, it does so although others are idle. Threads of Python wake each other for its lock. So copies
-and the reads beside them, or two threads that compute digests, took turns on one core for as long as both had something
-to do.
+many virtual machines, it does so although others are idle. Threads of Python wake each other for its lock, and an event
+loop wakes the threads that work for it. So copies and the reads beside them, two threads that compute digests, or a
+loop and its reads took turns on one core for as long as both had something to do.
 
-One thread of the process has a core to itself at a time; whoever takes one gives that of another back.
+Only kvflow's own threads are moved, those that have enlisted: the event loop's is the host's. One of them at a time may
+have a core to itself; whoever takes one gives that of another back.
 """
 
 from __future__ import annotations
@@ -19,77 +20,88 @@ from functools import cache
 from weakref import WeakSet
 
 _lock = threading.Lock()
-"""Guards what follows."""
-_threads: WeakSet[threading.Thread] = WeakSet()
-"""The enlisted ones."""
-_taken: _Taken | None = None
+"""Guards what follows, and all places."""
+_places: WeakSet[Place] = WeakSet()
+_taken: Place | None = None
+"""Of the thread that has its core to itself."""
+_mine = threading.local()
 
 
-class _Taken:
-    """A core that a thread has to itself."""
+class Place:
+    """Where an enlisted thread runs: anywhere it may, unless it has a core to itself or is kept off one."""
 
-    def __init__(self, thread: int, cores: set[int]) -> None:
-        self.thread = thread
-        self._cores = cores
-        self._core = {_libc().sched_getcpu()}
-        self._before: dict[int, set[int]] = {}
-        _bind(thread, self._core)
+    def __init__(self, cores: set[int]) -> None:
+        self.cores = cores
+        """Where it may run."""
+        self.core = -1
+        """Which it has to itself, if it has."""
+        self._thread = threading.get_native_id()
+        self._kept_off = -1
 
-    def keep_off(self, thread: int, cores: set[int]) -> None:
-        """Keep another thread off it, that may run on `cores` else."""
-        self._before[thread] = cores
-        _bind(thread, cores - self._core)
+    def keep_off_here(self) -> None:
+        """Keep it off the core that the calling thread, another one, is on now."""
+        core = _core()
+        if core != self._kept_off:
+            self._keep_off(core)
 
-    def give_back(self) -> None:
-        """All run where they might before."""
-        for thread, cores in self._before.items():
-            _bind(thread, cores)
-        _bind(self.thread, self._cores)
+    def let_go(self) -> None:
+        """It may be where it likes again."""
+        if self._kept_off >= 0:
+            self._keep_off(-1)
 
-    def enlist(self, thread: int) -> None:
-        """A thread has started: on the cores of who started it, which may be the one that has this core."""
-        self.keep_off(thread, self._cores)
+    def move(self) -> None:
+        """Bind the thread as things are now; the lock is held."""
+        cores = {self.core}
+        if self is not _taken:
+            cores = self.cores - {self._kept_off if _taken is None else _taken.core}
+        if cores:
+            with suppress(OSError):  # it has ended, a sandbox does not allow it, or a core was taken from us
+                os.sched_setaffinity(self._thread, cores)
+
+    def _keep_off(self, core: int) -> None:
+        with _lock:
+            self._kept_off = core
+            self.move()
 
 
-def enlist() -> None:
-    """The thread that calls keeps off a core that another one has to itself."""
+def enlist() -> Place:
+    """The thread that calls lets itself be moved. Its place lasts as long as it does."""
     with _lock:
-        _threads.add(threading.current_thread())
-        if _taken is not None:
-            _taken.enlist(threading.get_native_id())
+        if not hasattr(_mine, "place"):
+            # It starts on the cores of who starts it, which may be the thread that has one to itself.
+            _mine.place = Place(os.sched_getaffinity(0) if _taken is None else _taken.cores)
+            _places.add(_mine.place)
+            _mine.place.move()
+        place: Place = _mine.place
+        return place
 
 
 def take_core() -> bool:
     """Whether the thread that calls has its core to itself now and had not before.
 
-    It stays there, and the enlisted threads of the process are kept off it, until `give_core_back`, or until another
-    thread takes a core. Not if there is one core only.
+    It stays there, and the other enlisted threads of the process are kept off it, until `give_core_back`, or until
+    another thread takes a core. Not if there is one core only. Enlists the thread.
     """
-    global _taken
-    with _lock:
-        me = threading.get_native_id()
-        if _taken is not None:
-            if _taken.thread == me:
-                return False
-            _taken.give_back()
-            _taken = None
-        cores = _allowed(me)
-        if len(cores) < 2:
-            return False
-        _taken = _Taken(me, cores)
-        for thread in _threads:
-            if thread.native_id not in (None, me) and (its := _allowed(thread.native_id)):
-                _taken.keep_off(thread.native_id, its)
+    place = enlist()
+    if place is _taken or len(place.cores) < 2:
+        return False
+    place.core = _core()
+    _give_to(place)
     return True
 
 
 def give_core_back() -> None:
     """The thread that calls needs no core to itself any more, if it still has one."""
+    if _taken is not None and _taken is getattr(_mine, "place", None):
+        _give_to(None)
+
+
+def _give_to(place: Place | None) -> None:
     global _taken
     with _lock:
-        if _taken is not None and _taken.thread == threading.get_native_id():
-            _taken.give_back()
-            _taken = None
+        _taken = place
+        for one in list(_places):
+            one.move()
 
 
 @contextmanager
@@ -103,19 +115,12 @@ def own_core() -> Iterator[None]:
             give_core_back()
 
 
+def _core() -> int:
+    """The one that the calling thread is on."""
+    core: int = _libc().sched_getcpu()
+    return core
+
+
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.PyDLL(None)  # it keeps Python's lock: the call is shorter than getting that back
-
-
-def _allowed(thread: int) -> set[int]:
-    try:
-        return os.sched_getaffinity(thread)
-    except OSError:  # it has ended
-        return set()
-
-
-def _bind(thread: int, cores: set[int]) -> None:
-    if cores:
-        with suppress(OSError):  # it has ended, a sandbox does not allow it, or the core was taken from us
-            os.sched_setaffinity(thread, cores)

@@ -124,10 +124,41 @@ def test_where_the_system_does_not_let_us_everything_goes_on(
     one.do(cores.give_core_back)
 
 
-def test_one_core_is_nobodys(monkeypatch: pytest.MonkeyPatch, threads: tuple[Enlisted, Enlisted]) -> None:
+def test_one_core_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    assert not threads[0].do(cores.take_core)
-    monkeypatch.undo()
+    lonely = Enlisted()
+    assert not lonely.do(cores.take_core)
+    lonely.end()
+
+
+@several_cores
+def test_a_thread_is_kept_off_the_core_of_who_says_so(threads: tuple[Enlisted, Enlisted]) -> None:
+    """As the loop says of the agents' thread in a burst; a core that another thread has to itself goes first."""
+    one, other = threads
+    place = one.do(cores.enlist)
+    place.let_go()
+    assert one.cores == ALL
+    here = other.do(keep_off(place))
+    assert one.cores == ALL - here
+    other.do(cores.take_core)
+    assert one.cores == ALL - other.cores
+    one.do(cores.take_core)
+    assert len(one.cores) == 1
+    one.do(cores.give_core_back)
+    assert one.cores == ALL - here
+    place.let_go()
+    assert one.cores == ALL
+
+
+def keep_off(place: cores.Place) -> Callable[[], set[int]]:
+    """Keep a thread off the core of who calls what is returned; which that is."""
+
+    def call() -> set[int]:
+        with cores.own_core():
+            place.keep_off_here()
+            return os.sched_getaffinity(0)
+
+    return call
 
 
 @several_cores

@@ -26,6 +26,7 @@ from kvflow.transport.nixl.mailbox import Mailbox
 from kvflow.transport.nixl.owner import OwnerThread
 
 _BEHIND = 8 << 20  # in the units of `post_cost`: most of a request, while one is posted
+_SMALL_BYTES = 2 << 20  # many such reads at once keep the loop busy, too
 _OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
 
 
@@ -89,7 +90,10 @@ class NixlTransport:
         thread, agents = self._alive()
         read = PostedRead(descriptors.size_bytes)
         thread.submit(lambda: agents.post(read, peer, descriptors))
+        waited = self._given > agents.taken
         self._given += post_cost(read)
+        if self.behind or not waited:
+            thread.work_beside_loop(self.behind and read.size_bytes < _SMALL_BYTES)
         self._reads.add(read)
         self._reads_total += 1
         return read

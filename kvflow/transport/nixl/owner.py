@@ -46,6 +46,7 @@ class OwnerThread:
         self.alive = True
         """Whether it takes jobs: until it is about to end."""
         self._cause: BaseException | None = None
+        self._place: cores.Place | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -77,6 +78,12 @@ class OwnerThread:
         """Run `job` on the thread some time soon; it must not raise."""
         self._require_alive()
         self._give(job)
+
+    def work_beside_loop(self, beside: bool) -> None:
+        """Whether the thread and the loop have much to do at the same time, so that it is kept off the loop's core."""
+        place = self._place
+        if place is not None:
+            place.keep_off_here() if beside else place.let_go()
 
     def run_on_loop(self, callback: Callable[[], None]) -> None:
         """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
@@ -111,12 +118,12 @@ class OwnerThread:
 
     def _run(self) -> None:
         cause: BaseException | None = None
-        cores.enlist()
+        self._place = cores.enlist()
         try:
             self._turn()
         except BaseException as error:  # noqa: BLE001 - the thread ends here; the loop gets the reason
             cause = error
-        self.alive = False
+        self.alive, self._place = False, None
         self.run_on_loop(lambda: self._finish(cause))
 
     def _turn(self) -> None:
