@@ -1,4 +1,4 @@
-"""A helper: a second thread that does a share of the copy thread's work."""
+"""A helper: a second thread that does a share of the copy thread's work, on another core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Helper:
-    """Another thread, for the one that owns it. It is started by the first work that is shared."""
+    """Another thread, for the one that owns it. It is started by the first work that is shared, and stays."""
 
     def __init__(self, name: str) -> None:
         self._name = name
