@@ -115,6 +115,16 @@ def own_core() -> Iterator[None]:
             give_core_back()
 
 
+def _forget() -> None:
+    """In a forked process, which has none of the threads: their ids are of its parent's."""
+    global _lock, _taken, _mine
+    _lock, _taken, _mine = threading.Lock(), None, threading.local()
+    _places.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _core() -> int:
     """The one that the calling thread is on."""
     core: int = _libc().sched_getcpu()

@@ -150,6 +150,21 @@ def test_a_thread_is_kept_off_the_core_of_who_says_so(threads: tuple[Enlisted, E
     assert one.cores == ALL
 
 
+@several_cores
+def test_a_forked_process_leaves_its_parents_threads_alone(threads: tuple[Enlisted, Enlisted]) -> None:
+    one, other = threads
+    places = [thread.do(cores.enlist) for thread in threads]  # kept, as the transport's loop side does
+    one.do(cores.take_core)
+    before = one.cores, other.cores
+    if not (child := os.fork()):
+        took = cores.take_core()
+        cores.give_core_back()
+        os._exit(0 if took and os.sched_getaffinity(0) == ALL else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (one.cores, other.cores) == before
+    assert len(places) == 2
+
+
 def keep_off(place: cores.Place) -> Callable[[], set[int]]:
     """Keep a thread off the core of who calls what is returned; which that is."""
 

@@ -89,11 +89,11 @@ class NixlTransport:
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         thread, agents = self._alive()
         read = PostedRead(descriptors.size_bytes)
-        thread.submit(lambda: agents.post(read, peer, descriptors))
         waited = self._given > agents.taken
         self._given += post_cost(read)
-        if self.behind or not waited:
+        if self.behind or not waited:  # before the thread is woken
             thread.work_beside_loop(self.behind and read.size_bytes < _SMALL_BYTES)
+        thread.submit(lambda: agents.post(read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1
         return read
