@@ -80,10 +80,10 @@ def take_core() -> bool:
     """Whether the thread that calls has its core to itself now and had not before.
 
     It stays there, and the other enlisted threads of the process are kept off it, until `give_core_back`, or until
-    another thread takes a core. Not if there is one core only. Enlists the thread.
+    another thread takes a core. Not if there is one core only, and not if the thread has not enlisted: it is a host's.
     """
-    place = enlist()
-    if place is _taken or len(place.cores) < 2:
+    place: Place | None = getattr(_mine, "place", None)
+    if place is None or place is _taken or len(place.cores) < 2:
         return False
     place.core = _core()
     _give_to(place)

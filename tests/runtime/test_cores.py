@@ -157,6 +157,7 @@ def test_a_forked_process_leaves_its_parents_threads_alone(threads: tuple[Enlist
     one.do(cores.take_core)
     before = one.cores, other.cores
     if not (child := os.fork()):
+        cores.enlist()
         took = cores.take_core()
         cores.give_core_back()
         os._exit(0 if took and os.sched_getaffinity(0) == ALL else 1)
@@ -195,8 +196,15 @@ def test_a_block_has_a_core_and_gives_it_back_whatever_happens(threads: tuple[En
 # --- who uses it
 
 
+def test_a_thread_of_the_host_is_not_moved() -> None:
+    assert not cores.take_core()
+    with cores.own_core():
+        assert os.sched_getaffinity(0) == ALL
+    cores.give_core_back()
+
+
 @several_cores
-def test_a_helper_works_on_another_core() -> None:
+def test_a_helper_works_on_another_core(threads: tuple[Enlisted, Enlisted]) -> None:
     helper, both = Helper("help"), threading.Barrier(2, timeout=WAIT_S)
 
     def work() -> tuple[str, frozenset[int]]:
@@ -206,12 +214,14 @@ def test_a_helper_works_on_another_core() -> None:
         return threading.current_thread().name, found
 
     for _ in range(2):  # the first starts it
-        (mine, my_cores), (its, its_cores) = helper.share(work)
-        assert (mine, its) == (threading.current_thread().name, "help_0")
+        (_, my_cores), (its, its_cores) = threads[0].do(lambda: helper.share(work))
+        assert its == "help_0"
         assert len(my_cores) == 1
         assert its_cores == ALL - my_cores
     helper.end()
+    assert helper.share(threading.get_ident) != [threading.get_ident()] * 2, "of a host's thread: nobody is moved"
     assert os.sched_getaffinity(0) == ALL
+    helper.end()
 
 
 @several_cores
