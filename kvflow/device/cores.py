@@ -85,23 +85,26 @@ def take_core() -> bool:
     place: Place | None = getattr(_mine, "place", None)
     if place is None or place is _taken or len(place.cores) < 2:
         return False
-    place.core = _core()
-    _give_to(place)
+    with _lock:
+        place.core = _core()
+        _give_to(place)
     return True
 
 
 def give_core_back() -> None:
     """The thread that calls needs no core to itself any more, if it still has one."""
-    if _taken is not None and _taken is getattr(_mine, "place", None):
-        _give_to(None)
+    place: Place | None = getattr(_mine, "place", None)
+    with _lock:
+        if place is not None and place is _taken:
+            _give_to(None)
 
 
 def _give_to(place: Place | None) -> None:
+    """The lock is held."""
     global _taken
-    with _lock:
-        _taken = place
-        for one in list(_places):
-            one.move()
+    _taken = place
+    for one in list(_places):
+        one.move()
 
 
 @contextmanager

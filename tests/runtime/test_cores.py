@@ -253,6 +253,22 @@ async def test_the_copy_thread_keeps_its_core_until_it_was_idle_for_a_while() ->
     assert await other.aclose(WAIT_S)
 
 
+@several_cores
+async def test_the_agents_thread_keeps_off_the_loops_core_while_both_have_much_to_do() -> None:
+    copies = CopyThread("agents")
+    await copies.run(lambda: None)
+    thread = copies._thread
+    assert thread is not None
+    native_id = thread._thread.native_id
+    assert native_id is not None
+    thread.work_beside_loop(True)
+    assert len(os.sched_getaffinity(native_id)) == len(ALL) - 1
+    thread.work_beside_loop(False)
+    assert os.sched_getaffinity(native_id) == ALL
+    assert await copies.aclose(WAIT_S)
+    thread.work_beside_loop(True)  # it has ended
+
+
 async def test_a_helper_ends_with_the_copy_thread() -> None:
     copies = CopyThread("copies")
     await copies.run(lambda: None if copies.helper.share(lambda: 1) == [1, 1] else pytest.fail("not two"))
