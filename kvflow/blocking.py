@@ -12,7 +12,6 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
-import logging
 import threading
 import warnings
 import weakref
@@ -32,6 +31,7 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow.logs import logger_of
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.consumer.load import Load as AsyncLoad
 from kvflow.runtime.consumer.load import (
@@ -53,7 +53,7 @@ from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.world import World
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]

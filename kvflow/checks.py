@@ -53,6 +53,12 @@ def shown(value: object) -> str:
     return line if len(line) <= _SHOWN_CHARS else line[: _SHOWN_CHARS - 3] + "..."
 
 
+def printable(text: str, chars_max: int) -> str:
+    """Somebody else's words as they may stand in our messages and logs: printable, of one line, and not too many."""
+    cut = text if len(text) <= chars_max else f"{text[:chars_max]}..."
+    return cut if cut.isprintable() else ascii(cut)[1:-1]
+
+
 def whole(
     value: object, what: str, *, least: int = INT64_MIN, most: int = INT64_MAX, error: ErrorKind = RequestError
 ) -> int:

@@ -15,7 +15,10 @@ from zlib import crc32
 import pytest
 from budgets import budget
 from hypothesis import HealthCheck, settings
+from log_lines import written
 from xdist.scheduler import LoadScopeScheduling
+
+__all__ = ["written"]
 
 HERE = Path(__file__).parent
 COMPUTING = ("core", "testing")

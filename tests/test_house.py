@@ -23,7 +23,7 @@ TESTS = {
 }
 
 # Imports point down this list; parts of one line do not import each other.
-LEVELS = [["errors"], ["checks"], ["limits"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
+LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
 LEVELS += [["stock"], ["blocking"], ["connector", "observe", "testing"], ["ray", "vllm"]]
 LEVELS += [["bench"], ["doctor"], ["cli"]]
 LEVEL_OF = {part: level for level, parts in enumerate(LEVELS) for part in parts}
@@ -48,6 +48,15 @@ LOOKING_AGAIN = {
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }
 
+# Where kvflow writes to its log is `logs.logger_of`, which lets no text begin a line. Loggers that nothing is told to:
+LOGGERS_AS_A_WHOLE = {
+    "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
+    "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
+    "kvflow/bench/fleet/life.py": "a bench says nothing",
+    "kvflow/bench/peers/nixl_connect.py": "another library says nothing",
+}
+LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
+
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
@@ -60,6 +69,7 @@ SLEEPING_TESTS = {
     "tests/runtime/test_growing_watch.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_extending.py": "virtual time: what is tested is what has landed when some has passed",
     "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
+    "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
     "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",
     "tests/runtime/test_keeping.py": "virtual time: what is tested is what is left when much of it has passed",
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
@@ -340,6 +350,29 @@ def test_tests_are_never_skipped_silently() -> None:
             if name in ("pytest.skip", "pytest.mark.skip", "pytest.mark.skipif", "pytest.mark.xfail"):
                 words = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "reason")]
                 assert any(isinstance(word, ast.Constant | ast.JoinedStr) for word in words), f"{path}:{call.lineno}"
+
+
+def test_no_logger_is_told_text_from_outside_bare() -> None:
+    """What makes it plain is one filter, which every logger has; a template of ours is all that is not looked at."""
+    seen = 0
+    for path, tree in SOURCES.items():
+        if path == "kvflow/logs.py":
+            continue
+        made = [call for name, call in calls(tree) if name.endswith("getLogger")]
+        assert bool(made) == (path in LOGGERS_AS_A_WHOLE), f"{path}: loggers are made by logs.logger_of"
+        told = {ast.unparse(parent.value) for parent in ast.walk(tree) if isinstance(parent, ast.Attribute)}
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
+            for target in map(ast.unparse, node.targets):
+                if target in told and target.lower().endswith("logger"):
+                    assert ast.unparse(node.value).startswith("logger_of("), f"{path}:{node.lineno}"
+        for name, call in calls(tree):
+            of, _, verb = name.rpartition(".")
+            if verb in LOG_LEVELS and "log" in of.lower().split(".")[-1]:
+                template = call.args[verb == "log"]
+                assert of == "logger", f"{path}:{call.lineno}: {name}"
+                assert isinstance(template, ast.Constant), f"{path}:{call.lineno}: {ast.unparse(template)}"
+                seen += 1
+    assert seen > 50
 
 
 # --- fast and thorough

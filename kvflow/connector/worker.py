@@ -8,7 +8,6 @@ more, be it for a load that failed or was abandoned, and sent when its lease has
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
@@ -21,11 +20,12 @@ from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
+from kvflow.logs import logger_of
 from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

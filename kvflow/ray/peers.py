@@ -6,18 +6,18 @@ A ticket names where its blocks are, so loads need none of this; it saves the fi
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvflow.errors import RequestError, RuntimeUnavailable
+from kvflow.logs import logger_of
 from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.runtime import Runtime
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ANSWER_TIMEOUT_S = 10.0
 

@@ -5,7 +5,6 @@ Each registration makes all of it anew (`incarnation`); nothing here changes aft
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +23,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.freshness import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, UsageError
+from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.consumer.flight import Gear, Poller
 from kvflow.runtime.consumer.loader import Loader, reads_in_flight
@@ -50,7 +50,7 @@ from kvflow.transport.files import Files
 if TYPE_CHECKING:
     from kvflow.runtime.store.store import BlockStore
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NAME_CHARS_SHOWN = 80
 _USES = {

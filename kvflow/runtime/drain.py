@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvflow.config import Config
+from kvflow.logs import logger_of
 from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.producer.serving import Serving
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _NAMED_MAX = 5
 

@@ -7,7 +7,6 @@ quick. One that raises is logged and changes nothing.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,8 +17,9 @@ from kvflow import checks
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.history import Moment
 from kvflow.errors import ConfigError, UsageError
+from kvflow.logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 LOADED, CANCELLED = "loaded", "cancelled"
 _EXPECTED = "expected objects with load_ended and lease_ended"

@@ -7,12 +7,12 @@ by an error or because somebody has cancelled it, or if any other task raises, t
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Coroutine
 
 from kvflow.errors import RuntimeBroken, RuntimeClosed
+from kvflow.logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Services:

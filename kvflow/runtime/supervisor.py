@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import importlib.metadata
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +34,7 @@ from kvflow.errors import (
     TransportBroken,
     UsageError,
 )
+from kvflow.logs import logger_of
 from kvflow.runtime.assembly import RegisteredCache, refusal, register
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.context import Identity, RankContext
@@ -49,7 +49,7 @@ from kvflow.runtime.statistics import Past, RuntimeState, RuntimeStatistics
 from kvflow.runtime.world import World
 from kvflow.transport.base import TransportError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class Supervisor:

@@ -7,7 +7,6 @@ to have. So it is never taken for one of ours at the same port, and one that was
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import NamedTuple
 
 import msgspec
@@ -21,13 +20,14 @@ from kvflow.core.stock.shape import OurCache, Unfit, check_tp_size, metadata_of
 from kvflow.core.stock.versions import Counting, Line, line_that_shows
 from kvflow.core.stock.wire import Shown, agent_of
 from kvflow.errors import PeerIncompatible, PeerUnreachable, ProtocolError
+from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.handshake import Handshakes, block_maps, judge
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer
 from kvflow.stock.asking import ask_rank
 from kvflow.transport.base import AgentName, PeerGone, TransportError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _MARK = "stock+"
 _LOOK_AGAIN_S = 2.0  # no engine restarts as fast

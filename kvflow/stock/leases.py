@@ -6,7 +6,6 @@ A producer is sent the texts of `core.stock.texts` and nothing else: anything th
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ from kvflow.core.stock.deadline import Deadline
 from kvflow.core.stock.params import StockTicket, is_stock
 from kvflow.core.stock.texts import heartbeat_texts
 from kvflow.errors import KVFlowError
+from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.consumer.remote_leases import keeping
 from kvflow.runtime.context import RankContext
@@ -25,7 +25,7 @@ from kvflow.stock.reach import StockReach, StockSource
 from kvflow.stock.sights import Sights
 from kvflow.transport.base import AgentName
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class StockLeases:

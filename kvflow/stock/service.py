@@ -7,7 +7,6 @@ secret, as it is in every ticket whose ranks are asked for their leases.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,11 +20,12 @@ from kvflow.core.stock.texts import Heartbeat, Read, decode_text, is_text
 from kvflow.core.stock.versions import Line
 from kvflow.core.stock.wire import StockMetadata, decode_question, encode_answer, encode_metadata
 from kvflow.errors import ConfigError
+from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Leases
 from kvflow.stock.ranks import EngineRanks
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _TALLIES_MAX = 1 << 14
 _NOBODYS = "f" * messages.LEASE_ID_CHARS

@@ -31,7 +31,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
-from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
@@ -43,6 +42,7 @@ from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, RequestError
+from kvflow.logs import logger_of
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
     from kvflow.stock import EngineRanks
 
-logger = init_logger("vllm.kvflow")
+logger = logger_of("vllm.kvflow")
 
 # Since vLLM 0.33: whether workers are told before other memory is mapped where the cache lies, and after.
 _TELLS_OF_SLEEP = hasattr(KVConnectorBase_V1, "release_kv_caches")

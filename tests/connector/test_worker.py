@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from log_lines import FORGED, Written
 from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache, until
 
 from kvflow import Config, LeaseOutcome
@@ -401,6 +402,18 @@ def test_a_prompt_that_cannot_be_served_does_not_hold_its_blocks_for_ever(pair: 
     pair.decode.receive(params, [5, 6])
     assert isinstance(pair.decode.until(load_ended), LoadFailed)
     pair.decode.scheduler.request_finished("d", completed=False)
+
+
+@pytest.mark.parametrize("pair", [{"limits": replace(CONFIG.limits, lease_wait_s=0.05)}], indirect=True)
+def test_no_log_line_is_forged_by_a_request_id(pair: Pair, written: Written) -> None:
+    for name, blocks in (("offered", [1, 2]), ("refused", [1, 99])):
+        params = pair.prefill.prefill(f"{FORGED} {name}", blocks)
+        pair.prefill.scheduler.withdraw_all()
+        pair.prefill.until(lease_ended)
+        pair.decode.receive(params, [5, 6], f"{FORGED} decode {name}")
+        assert isinstance(pair.decode.until(load_ended), LoadFailed)
+        pair.decode.scheduler.request_finished(f"{FORGED} decode {name}", completed=False)
+    written.assert_plain("refused: its prompt is not offered", "decode offered: its prompt was not received")
 
 
 def test_steps_without_work_wake_nobody(pair: Pair) -> None:

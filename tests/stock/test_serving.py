@@ -15,6 +15,7 @@ import torch
 import zmq
 import zmq.asyncio
 from fuzz.mutants import torn
+from log_lines import FORGED, Written
 from stock_engines import HASH, MODEL_HEADS, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest, merge_tickets
@@ -243,10 +244,12 @@ TEXTS = [
     b"HB:\xff",
     b"PUSH_REG:\x80",
     b"x" * 60_000,
+    FORGED.encode("utf-8") + b":1",
+    b"a\n2026-01-01 ERROR kvflow.forged:1",
 ]
 
 
-async def test_texts_that_say_nothing_change_nothing(consumer: StockConsumer) -> None:
+async def test_texts_that_say_nothing_change_nothing(consumer: StockConsumer, written: Written) -> None:
     async with producer() as ours:
         lease, params = ours.offer("odd", [3], TOKENS)
         await consumer.shake_hands(params)
@@ -254,6 +257,7 @@ async def test_texts_that_say_nothing_change_nothing(consumer: StockConsumer) ->
             consumer.say(text)
         await consumer.read(params, [1])
         assert await lease is LeaseOutcome.READ
+    written.assert_plain("dropped a stock reader's notification")
 
 
 async def test_both_kinds_of_readers_read_one_offer(consumer: StockConsumer) -> None:

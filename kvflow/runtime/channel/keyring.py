@@ -11,7 +11,6 @@ without a restart. A folder that has become unreadable leaves the keys as they w
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import stat
 import struct
@@ -25,8 +24,9 @@ from zmq.utils import z85
 
 from kvflow.config import is_key_name
 from kvflow.errors import ConfigError
+from kvflow.logs import logger_of
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _SECRET, _PUBLIC = ".secret", ".public"
 _KEY_CHARS = 40

@@ -31,10 +31,11 @@ from kvflow.config import Config
 from kvflow.core.policy.rate_limit import RateLimiter
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError
+from kvflow.logs import logger_of
 from kvflow.runtime.channel.keyring import Keyring
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX, Answer, Answered, AnswerStranger, ListenerStatistics
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 # Of one connection. ZeroMQ hears of those that have left when half as many have, and drops an answer before it does: so
 # no more than half of them may wait.

@@ -8,7 +8,6 @@ reported only if the seal of every rank that was read was found intact after the
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +41,7 @@ from kvflow.errors import (
     TransferFailed,
     UsageError,
 )
+from kvflow.logs import logger_of
 from kvflow.runtime.consumer.flight import CopyFailed, Flight, Gear, Routing, SourceRead
 from kvflow.runtime.consumer.load import (
     PHASES,
@@ -68,7 +68,7 @@ from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source, bloc
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 from kvflow.transport.base import TransportError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _LABEL_OF = attrgetter("peer.label")
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"

@@ -17,7 +17,6 @@ a lease that nobody gives back runs out.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,12 +28,13 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, Overloaded, PeerError
+from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext, Spawn
 from kvflow.runtime.peers.peer import LocalRank, PeerTable, Reaching, Source, check_parallelism
 from kvflow.transport.base import AgentName
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _PAUSE_LEAST_S = 0.01  # whatever a ticket says
 

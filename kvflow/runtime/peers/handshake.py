@@ -7,7 +7,6 @@ Nothing of an answer is used before it was judged, and no text of a peer gets in
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Collection, Iterator, Sequence
 
 from kvflow.checks import is_name
@@ -27,11 +26,12 @@ from kvflow.errors import (
     ProtocolError,
     RuntimeUnavailable,
 )
+from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, words
 from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _DIFFERENCES_MAX = 2000
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
@@ -11,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from kvflow.checks import shown
+from kvflow.checks import printable, shown
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
@@ -24,9 +23,10 @@ from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import HOST, RemoteClock, Vouching, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import PeerIncompatible
+from kvflow.logs import logger_of
 from kvflow.transport.base import AgentName
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 T = TypeVar("T")
 
@@ -269,8 +269,7 @@ def told_groups(groups: tuple[GroupFacts, ...]) -> tuple[GroupFacts, ...]:
 
 def words(text: str, chars_max: int = WORDS_MAX) -> str:
     """A peer's words as they may stand in our messages and logs: printable, and not too many."""
-    cut = text if len(text) <= chars_max else f"{text[:chars_max]}..."
-    return cut if cut.isprintable() else ascii(cut)[1:-1]
+    return printable(text, chars_max)
 
 
 def check_parallelism(ticket: Ticket, peer: Peer, connection: Connection) -> None:

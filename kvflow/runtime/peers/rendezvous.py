@@ -9,7 +9,6 @@ a ticket as any other, with the leases of all ranks.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
@@ -21,10 +20,11 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.ticket import RankLease, Ticket, read_ticket
 from kvflow.errors import LeaseExpired, PeerUnreachable, PrefillFailed, ProtocolError, RequestError
+from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.005, 0.1
 _UNREACHABLE_MAX = 3  # in a row: a listener that has too many connections drops all of them

@@ -8,7 +8,6 @@ many are computed at once is bounded, over all readers and from one; who comes b
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
@@ -20,13 +19,14 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.digests import DEFINITION
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RuntimeClosed
+from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.producer.blocks import HeldBlocks
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 class DigestAnswers:

@@ -8,17 +8,17 @@ sent there.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict
 
 from kvflow.checks import is_name
 from kvflow.config import ENGINE_ID_CHARS_MAX, is_host, split_address
 from kvflow.core.protocol import messages
 from kvflow.errors import ConfigError, PeerError
+from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _AT_ONCE_MAX = 16
 

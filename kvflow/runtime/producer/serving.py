@@ -19,7 +19,6 @@ LeaseExpired.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.prompts import offered_digest
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import RequestError, UsageError
+from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, blocks_by_group, told_groups
@@ -45,7 +45,7 @@ from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest, Ser
 from kvflow.runtime.producer.news import Newsroom
 from kvflow.runtime.records import LeaseRecord
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 
 @dataclass(slots=True, eq=False)

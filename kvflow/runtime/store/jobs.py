@@ -7,7 +7,6 @@ job outlives the answer, and its blocks are quarantined if bytes may still land 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,12 +14,13 @@ from functools import partial
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.storage.index import Entry
 from kvflow.errors import KVFlowError, RuntimeBroken
+from kvflow.logs import logger_of
 from kvflow.runtime.store.disk import EntryFile
 from kvflow.runtime.store.requests import PHASES, SaveRequest
 from kvflow.runtime.store.shelf import Shelf
 from kvflow.runtime.store.transit import Transit
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 

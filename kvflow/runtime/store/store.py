@@ -8,7 +8,6 @@ so bytes that were changed anywhere between the two, on disk or on the way, are 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -35,6 +34,7 @@ from kvflow.errors import (
     StorageFailed,
     StoreFull,
 )
+from kvflow.logs import logger_of
 from kvflow.runtime.consumer.flight import Gear
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
@@ -54,7 +54,7 @@ from kvflow.runtime.store.transit import MoveGear, Transit
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, Files
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 ReportT = TypeVar("ReportT", SaveReport, RestoreReport)
 

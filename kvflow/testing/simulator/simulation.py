@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from kvflow.core.protocol.ticket import Ticket
+from kvflow.logs import logger_of
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.testing.simulator.actions import DELIVERIES, TROUBLE, Delivery, nap, pick
 from kvflow.testing.simulator.checks import check_changed, check_quiet
@@ -29,7 +30,7 @@ from kvflow.testing.simulator.work import LoadPlan, Offer, RankLoad
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop
 from kvflow.transport.inproc import Row, flip
 
-logger = logging.getLogger(__name__)
+logger = logger_of(__name__)
 
 _EVENTS_KEPT = 60
 _SETTLE_S = 60.0

@@ -1,0 +1,52 @@
+"""kvflow's loggers: what a log line is told is made printable, bounded, and so a part of its line.
+
+Request ids, reasons, file names and errors carry text of callers, peers and routers. Raw, a line break in one begins a
+log line of its own, which reads as anybody's. Each logger of kvflow has one filter, which sees each record before any
+handler does: numbers stay as they are, anything else becomes text of one line, and a traceback's lines are indented, so
+that none begins as a record does. Nothing is done for a line that is not wanted.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from types import TracebackType
+
+from kvflow.checks import answer, printable
+
+_CHARS_MAX = 4000
+_TRACEBACK_LINES_MAX = 200
+_INDENT = "    "
+
+
+def logger_of(name: str) -> logging.Logger:
+    """The logger of a module of kvflow."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_make_plain)
+    return logger
+
+
+def _make_plain(record: logging.LogRecord) -> bool:
+    """The filter: it keeps every record."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(map(_plain, record.args))
+    if record.exc_info and record.exc_info[1] is not None:
+        record.exc_text = _traceback(record.exc_info[1], record.exc_info[2])
+    return True
+
+
+def _plain(value: object) -> object:
+    """A number as it is, anything else as text of one line."""
+    if type(value) in (int, float, bool):
+        return value
+    text = answer(lambda: str(value))
+    return f"a {type(value).__name__}" if text is None else printable(text, _CHARS_MAX)
+
+
+def _traceback(error: BaseException, where: TracebackType | None) -> str:
+    """What a handler shows of an error; a Formatter that finds it makes none of its own."""
+    lines = "".join(traceback.format_exception(type(error), error, where)).splitlines()
+    if len(lines) > _TRACEBACK_LINES_MAX:
+        left_out = f"... {len(lines) - _TRACEBACK_LINES_MAX} lines ..."
+        lines = [*lines[: _TRACEBACK_LINES_MAX // 2], left_out, *lines[-_TRACEBACK_LINES_MAX // 2 :]]
+    return "\n".join(_INDENT + printable(line, _CHARS_MAX) for line in lines)
