@@ -22,6 +22,7 @@ import numpy as np
 
 from kvflow import checks
 from kvflow.checks import INT64_MAX, shown
+from kvflow.core.bounds import Count, Name
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import Regions, device_of, map_regions
 from kvflow.core.cache.state import StateLayout, StatePart, state_parts
@@ -51,10 +52,10 @@ class GroupKind(enum.StrEnum):
 class GroupFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a peer has to know of a group. `window` is in tokens, 0 where there is none; a state's block size is 1."""
 
-    name: str
-    block_size: int
+    name: Name
+    block_size: Count
     kind: GroupKind = GroupKind.FULL
-    window: int = 0
+    window: Count = 0
 
     @property
     def whole(self) -> bool:

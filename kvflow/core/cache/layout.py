@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from kvflow import checks
 from kvflow.checks import answer, shown
+from kvflow.core.bounds import Count
 from kvflow.core.cache.tensors import (
     LAYERS_MAX,
     KVCaches,
@@ -199,11 +200,11 @@ class BlockShape(NamedTuple):
     Token t of head h begins at `t * token_stride + h * head_stride` and has `run` bytes.
     """
 
-    tokens: int
-    heads: int
-    run: int
-    token_stride: int
-    head_stride: int
+    tokens: Count
+    heads: Count
+    run: Count
+    token_stride: Count
+    head_stride: Count
 
     @property
     def size_bytes(self) -> int:

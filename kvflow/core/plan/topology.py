@@ -27,6 +27,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvflow.config import RANKS_MAX, Config
+from kvflow.core.bounds import Count, Fact, Layers
 from kvflow.core.cache.layout import PLAIN, CacheLayout
 from kvflow.core.cache.state import StatePart
 
@@ -72,20 +73,20 @@ class CacheShare(msgspec.Struct, frozen=True, kw_only=True):
     their blocks in common (`group`) and as many heads as each other.
     """
 
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    layers: tuple[int, ...]
-    kv_heads: int
-    model_kv_heads: int
+    tp_rank: Count
+    tp_size: Count
+    pp_rank: Count
+    pp_size: Count
+    layers: Layers
+    kv_heads: Count
+    model_kv_heads: Count
     latent: bool
-    block_size: int
-    dtype: str = ""
-    kv_format: str = PLAIN
-    group: int = 0
+    block_size: Count
+    dtype: Fact = ""
+    kv_format: Fact = PLAIN
+    group: Count = 0
     """Which of the rank's groups: whose block ids say where the layers' blocks are."""
-    part: str = ""
+    part: Fact = ""
     """Of state per request, which segment of which tensor; its units are counted as heads are."""
 
     @property

@@ -15,31 +15,67 @@ import hashlib
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
-from kvflow.checks import is_name
+from kvflow.checks import is_name, printable
 from kvflow.config import RANKS_MAX
+from kvflow.core.bounds import (
+    LEASE_ID_CHARS,
+    READER_CHARS_MAX,
+    BlockIds,
+    ClockTime,
+    Count,
+    DeviceIndex,
+    Digest,
+    Fact,
+    Hold,
+    Incarnation,
+    Layers,
+    LeaseId,
+    Name,
+    NetAddress,
+    NewLeaseId,
+    PromptDigest,
+    Reader,
+    Reason,
+    RequestName,
+    SealCount,
+    SealIndex,
+    Seconds,
+    Size,
+    Wait,
+    Word32,
+    Word64,
+)
 from kvflow.core.cache.groups import GROUPS_MAX, SETS_MAX, GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.cache.state import ROWS_MAX, StatePart
 from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
 from kvflow.core.plan.topology import CacheShare, Rank
-from kvflow.limits import REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
+from kvflow.limits import PAYLOAD_BYTES_MAX, REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
 
 PROTOCOL_VERSION = 5
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
-LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
+AGENT_METADATA_BYTES_MAX = 1 << 26
+LEASE_IDS_MAX = 1 << 16
+"""In one notification."""
 _PART_CHARS_MAX = 4096
-_READER_CHARS_MAX = 4096
+_ERROR_CHARS_MAX = 300
+
+CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
+BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
+Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
+LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
 
 StructT = TypeVar("StructT")
 
@@ -51,21 +87,21 @@ class WireError(Exception):
 class Header(msgspec.Struct, frozen=True, array_like=True):
     """The first frame of every side-channel message."""
 
-    magic: str
-    version: int
-    fingerprint: bytes
-    question: int = 0
+    magic: Name
+    version: Count
+    fingerprint: Digest
+    question: Count = 0
     """Which question of its connection that is, or which one it answers; 0 from a peer that does not number them."""
 
 
 class Compatibility(msgspec.Struct, frozen=True, kw_only=True):
     """What both sides must agree on. Field names are what error messages show."""
 
-    model: str
-    dtype: str
-    kv_format: str
-    attention: str
-    head_size: str
+    model: Fact
+    dtype: Fact
+    kv_format: Fact
+    attention: Fact
+    head_size: Fact
 
     def fingerprint(self) -> bytes:
         """A 16-byte digest, equal exactly for equal facts."""
@@ -95,10 +131,10 @@ def compatibility_of(layouts: Sequence[CacheLayout | StatePart], *, model: str) 
 class Target(msgspec.Struct, frozen=True, array_like=True):
     """The engine and rank that a reader believes to be listening."""
 
-    engine_id: str
-    dp_rank: int
-    pp_rank: int
-    tp_rank: int
+    engine_id: Name
+    dp_rank: Count
+    pp_rank: Count
+    tp_rank: Count
 
     def at(self, address: str) -> str:
         """How messages name it."""
@@ -109,15 +145,15 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Whom to tell when the asked rank goes, and where: the reader's own side channel."""
 
     target: Target
-    address: str
+    address: NetAddress
 
 
 class MetadataRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_metadata"):
     """Who are you, and where is your cache?"""
 
-    reader: str
+    reader: Reader
     target: Target
-    request_id: str | None = None
+    request_id: RequestName | None = None
     """Whose lease the reader has a ticket of; a rank that drains connects nobody else."""
     caller: Caller | None = None
 
@@ -130,17 +166,17 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="goodbye"):
 
     target: Target
     sender: Target
-    incarnation: str
+    incarnation: Incarnation
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="find_lease"):
     """Which lease of yours holds these blocks of a request? For ranks that the reader's ticket does not name."""
 
-    reader: str
+    reader: Reader
     target: Target
-    request_id: str
-    num_tokens: int
-    blocks_digest: bytes
+    request_id: RequestName
+    num_tokens: Count
+    blocks_digest: Digest
     """`digest_of` the engine's block ids, which are the same on all its ranks."""
 
 
@@ -151,49 +187,52 @@ class ReleaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     not name the rank has no lease id.
     """
 
-    reader: str
+    reader: Reader
     target: Target
-    request_id: str
-    num_tokens: int
-    blocks_digest: bytes
-    lease_id: str | None
-    cache_shares: tuple[CacheShare, ...]
+    request_id: RequestName
+    num_tokens: Count
+    blocks_digest: Digest
+    lease_id: LeaseId | None
+    cache_shares: CacheShares
 
 
 class ClockRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_clock"):
     """What does your clock show?"""
 
-    reader: str
+    reader: Reader
     target: Target
 
 
 class DigestPart(msgspec.Struct, frozen=True, array_like=True):
     """Layers, heads and tokens to digest: all numbers are the model's and the prompt's, none a rank's own."""
 
-    part: str
+    part: Fact
     """Which segment of state, or "": as in a `CacheShare`."""
-    layers: tuple[int, ...]
-    head: int
+    layers: Layers
+    head: Count
     """The first head."""
-    heads: int
-    model_heads: int
+    heads: Count
+    model_heads: Count
     """How many heads the model has, from which follows which ones a rank holds."""
-    start: int
+    start: Count
     """The first token of the prompt."""
-    stop: int
+    stop: Count
     """The one after the last."""
+
+
+DigestParts: TypeAlias = Annotated[tuple[DigestPart, ...], Meta(max_length=DIGEST_PARTS_MAX)]
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_digests"):
     """Which digests do these bytes of an open lease have? See `core.protocol.digests`."""
 
-    reader: str
+    reader: Reader
     target: Target
-    request_id: str
-    lease_id: str
-    definition: int
+    request_id: RequestName
+    lease_id: LeaseId
+    definition: Count
     """Which definition of a digest the reader computes."""
-    parts: tuple[DigestPart, ...]
+    parts: DigestParts
 
 
 class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer"):
@@ -203,10 +242,10 @@ class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer")
     `wait_s`.
     """
 
-    reader: str
+    reader: Reader
     target: Target
-    request_id: str
-    wait_s: float
+    request_id: RequestName
+    wait_s: Wait
 
 
 class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
@@ -215,50 +254,50 @@ class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
     It is answered as an `OfferRequest` is.
     """
 
-    reader: str
+    reader: Reader
     target: Target
-    request_id: str
-    lease_id: str
-    known: tuple[int, ...]
+    request_id: RequestName
+    lease_id: LeaseId
+    known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)]
     """How many of its blocks the reader knows, by group."""
-    wait_s: float
+    wait_s: Wait
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
     """`regions.Regions` on the wire."""
 
-    bases: list[int]
-    strides: list[int]
+    bases: Numbers
+    strides: Numbers
     block: BlockShape
-    parts: tuple[str, ...]
-    num_blocks: int
-    device_kind: str
-    device_index: int
+    parts: Annotated[tuple[Fact, ...], Meta(max_length=ROWS_MAX)]
+    num_blocks: Size
+    device_kind: Name
+    device_index: DeviceIndex
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
     """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.freshness`."""
 
-    address: int
-    count: int
-    hold_s: float
+    address: Size
+    count: SealCount
+    hold_s: Hold
     """How long the producer keeps blocks after it has wiped a seal."""
 
 
 class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
     """The answer: all that a reader needs to know about a rank."""
 
-    engine_id: str
-    incarnation: str
-    clock_s: float
-    cache_shares: tuple[CacheShare, ...]
+    engine_id: Name
+    incarnation: Incarnation
+    clock_s: ClockTime
+    cache_shares: CacheShares
     """Of each set of layers that look alike."""
-    agent_metadata: bytes
-    agent_metadata_crc32: int
+    agent_metadata: Annotated[bytes, Meta(max_length=AGENT_METADATA_BYTES_MAX)]
+    agent_metadata_crc32: Word32
     """NIXL crashes on flipped bits in its metadata, so a reader compares this first."""
-    regions: tuple[RegionTable, ...]
+    regions: Annotated[tuple[RegionTable, ...], Meta(max_length=SETS_MAX)]
     """Of the same sets."""
-    groups: tuple[GroupFacts, ...]
+    groups: Annotated[tuple[GroupFacts, ...], Meta(max_length=GROUPS_MAX)]
     """Whose block ids the sets have (`CacheShare.group`)."""
     seals: SealLocation
     staged: bool
@@ -268,13 +307,13 @@ class Metadata(msgspec.Struct, frozen=True, kw_only=True, tag="metadata"):
 class LeaseFound(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     """The rank's open lease for a request; `block_ids` are set if they differ from the engine's (host buffers)."""
 
-    incarnation: str
-    clock_s: float
-    expires_s: float
-    lease_id: str
-    seal_index: int
-    block_ids: tuple[int, ...] | None
-    more_block_ids: tuple[tuple[int, ...], ...] = ()
+    incarnation: Incarnation
+    clock_s: ClockTime
+    expires_s: ClockTime
+    lease_id: NewLeaseId
+    seal_index: SealIndex
+    block_ids: BlockIds | None
+    more_block_ids: BlockTables = ()
     pending: bool = False
     """Whether its blocks are still being computed."""
     payload: bool = False
@@ -286,18 +325,18 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
 
     lease: LeaseFound | None
     """None if there is nothing to read: a prompt that is shorter than a block."""
-    num_tokens: int
-    ttl_s: float
-    block_ids: tuple[tuple[int, ...], ...]
+    num_tokens: Count
+    ttl_s: Seconds
+    block_ids: BlockTables
     """The engine's, by group."""
     extends: bool
-    prompt_digest: str
+    prompt_digest: PromptDigest
 
 
 class Declined(msgspec.Struct, frozen=True, kw_only=True, tag="declined"):
     """The rank will not serve the request."""
 
-    reason: str
+    reason: Reason
 
 
 class LeaseNews(enum.StrEnum):
@@ -317,9 +356,9 @@ class News(msgspec.Struct, frozen=True, kw_only=True, tag="news"):
     """What has become of a lease; the blocks that the reader did not know, by group, where it reads them."""
 
     state: LeaseNews
-    more_block_ids: tuple[tuple[int, ...], ...] = ()
-    payload: bytes = b""
-    reason: str = ""
+    more_block_ids: BlockTables = ()
+    payload: Annotated[bytes, Meta(max_length=PAYLOAD_BYTES_MAX)] = b""
+    reason: Reason = ""
     """Why it has failed."""
 
 
@@ -332,31 +371,31 @@ class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
 class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
     """Noted, if it changes anything: a lease may have ended, or may be none of this incarnation of the rank."""
 
-    incarnation: str
+    incarnation: Incarnation
 
 
 class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
     """What the rank's clock shows. It means nothing on another machine: see `core.protocol.freshness`."""
 
-    incarnation: str
-    clock_s: float
+    incarnation: Incarnation
+    clock_s: ClockTime
 
 
 class Digests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
     """One for each layer of each part of the question, in order. The lease was open when the last was computed."""
 
-    values: tuple[int, ...]
+    values: Annotated[tuple[Word64, ...], Meta(max_length=REGIONS_MAX)]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     """No, and why. The facts are set when the fingerprints differ."""
 
-    reason: str
-    version: int
+    reason: Reason
+    version: Count
     transient: bool = False
     """Whether the answer may be another one soon: the rank has no cache yet, or is about to go."""
     compatibility: Compatibility | None = None
-    cache_shares: tuple[CacheShare, ...] = ()
+    cache_shares: CacheShares = ()
 
 
 class Ack(msgspec.Struct, frozen=True, kw_only=True, tag="noted"):
@@ -380,17 +419,17 @@ class ReadDone(msgspec.Struct, frozen=True, array_like=True, tag="read_done"):
     See `leases_max`.
     """
 
-    lease_ids: tuple[str, ...]
-    reader: str
-    numerator: int
-    denominator: int
+    lease_ids: LeaseIds
+    reader: Reader
+    numerator: Count
+    denominator: Count
 
 
 class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
     """Notification from a reader: it still needs the blocks of these leases; see `leases_max`."""
 
-    lease_ids: tuple[str, ...]
-    reader: str
+    lease_ids: LeaseIds
+    reader: Reader
 
 
 Notification: TypeAlias = ReadDone | Renew
@@ -458,7 +497,8 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"{len(data)} bytes do not decode: {error}") from error
+        why = printable(str(error), _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
+        raise WireError(f"{len(data)} bytes do not decode: {why}") from error
 
 
 def regions_to_wire(regions: Regions) -> RegionTable:
@@ -609,9 +649,9 @@ def check_patient(question: WaitingRequest) -> None:
     """WireError unless a question may be kept until it can be answered."""
     if not 0.0 <= question.wait_s <= WAIT_S_MAX:
         raise WireError(f"a question that waits for {question.wait_s} s, at most {WAIT_S_MAX}")
-    if len(question.request_id) > REQUEST_ID_CHARS_MAX or len(question.reader) > _READER_CHARS_MAX:
+    if len(question.request_id) > REQUEST_ID_CHARS_MAX or len(question.reader) > READER_CHARS_MAX:
         sizes = f"a request id of {len(question.request_id)} characters, a reader's name of {len(question.reader)}"
-        raise WireError(f"a question that waits: {sizes}, at most {REQUEST_ID_CHARS_MAX} and {_READER_CHARS_MAX}")
+        raise WireError(f"a question that waits: {sizes}, at most {REQUEST_ID_CHARS_MAX} and {READER_CHARS_MAX}")
 
 
 def check_seals(location: SealLocation) -> None:

@@ -1,0 +1,57 @@
+"""What fields of messages can be: bounds that decoding checks, so that nothing beyond them is ever looked at.
+
+They say what no peer of ours would send, whatever its cache: that a value is right here is for who uses it to judge,
+against the cache that it is about. Each field of each message has one; a test looks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+from kvflow.checks import INT64_MAX
+from kvflow.config import HOST_CHARS_MAX, RANKS_MAX
+from kvflow.core.cache.tensors import LAYERS_MAX, NAME_CHARS_MAX
+from kvflow.limits import REQUEST_ID_CHARS_MAX, SEAL_HOLD_S_MAX, SEALS_MAX, WAIT_S_MAX
+
+READER_CHARS_MAX = 4096
+FACT_CHARS_MAX = 1 << 14
+REASON_CHARS_MAX = 4096
+INCARNATION_CHARS_MAX = 256
+LEASE_ID_CHARS = 32
+_ENTRIES_MAX = 1 << 24
+_FINITE_MAX = math.nextafter(math.inf, 0.0)
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
+RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
+LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]
+SealIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=SEALS_MAX)]
+SealCount: TypeAlias = Annotated[int, Meta(ge=1, le=SEALS_MAX)]
+DeviceIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Word32: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Word64: TypeAlias = Annotated[int, Meta(ge=0)]
+"""MessagePack has no larger ones."""
+
+ClockTime: TypeAlias = Annotated[float, Meta(ge=-_FINITE_MAX, le=_FINITE_MAX)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=_FINITE_MAX)]
+Wait: TypeAlias = Annotated[float, Meta(ge=0, le=WAIT_S_MAX)]
+Hold: TypeAlias = Annotated[float, Meta(gt=0, le=SEAL_HOLD_S_MAX)]
+
+Name: TypeAlias = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Reader: TypeAlias = Annotated[str, Meta(max_length=READER_CHARS_MAX)]
+Fact: TypeAlias = Annotated[str, Meta(max_length=FACT_CHARS_MAX)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
+RequestName: TypeAlias = Annotated[str, Meta(max_length=REQUEST_ID_CHARS_MAX)]
+NetAddress: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX + len("tcp://:65535"))]
+Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, pattern=r"\A[!-~]+\Z")]
+LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
+"""Of a reader: one that is none of ours is no lease's."""
+NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
+PromptDigest: TypeAlias = Annotated[str, Meta(max_length=32, pattern=r"\A(?:[0-9a-f]{32})?\Z")]
+
+Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+BlockIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=_ENTRIES_MAX)]
+Layers: TypeAlias = Annotated[tuple[LayerIndex, ...], Meta(max_length=LAYERS_MAX)]
