@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -23,6 +24,7 @@ from kvflow.runtime.channel.asking import ZmqSideChannel
 from kvflow.runtime.channel.connections import Connection
 from kvflow.runtime.channel.protocol import QUESTIONS_MAX
 from kvflow.testing import ManualClock
+from tests.core.protocol.test_messages import METADATA
 
 BRIEF = replace(PLAIN, handshake_timeout_s=0.05)
 
@@ -137,7 +139,7 @@ async def test_no_more_questions_share_a_connection_than_answers_may_wait_there(
 
 async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_for_it() -> None:
     """Also of a reader that is slow: and ZeroMQ takes answers that have left for waiting ones until some more leave."""
-    large = messages.Declined(reason="x" * (8 << 20))  # more than the system's buffers take
+    large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))  # more than the system's buffers take
 
     def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
         return large if request == numbered(1) else ANSWER
@@ -158,7 +160,8 @@ async def test_the_answers_of_as_many_questions_as_share_a_connection_may_wait_f
 
 async def test_answers_that_a_reader_does_not_take_are_dropped_and_counted_and_others_get_theirs() -> None:
     def answer(header: messages.Header, request: messages.Request) -> messages.Reply:
-        return messages.Declined(reason="x" * (8 << 20)) if request == numbered(1) else ANSWER
+        large = msgspec.structs.replace(METADATA, agent_metadata=b"x" * (8 << 20))
+        return large if request == numbered(1) else ANSWER
 
     question = messages.encode_frames(messages.our_header(b"", 1), numbered(1))
     async with listening(PLAIN, answer=answer) as listener, relayed(listener.port) as (address, flows):

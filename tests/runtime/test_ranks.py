@@ -17,7 +17,7 @@ from tests_support import PATIENT, WAIT_S, altered, leases_ended, limited, turns
 
 from kvflow import CacheLayout, Config, Lease, LeaseOutcome, LoadReport, Runtime, ServeRequest, Ticket, merge_tickets
 from kvflow.core.protocol import messages
-from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, RequestError
+from kvflow.errors import ConfigError, LeaseExpired, PeerIncompatible, PeerRefused, ProtocolError, RequestError
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
@@ -226,7 +226,7 @@ async def test_a_rank_that_answers_with_a_lease_of_no_id_fails_the_load(
 
     monkeypatch.setattr(Serving, "find", nameless)
     leases, _ = both.offers()
-    await both.fails(LeaseExpired, leases[0].ticket, "the offer is over")
+    await both.fails(ProtocolError, leases[0].ticket, "lease_id")
 
 
 def asking(ticket: Ticket, request_id: str = "req") -> Ticket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ from kvflow.errors import (
     RequestError,
 )
 from kvflow.runtime.consumer.load import Load
+from kvflow.runtime.producer.serving import OpenLease
+from kvflow.runtime.records import LoadRecord
 from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair
 from tests.pairs import cache_of, known
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
@@ -368,14 +371,66 @@ async def test_offers_that_cannot_be() -> None:
     def changed(**changes: Any) -> Any:
         return lambda reply: msgspec.structs.replace(reply, **changes)
 
+    def of_lease(**changes: Any) -> Any:
+        def lie(reply: messages.Reply) -> messages.Reply:
+            assert isinstance(reply, messages.Offer)
+            assert reply.lease is not None
+            return msgspec.structs.replace(reply, lease=msgspec.structs.replace(reply.lease, **changes))
+
+        return lie
+
     await fails(messages.Ack(), ProtocolError, "expected an Offer, got Ack")
     await fails(changed(lease=None), ProtocolError, "an offer of blocks without a lease")
     await fails(changed(num_tokens=-1), ProtocolError, "cannot be right")
     await fails(changed(num_tokens=1 << 60, extends=True), ProtocolError, "block_ids_max")
     await fails(changed(ttl_s=float("nan")), ProtocolError, "an offer for nan s")
     await fails(changed(block_ids=((1 << 70,),)), ProtocolError, "cannot be right")
-    await fails(changed(block_ids=((99, 98, 97, 96),)), RequestError, "block id 99")
+    await fails(changed(block_ids=((99, 98, 97, 96),)), ProtocolError, "block id 99")
+    await fails(changed(block_ids=((1, 2, 2, 3),)), ProtocolError, "cannot be right")
+    await fails(changed(block_ids=((1,), (2,))), ProtocolError, "of 2 groups, it has 1")
+    await fails(
+        changed(num_tokens=1 << 12, extends=True), ProtocolError, r"\(1024,\) blocks in the end, but there are \(16,\)"
+    )
+    await fails(of_lease(seal_index=1 << 20), ProtocolError, "seal_index 1048576")
+    await fails(of_lease(block_ids=(99, 98, 97, 96)), ProtocolError, "block id 99")
+    await fails(of_lease(block_ids=(1,)), ProtocolError, "cannot be right")
+    await fails(of_lease(block_ids=(1, 2, 3, 5), more_block_ids=((1,),)), ProtocolError, "of 2 groups, it has 1")
+    await fails(of_lease(lease_id=messages.NO_LEASE_ID), ProtocolError, "lease_id")
     await fails(messages.Declined(reason="no\nroom" + "x" * 9999), PrefillFailed, r"no\\nroom")
+
+
+@each("incarnation", ["", "x" * 1_000_000, "a\n2026-01-01 ERROR kvflow.forged", "\x1b[2J", "a b", "\u202e"])
+@each("met", [False, True])
+@in_virtual_time
+async def test_an_incarnation_that_is_no_name_is_refused_unread(incarnation: str, met: bool) -> None:
+    """Whether it is told by an offer, or by a rank that is asked for the lease that a ticket does not name."""
+    found, records = OpenLease.found, list[LoadRecord]()
+
+    def lie(self: OpenLease, now_s: float) -> messages.LeaseFound:
+        return msgspec.structs.replace(found(self, now_s), incarnation=incarnation)
+
+    observer = SimpleNamespace(load_ended=records.append, lease_ended=lambda _: None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OpenLease, "found", lie)
+        async with pair_of() as pair:
+            lease = offer(pair)
+            ticket = rendezvous(pair) if met else asked(lease.ticket)
+            with (
+                pair.consumer.runtime.observed_by(observer),
+                pytest.raises(ProtocolError, match=r"incarnation`") as raised,
+            ):
+                await start(pair, ticket)
+            lease.revoke()
+    assert (raised.value.engine_id, len(records)) == ("producer", 1)
+    for text in (str(raised.value), records[0].error):
+        assert text.isprintable()
+        assert len(text) < 500
+
+
+def asked(ticket: Ticket) -> dict[str, Any]:
+    """A ticket whose rank has to be asked for its lease."""
+    offer = {"block_ids": ticket.block_ids, "num_tokens": ticket.num_tokens, "ttl_s": ticket.ttl_s}
+    return ticket.without_leases(request_id=ticket.request_id, **offer).to_params()
 
 
 def of_ranks(both: Engines, **more: Any) -> dict[str, Any]:

@@ -149,8 +149,8 @@ async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
         ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
         ("cache_shares", {"group": 1}, ProtocolError, "cache share: group 1 of 1"),
         ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours float32, theirs int8"),
-        ("", {"clock_s": float("nan")}, ProtocolError, "clock: nan s"),
-        ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, "table: 5 seals at 0"),
+        ("", {"clock_s": float("nan")}, ProtocolError, r"\$.clock_s"),
+        ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, r"\$.seals.address"),
         ("regions", {"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
         ("regions", {"num_blocks": 1 << 62}, ProtocolError, "region table: base"),
         ("regions", {"bases": [1], "strides": [4096]}, ProtocolError, "region table: 1 regions, parts of a layer"),
@@ -184,7 +184,7 @@ async def test_a_refusal_that_cannot_be_true_costs_its_load_and_nothing_else(
     share = msgspec.structs.replace(metadata_of(pair).cache_shares[0], **changes)
     lie = refusal(compatibility=cache_of(pair.reader).local.compatibility, cache_shares=(share,))
     async with fake_peer(lambda _: reply_frames(lie)) as port:
-        await pair.fails(ProtocolError, ticket_for(pair, port), match="cache share: ")
+        await pair.fails(ProtocolError, ticket_for(pair, port), match="cache share: |cache_shares")
     await pair.load(pair.offer([3]))
 
 

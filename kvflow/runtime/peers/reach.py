@@ -19,13 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from kvflow.core.plan import topology
+from kvflow.core.plan.descriptors import check_block_ids
 from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_ticket
-from kvflow.errors import KVFlowError, LeaseExpired, PeerIncompatible, RequestError
+from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, ProtocolError, RequestError
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
 from kvflow.runtime.peers.rendezvous import Rendezvous
@@ -143,10 +144,9 @@ class Reach:
     async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
         """Connect all ranks, then ask those for their leases that the ticket does not name."""
 
-        def with_lease(peer: Peer, connection: Connection, lease: RankLease) -> _Reached:
-            source = self.source(ticket, peer, connection, lease)
+        def reached(source: Source) -> _Reached:
             found(source)
-            return _Reached(peer, connection, source)
+            return _Reached(source.peer, source.connection, source)
 
         async def visit(at: Address) -> _Reached:
             lease = ticket.find(at.rank)
@@ -157,7 +157,7 @@ class Reach:
             if not lease.lease_id:
                 self._check_incarnation(ticket, peer, connection, lease.incarnation)
                 return _Reached(peer, connection, None)
-            return with_lease(peer, connection, lease)
+            return reached(self.source(ticket, peer, connection, lease))
 
         room = asyncio.Semaphore(_QUESTIONS_AT_ONCE_MAX)
 
@@ -166,7 +166,7 @@ class Reach:
                 return one
             lease = await self._ask_for_lease(ticket, one.peer, room)
             connection = await self._peers.connect(one.peer, lease.incarnation, ticket.request_id)
-            return with_lease(one.peer, connection, lease)
+            return reached(self.told(ticket, one.peer, connection, lease, lease.block_tables))
 
         return await _all_of([complete(one) for one in await self.walk(ticket, visit)])
 
@@ -215,6 +215,23 @@ class Reach:
         surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s) if peer.clock else -math.inf
         address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
         return Source(peer, connection, lease, surely_s, address)
+
+    def told(
+        self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
+    ) -> Source:
+        """The same for a lease that the rank itself has told of, and its blocks, by group.
+
+        LeaseExpired if it is of another incarnation; ProtocolError if it cannot be right: that is no caller's fault.
+        """
+        counts = connection.num_blocks
+        if tables and len(tables) != len(counts):
+            raise peer.at.failure(ProtocolError, f"a lease of blocks of {len(tables)} groups, it has {len(counts)}")
+        try:
+            for ids, count in zip(tables, counts, strict=False):
+                check_block_ids(ids, num_blocks=count, what="block_ids")
+            return self.source(ticket, peer, connection, lease)
+        except RequestError as error:
+            raise _wrong_lease(peer, error) from error
 
     def hold(self, sources: Sequence[Source]) -> None:
         """Keep the transport's side of their connections alive until `release`."""
@@ -314,7 +331,10 @@ class Reach:
             pending=reply.pending,
             payload=reply.payload,
         )
-        check_lease(lease, ticket)
+        try:
+            check_lease(lease, ticket)
+        except RequestError as error:
+            raise _wrong_lease(peer, error) from error
         return lease
 
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
@@ -354,6 +374,11 @@ def _make_plan(ours: Sequence[topology.CacheShare], parallelism: Parallelism, dp
         return _Plan(f"{engine}: a load concerns {count} ranks of it, at most {ranks_max} (load_ranks_max)", (), ())
     ranks = (Rank(dp_rank, pp, tp) for pp in range(parallelism.pp_size) for tp in sorted(tp_ranks))
     return _Plan("", (), tuple(ranks))
+
+
+def _wrong_lease(peer: Peer, error: RequestError) -> PeerError:
+    """A rank tells of a lease that cannot be right."""
+    return peer.at.failure(ProtocolError, f"the lease that it tells of cannot be right: {error}")
 
 
 def _expired(ticket: Ticket, peer: Peer, why: str) -> LeaseExpired:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -42,7 +42,9 @@ class Ways(Protocol):
 
     def whereabouts(self, ticket: Ticket) -> list[Address]: ...
 
-    def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source: ...
+    def told(
+        self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
+    ) -> Source: ...
 
     async def connected(self, ticket: Ticket, at: Address) -> tuple[Peer, Connection]: ...
 
@@ -67,6 +69,7 @@ class Rendezvous:
         stops the waiting; handshakes that have begun go on.
         """
         give_up_s = asyncio.get_running_loop().time() + min(ticket.ttl_s, wait_s)
+        room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> messages.Offer | None:
             peer, connection = await self._ways.connected(ticket, at)
@@ -81,13 +84,22 @@ class Rendezvous:
                 times = f"{offer.ttl_s} s, until {offer.lease.expires_s} s on its clock"
                 raise at.failure(ProtocolError, f"an offer for {times}")
             else:
-                found(self._ways.source(ticket, peer, connection, _lease(at, offer.lease)), offer.ttl_s)
+                lease = _lease(at, offer.lease)
+                tables = lease.block_tables or offer.block_ids
+                found(self._ways.told(ticket, peer, connection, lease, tables), offer.ttl_s)
+            room[at] = connection.num_blocks
             return offer
 
         await self._ways.check(ticket)
         ranks = self._ways.whereabouts(ticket)
         offers = await self._ways.walk(ticket, visit)
-        return self._agreed(ticket, [(at, offer) for at, offer in zip(ranks, offers, strict=True) if offer is not None])
+        told = [(at, offer) for at, offer in zip(ranks, offers, strict=True) if offer is not None]
+        agreed = self._agreed(ticket, told)
+        for at, counts in room.items():
+            if any(total > count for total, count in zip(agreed.block_counts, counts, strict=True)):
+                why = f"it offers {agreed.block_counts} blocks in the end, but there are {counts}"
+                raise at.failure(ProtocolError, why)
+        return agreed
 
     async def _offer(self, ticket: Ticket, peer: Peer, give_up_s: float) -> messages.Offer:
         """What one rank offers. A question that comes back without an answer is put again, after a pause if soon."""

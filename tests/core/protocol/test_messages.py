@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.cache.layout import BlockShape, CacheLayout
@@ -292,6 +293,78 @@ def test_what_many_readers_tell_is_joined() -> None:
 
     told = messages.joined([done("a"), done("b", 2), done("cd"), done("e")], leases_most=3)
     assert told == [done("acd"), done("e"), done("b", 2)]
+
+
+def unbounded(kind: Any, place: str, seen: set[type]) -> Iterator[str]:
+    """The places in a type where a number, text or list of any size fits."""
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            if (kind.ge is None and kind.gt is None) or (kind.le is None and kind.lt is None):
+                yield place
+        case inspect.StrType() | inspect.BytesType():
+            if kind.max_length is None:
+                yield place
+        case inspect.ListType() | inspect.VarTupleType():
+            if kind.max_length is None:
+                yield place
+            yield from unbounded(kind.item_type, place + "[]", seen)
+        case inspect.UnionType():
+            for one in kind.types:
+                yield from unbounded(one, place, seen)
+        case inspect.StructType() | inspect.NamedTupleType():
+            if kind.cls not in seen:
+                seen.add(kind.cls)
+                for field in kind.fields:
+                    yield from unbounded(field.type, f"{kind.cls.__name__}.{field.name}", seen)
+        case inspect.BoolType() | inspect.EnumType() | inspect.NoneType():
+            pass
+        case _:
+            yield f"{place}: {kind}"
+
+
+def test_every_field_of_every_message_has_bounds() -> None:
+    """So whatever is decoded is of a size, in a range: a digest's 64 bits are what MessagePack has."""
+    seen: set[type] = set()
+    for kind in (messages.Header, messages.Request, messages.Reply, messages.Notification):
+        places = [*unbounded(inspect.type_info(kind), "", seen)]
+        assert places == (["Digests.values[]"] if kind is messages.Reply else [])
+    assert {type(message) for _, samples in DECODERS.values() for message in samples} <= seen
+    assert {GroupFacts, CacheShare, BlockShape} <= seen
+
+
+HOSTILE = ["x" * 200_000, "a\n2026-01-01 ERROR \x1b[2J", -1, 1 << 63, float("nan"), float("-inf"), -1e-9, True, None]
+HOSTILE += [b"x" * (1 << 21), [0] * (1 << 17), [[0]] * 2000, [-1], ["x" * 200_000], [[1 << 63]], {}, 1.5]
+
+
+def altered(value: Any, hostile: Any) -> Iterator[Any]:
+    """A message with each of its fields in turn, and what they hold, replaced."""
+    for key in value if isinstance(value, dict) else range(min(len(value), 8)):
+        changed = value.copy()
+        changed[key] = hostile
+        yield changed
+        if isinstance(value[key], dict | list):
+            for inner in altered(value[key], hostile):
+                changed = value.copy()
+                changed[key] = inner
+                yield changed
+
+
+@each("kind", DECODERS)
+def test_no_field_carries_what_could_not_be_said(kind: str) -> None:
+    """What is decoded can be encoded, compared and printed; what is refused is told in a line."""
+    decode, samples = DECODERS[kind]
+    for message in {type(sample): sample for sample in samples}.values():
+        plain = msgspec.msgpack.decode(messages.encode(message))
+        for hostile in HOSTILE:
+            for changed in altered(plain, hostile):
+                told = ""
+                try:
+                    found = decode(msgspec.msgpack.encode(changed))
+                    assert decode(messages.encode(found)) == found
+                except messages.WireError as error:
+                    told = str(error)
+                assert told.isprintable()
+                assert len(told) < 400
 
 
 @each("clock_s", [float("nan"), float("inf"), float("-inf")])
