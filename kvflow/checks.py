@@ -30,6 +30,7 @@ ValueT = TypeVar("ValueT")
 INT64_MIN, INT64_MAX = -(1 << 63), (1 << 63) - 1
 SECONDS_MAX = 1e9
 _SHOWN_CHARS = 80
+_SAID_CHARS = 400
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARS
@@ -55,8 +56,15 @@ def shown(value: object) -> str:
 
 def printable(text: str, chars_max: int) -> str:
     """Somebody else's words as they may stand in our messages and logs: printable, of one line, and not too many."""
-    cut = text if len(text) <= chars_max else f"{text[:chars_max]}..."
-    return cut if cut.isprintable() else ascii(cut)[1:-1]
+    cut = text[: chars_max + 1]
+    plain = cut if cut.isprintable() else ascii(cut)[1:-1]
+    return plain if len(plain) <= chars_max else f"{plain[:chars_max]}..."
+
+
+def said(error: BaseException) -> str:
+    """What an error of a caller's own code says, as it may stand in messages and logs."""
+    text = answer(lambda: str(error))
+    return "it does not say why" if text is None else printable(text, _SAID_CHARS)
 
 
 def whole(

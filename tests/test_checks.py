@@ -113,3 +113,23 @@ def test_the_lists_of_wrong_values_hold_what_is_wrong_only() -> None:
     for asked, value in right.items():
         for form in alike(value):
             assert not any(form is wrong for wrong in REFUSED[asked]())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("plain", "plain"),
+        ("x" * 20, "x" * 20),
+        ("x" * 21, "x" * 20 + "..."),
+        ("日本", "日本"),
+        ("a\nb", r"a\nb"),
+        ("\ud800", r"\ud800"),
+        ('it\'s\n"so"', 'it\\\'s\\n"so"'),
+        ("\x00" * 1_000_000, r"\x00" * 5 + "..."),
+        ("x" * 20 + "\n", "x" * 20 + "..."),
+    ],
+)
+def test_words_of_others_are_one_bounded_line(text: str, shown: str) -> None:
+    assert checks.printable(text, 20) == shown
+    assert checks.said(ValueError(text)) == checks.printable(text, 400)

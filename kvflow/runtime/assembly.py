@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvflow import checks
+from kvflow.checks import printable
 from kvflow.config import Config, config_on
+from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
@@ -144,7 +146,7 @@ class RegisteredCache:
 def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
     """A "no"; with what we are, if that is the reason."""
     return messages.Refusal(
-        reason=reason,
+        reason=printable(reason, REASON_CHARS_MAX - 3),
         version=messages.PROTOCOL_VERSION,
         transient=transient,
         compatibility=local.compatibility if local else None,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, blocking
+from kvflow import LeaseOutcome, LoadRequest, Runtime, ServeRequest, Ticket, blocking
 from kvflow.errors import DeadlineExceeded, LeaseExpired, PrefillFailed, RequestError, TransferFailed
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.testing import (
@@ -22,7 +22,7 @@ from kvflow.testing import (
     nixl_pair,
 )
 from kvflow.testing.pair import Engine, TransportT
-from tests.tests_support import PATIENT, WAIT_S, in_virtual_time, limited, until
+from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=64)
 
@@ -186,6 +186,43 @@ async def test_a_lease_that_ends_before_its_prompt_is_computed() -> None:
         events[1].happen()
         await asyncio.sleep(0.1)
         pair.consumer.cache.assert_untouched()
+        pair.offer([0, 1, 2], "next").revoke()
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError("a caller's own code")
+
+
+@each("error", [RuntimeError("\ud800"), RuntimeError("x" * 1_000_000), RuntimeError("a\nb\x1b[2J"), Unspeakable()])
+@each("end", ["ready", "advance", "after"])
+@in_virtual_time
+async def test_an_event_may_fail_with_any_words(error: Exception, end: str) -> None:
+    """Readers that wait, and those that come late, are told something that messages can carry."""
+    async with pair_of() as pair:
+        event = Event()
+        grows = {"computed_tokens": 0} if end == "advance" else {"ready": event if end == "ready" else None}
+        lease = pair.producer.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4, **grows))
+        if end == "advance":
+            lease.advance(4, event)
+        wanted = pair.wanted(lease, [1], deadline_s=9.0)
+        if end == "after":
+            wanted = replace(wanted, after=event)
+        late = replace(wanted, ticket=Ticket.rendezvous(lease.ticket, "req"), block_ids=[2], after=None)
+        load = pair.consumer.runtime.start_load(wanted)
+        await asyncio.sleep(0.1)
+        event.error = error
+        with pytest.raises(TransferFailed if end == "after" else PrefillFailed) as caught:
+            await load
+        assert str(caught.value).isprintable()
+        if end == "after":
+            lease.revoke()
+        else:
+            with pytest.raises(PrefillFailed) as caught:
+                await pair.consumer.runtime.load_blocks(late)
+            assert str(caught.value).isprintable()
+            assert await lease is LeaseOutcome.FAILED
+        assert len(str(caught.value)) < 1000
         pair.offer([0, 1, 2], "next").revoke()
 
 

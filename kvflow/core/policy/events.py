@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from kvflow.checks import answer, shown
+from kvflow.checks import answer, said, shown
 from kvflow.errors import RequestError
 
 _PAUSE_LEAST_S, _PAUSE_MOST_S = 50e-6, 5e-3
@@ -41,7 +41,7 @@ def has_happened(event: DeviceEvent, what: str) -> bool:
     try:
         return bool(event.query())
     except Exception as error:
-        raise RequestError(f"{what}: its query() failed: {error}") from error
+        raise RequestError(f"{what}: its query() failed: {said(error)}") from error
 
 
 class Watch:

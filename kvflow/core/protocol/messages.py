@@ -67,7 +67,7 @@ NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
 AGENT_METADATA_BYTES_MAX = 1 << 26
-LEASE_IDS_MAX = 1 << 16
+LEASE_IDS_MAX = 1 << 20
 """In one notification."""
 _PART_CHARS_MAX = 4096
 _ERROR_CHARS_MAX = 300

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
+from kvflow.checks import said
 from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
@@ -580,7 +581,7 @@ class Loader:
         try:
             await self._gear.copy_thread.happened(after)
         except Exception as error:
-            raise load.failure(TransferFailed, f"its event `after` failed: {error}") from error
+            raise load.failure(TransferFailed, f"its event `after` failed: {said(error)}") from error
         load.watch.enter("plan")
 
     async def _admit(self, load: _Load) -> Permit:

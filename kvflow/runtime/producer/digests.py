@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 
+from kvflow.checks import printable
+from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.plan.topology import CacheShare, heads_held
@@ -145,4 +147,5 @@ def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messa
 
 
 def _refusal(reason: str, *, transient: bool = False) -> messages.Refusal:
-    return messages.Refusal(reason=reason, version=messages.PROTOCOL_VERSION, transient=transient)
+    why = printable(reason, REASON_CHARS_MAX - 3)
+    return messages.Refusal(reason=why, version=messages.PROTOCOL_VERSION, transient=transient)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Protocol
 
+from kvflow.checks import printable
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseNews
@@ -99,11 +100,11 @@ class Newsroom:
 
     def decline(self, request_id: str, reason: str) -> None:
         """There will be no lease for the request: readers that wait for one are told so, and those who come late."""
-        self._note(request_id, messages.Declined(reason=reason[:_REASON_CHARS_MAX]))
+        self._note(request_id, messages.Declined(reason=printable(reason, _REASON_CHARS_MAX)))
 
     def fail(self, request_id: str, reason: str) -> None:
         """The prompt of a lease could not be computed: readers of it are told so, and those who come late."""
-        self._note(request_id, messages.Declined(reason=reason[:_REASON_CHARS_MAX]))
+        self._note(request_id, messages.Declined(reason=printable(reason, _REASON_CHARS_MAX)))
 
     def turn_away(self, why: str) -> None:
         """No more leases are opened: tell everybody who waits for one."""

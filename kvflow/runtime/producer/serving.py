@@ -354,7 +354,7 @@ class Serving:
 
     def _not_there(self, entry: LeaseEntry, error: BaseException) -> None:
         logger.error("request %s: its blocks cannot be read, its lease fails", entry.terms.request_id, exc_info=error)
-        self.fail(entry, f"{type(error).__name__}: {error}")
+        self.fail(entry, f"{type(error).__name__}: {checks.said(error)}")
 
     def _end(self, entry: LeaseEntry, event: LeaseEvent) -> None:
         """End a lease, unless it has ended."""
