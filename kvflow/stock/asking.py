@@ -11,11 +11,14 @@ import asyncio
 import zmq
 import zmq.asyncio
 
-from kvflow.config import split_address
+from kvflow import checks
+from kvflow.config import RANKS_MAX, split_address
 from kvflow.core.protocol.messages import WireError
 from kvflow.core.stock.wire import METADATA_BYTES_MAX, Shown, decode_answer, encode_question
 from kvflow.errors import PeerUnreachable, ProtocolError, RequestError
 from kvflow.runtime.channel.lookups import Lookups
+
+_NAME_CHARS_MAX = 1024
 
 
 async def ask_rank(address: str, *, pp_rank: int = 0, tp_rank: int = 0, timeout_s: float, engine_id: str = "") -> Shown:
@@ -23,9 +26,13 @@ async def ask_rank(address: str, *, pp_rank: int = 0, tp_rank: int = 0, timeout_
 
     **The rank has to exist**: vLLM's listener dies of the question about another one. Every engine has rank 0, 0.
     Raises PeerUnreachable if nobody answers within `timeout_s`, ProtocolError if what answers is no stock vLLM,
-    RequestError for what is no address. Cancelling gives the question up.
+    RequestError for what is no address, rank, name or time. Cancelling gives the question up.
     """
     host, port = split_address(address, what="stock address", error=RequestError)
+    checks.text(engine_id, "engine_id", most=_NAME_CHARS_MAX)
+    timeout_s = checks.seconds(timeout_s, "timeout_s")
+    for name, rank in (("pp_rank", pp_rank), ("tp_rank", tp_rank)):
+        checks.whole(rank, name, least=0, most=RANKS_MAX - 1)
     question, where = (
         encode_question(pp_rank, tp_rank),
         f"stock engine {engine_id!r} at {address}" if engine_id else f"stock engine at {address}",

@@ -79,6 +79,9 @@ class StockPeers:
             if not isinstance(one, str) or not HASH.fullmatch(one):
                 raise ConfigError(f"stock hashes: expected 64 hexadecimal digits, got {checks.shown(one)}")
         checks.instance(self.terms, Terms, "stock terms", error=ConfigError)
+        for name in ("tp_sizes", "region_names"):
+            if not isinstance(getattr(self, name), tuple | list):
+                raise ConfigError(f"stock {name}: expected a tuple, got {checks.shown(getattr(self, name))}")
         for size in self.tp_sizes:
             checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
         if self.ranks is not None:

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from kvflow import checks
+from kvflow.config import RANKS_MAX
 from kvflow.core.stock.wire import METADATA_BYTES_MAX, StockMetadata
 from kvflow.errors import RequestError, UsageError
 
@@ -67,7 +68,10 @@ class EngineRanks:
             UsageError: as `card`.
         """
         own = _read(self.card)
-        found = [_read(card) for card in cards]
+        given = checks.answer(lambda: list(cards))
+        if given is None or len(given) > RANKS_MAX:
+            raise RequestError(f"stock ranks: expected the cards of 1 to {RANKS_MAX} ranks, got {checks.shown(cards)}")
+        found = [_read(card) for card in given]
         places = [card.tp_rank for card in found]
         if sorted(places) != list(range(own.tp_size)):
             raise RequestError(f"stock ranks: cards of tp_ranks {sorted(places)[:16]}, there are {own.tp_size}")

@@ -72,10 +72,12 @@ def read_stock(
     if given.get("do_remote_prefill") is not True:
         raise RequestError("stock params: do_remote_prefill is not true: they do not ask for a load")
     mode = given.get("transfer_mode", "pull")
-    if mode != "pull":
+    if not isinstance(mode, str) or mode != "pull":
         raise RequestError(f"stock params: transfer_mode {shown(mode)}: blocks are pulled")
-    if (size := given.get("dcp_size", 1)) != 1:
+    size = given.get("dcp_size", 1)
+    if not isinstance(size, int) or size != 1:
         raise RequestError(f"stock params: dcp_size {shown(size)}: only 1 is read from")
+    left = checks.whole(left, "stock params: left", least=0)
     tables = _tables(given.get("remote_block_ids"), block_ids_max)
     host, port = given.get("remote_host"), checks.whole(given.get("remote_port"), "stock params: remote_port", least=1)
     if not isinstance(host, str) or not is_host(host) or port > PORT_MAX:
@@ -104,7 +106,7 @@ def read_stock(
         prompt_digest="",
         ranks=(rank,),
         least_line=line.version,
-        arrived=arrived,
+        arrived=_arrival(arrived),
         params=_kept(given),
         left=min(left, num_tokens),
     )
@@ -164,7 +166,9 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
     block of the same prompt stands for it, and "kvflow" says so. RequestError for a ticket that a stock reader would
     die of, or read wrongly.
     """
-    line = line_of(version)
+    checks.instance(ticket, Ticket, "stock params: ticket")
+    line = line_of(checks.text(version, "stock params: version"))
+    left = checks.whole(left, "stock params: left", least=0)
     if not can_be_told(ticket.request_id):
         raise RequestError(f"ticket: no stock reader can name the request {ticket.request_id[:80]!a}")
     if ticket.pp_size != 1:
@@ -201,6 +205,15 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
 
 def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:
     return ticket.groups or (GroupFacts(name=DEFAULT_NAME, block_size=ticket.block_size),)
+
+
+def _arrival(value: object) -> Arrival | None:
+    """When parameters came, as anybody may have noted it: a time that is none would be compared with true ones."""
+    if value is not None:
+        fits = isinstance(value, Arrival) and type(value.machine) is str and type(value.now_s) in (int, float)
+        if not fits or not abs(value.now_s) <= checks.SECONDS_MAX:  # type: ignore[attr-defined]
+            raise RequestError(f"stock params: arrived: expected an Arrival, got {shown(value)}")
+    return value  # type: ignore[return-value]
 
 
 def _engine_id(value: object) -> str:

@@ -1,0 +1,106 @@
+"""What callers give of stock peers is right, or an InvalidInput that names it in a line; as `tests/test_border.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests_support import TICKET, each
+from wrong_values import Hostile, HostileDict, HostileList
+
+from kvflow.core.stock.params import read_stock, stock_params
+from kvflow.core.stock.versions import UnknownLine
+from kvflow.errors import InvalidInput, RequestError
+from kvflow.stock import Arrival, EngineRanks, StockPeers, Terms, ask_rank
+
+PARAMS: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[3]],
+    "remote_engine_id": "e",
+    "remote_request_id": "r",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "tp_size": 1,
+    "remote_num_tokens": 4,
+    "remote_blocks_expiry_time": None,
+    "transfer_mode": "pull",
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_registration_generation": 0,
+}
+PEERS: dict[str, Any] = {
+    "hashes": ("a" * 64,),
+    "learn_hash": False,
+    "terms": Terms(),
+    "tp_sizes": (1,),
+    "serve_version": "0.32.0",
+    "attn_backend_name": "CPU_ATTN",
+    "region_names": ("l",),
+    "ranks": None,
+}
+ANY = {"remote_blocks_expiry_time", "remote_registration_generation", "do_remote_decode"}
+"""What is not looked at, so that it may be anything."""
+
+
+def wrong() -> list[Any]:
+    """Values that are right for hardly anything."""
+    odd: list[Any] = [object(), Hostile(), HostileList(), HostileDict(), int, 1j, 1.5, float("nan"), b"x", -1, 1 << 70]
+    nested: list[Any] = [[None], [Hostile()], (Hostile(),), {1: 2}, [[[]]], ["\ud800"], 10**400]
+    return [*odd, *nested, "\ud800", "a\n\x1b[2J" * 9, "x" * 100_000, [0.5] * 100_000]
+
+
+def read(arrived: Any = None, left: Any = 0, **params: Any) -> Any:
+    return read_stock({**PARAMS, **params}, arrived=arrived, lease_s=30.0, block_ids_max=100, left=left)
+
+
+def ask(**given: Any) -> Any:
+    right = {"address": "tcp://127.0.0.1:1", "pp_rank": 0, "tp_rank": 0, "timeout_s": 1.0, "engine_id": "e"}
+    return asyncio.run(ask_rank(**{**right, **given}))
+
+
+def show(cards: Any) -> None:
+    ranks = EngineRanks()
+    ranks.begin("e", 0, 1, b"shown")
+    ranks.show(cards)
+
+
+VERBS: dict[str, tuple[Callable[..., Any], set[str]]] = {
+    "StockPeers": (lambda **given: StockPeers(**{**PEERS, **given}), set(PEERS)),
+    "Terms": (Terms, {"lease_s", "router_s", "settle_s", "allowance_s"}),
+    "read_stock": (read, {"arrived", "left", *PARAMS} - ANY),
+    "stock_params": (lambda **given: stock_params(**{"ticket": TICKET, "version": "0.32.0", **given}), {"ticket"}),
+    "stock_params of a version": (lambda **given: stock_params(TICKET, **given), {"version"}),
+    "ask_rank": (ask, {"address", "pp_rank", "tp_rank", "timeout_s", "engine_id"}),
+    "EngineRanks.show": (show, {"cards"}),
+}
+
+
+def is_right(parameter: str, value: object) -> bool:
+    texts = {"engine_id", "attn_backend_name", "transfer_mode"}
+    return (parameter.endswith("_s") and value == 1.5) or (parameter in texts and value == "a\n\x1b[2J" * 9)
+
+
+@each("verb", VERBS)
+def test_what_cannot_be_is_refused_in_a_line(verb: str) -> None:
+    call, parameters = VERBS[verb]
+    for parameter in sorted(parameters):
+        for value in wrong():
+            if type(value) in (Hostile, HostileList, HostileDict) or not is_right(parameter, value):
+                with pytest.raises((InvalidInput, UnknownLine)) as caught:
+                    call(**{parameter: value})
+                assert str(caught.value).isprintable(), f"{parameter}: {value!a}"
+                assert len(str(caught.value)) < 500, f"{parameter}: {ascii(value)[:99]}"
+
+
+@each(
+    "arrived",
+    [Arrival("m", float("nan")), Arrival("m", float("inf")), Arrival(1, 1.0), Arrival("m", None), ("m", 1.0)],  # type: ignore[arg-type]
+)
+def test_a_moment_that_is_none_is_not_compared_with_any(arrived: Any) -> None:
+    """A bound made of it would be passed by every time, so whatever was read later would be fresh."""
+    with pytest.raises(RequestError, match="arrived"):
+        read(arrived)
+    assert read(Arrival("m", 1.0)).arrived == Arrival("m", 1.0)
