@@ -128,16 +128,16 @@ def _many_ids(block_ids: Sequence[int], num_blocks: int, what: str) -> BlockIds:
     return _judge_block_ids(ids, num_blocks, what)
 
 
-def count_block_ids(given: object, most: int) -> int:
+def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
     """How many block ids a request has. RequestError if that cannot be told, or there are more than `most`."""
     if isinstance(given, Mapping):
-        tables = list(checks.mapping(given, "block_ids").values())
+        tables = list(checks.mapping(given, what).values())
     else:
         listed = given if isinstance(given, tuple | list) else ()
         tables = list(listed) if listed and isinstance(listed[0], tuple | list | np.ndarray) else [given]
     count = 0
     for ids in tables:
-        count += checks.count(ids, "block_ids", most=most - count)
+        count += checks.count(ids, what, most=most - count)
     return count
 
 

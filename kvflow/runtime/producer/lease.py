@@ -278,7 +278,9 @@ class Lease:
         off the runtime's loop.
         """
         self._require_here("restart()")
-        self._keeper.restart(self._entry, None if ttl_s is None else checks.seconds(ttl_s, "ttl_s"))
+        self._keeper.restart(
+            self._entry, None if ttl_s is None else checks.seconds(ttl_s, f"request {self.request_id!r}: ttl_s")
+        )
 
     def _require_here(self, what: str) -> None:
         if asyncio._get_running_loop() is not self._outcome.get_loop():  # in few steps: engines advance often

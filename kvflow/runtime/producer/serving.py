@@ -323,7 +323,7 @@ class Serving:
     def extend(self, entry: LeaseEntry, block_ids: object) -> None:
         """See `Lease.extend`."""
         what = f"request {entry.terms.request_id!r}"
-        count = count_block_ids(block_ids, self._config.limits.block_ids_max)
+        count = count_block_ids(block_ids, self._config.limits.block_ids_max, f"{what}: extend(): block_ids")
         if not entry.is_open:
             return
         held = self._offers[entry].held
