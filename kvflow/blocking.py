@@ -57,6 +57,7 @@ logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")
 Work: TypeAlias = Callable[[asynchronous.Runtime], Coroutine[Any, Any, ResultT]]
+_WAITS_FOR_ITSELF = "called on the loop's own thread, which would wait for itself"
 
 
 class Pending(Generic[ResultT]):
@@ -76,8 +77,9 @@ class Pending(Generic[ResultT]):
     def result(self, timeout_s: float | None = None) -> ResultT:
         """Wait for the result, or for what the work raised; CancelledError (concurrent.futures) if it was cancelled.
 
-        TimeoutError after `timeout_s`; the work goes on then.
+        TimeoutError after `timeout_s`; the work goes on then. UsageError on the loop's own thread, unless it is done.
         """
+        self._require_another_thread()
         return self._future.result(_bound(timeout_s))
 
     def cancel(self) -> None:
@@ -89,7 +91,8 @@ class Pending(Generic[ResultT]):
         self._future.add_done_callback(lambda _: callback(self))
 
     def wait_done(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; whether it is, after `timeout_s`."""
+        """Wait until it is done; whether it is, after `timeout_s`. UsageError as of `result`."""
+        self._require_another_thread()
         return bool(concurrent.futures.wait([self._future], _bound(timeout_s)).done)
 
     def begin(self, work: Callable[[], Coroutine[Any, Any, ResultT]]) -> None:
@@ -103,6 +106,10 @@ class Pending(Generic[ResultT]):
         """Only for `Runtime`: end it, unless it has ended."""
         if not self._future.done():
             self._future.set_exception(error)
+
+    def _require_another_thread(self) -> None:
+        if asyncio._get_running_loop() is self._loop and not self.done:
+            raise UsageError(_WAITS_FOR_ITSELF)
 
     def _cancel(self) -> None:
         self._cancelled = True
@@ -317,7 +324,7 @@ class Lease:
         async def work(_: asynchronous.Runtime) -> None:
             act()
 
-        self._host.start(work).result()
+        self._host.call(work, None)
 
 
 class Runtime:
@@ -646,7 +653,7 @@ class _Host:
 
     def _require_another_thread(self) -> None:
         if threading.current_thread() is self._thread:
-            raise UsageError("called on the loop's own thread, which would wait for itself")
+            raise UsageError(_WAITS_FOR_ITSELF)
 
 
 def _dropped(host: _Host) -> None:

@@ -395,6 +395,42 @@ def test_whatever_work_raises_belongs_to_who_waits(opened: Runtime) -> None:
     assert opened.statistics().state is RuntimeState.OPEN
 
 
+WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
+    "Lease.wait": lambda _, lease, __: lease.wait(),
+    "Lease.outcome": lambda _, lease, __: lease.outcome.wait_done(),
+    "Lease.advance": lambda _, lease, __: lease.advance(8),
+    "Lease.extend": lambda _, lease, __: lease.extend([3]),
+    "Lease.complete": lambda _, lease, __: lease.complete(),
+    "Lease.fail": lambda _, lease, __: lease.fail("broken"),
+    "Load.result": lambda _, __, load: load.result(),
+    "Load.wait_done": lambda _, __, load: load.wait_done(),
+    "Load.settled": lambda _, __, load: load.settled(),
+    "Load.__iter__": lambda _, __, load: next(iter(load)),
+    "Runtime.is_stored": lambda pair, *_: pair.producer.is_stored("key"),
+    "Runtime.decline": lambda pair, *_: pair.producer.decline("other"),
+    "Runtime.drain": lambda pair, *_: pair.producer.drain(),
+    "Runtime.close": lambda pair, *_: pair.producer.close(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_who_would_wait_for_itself_is_told(wait: str) -> None:
+    """On the loop's thread, such as in an observer: nothing is done, where it would have been stuck for good."""
+    with opened_pair(InprocNetwork(), config=PLAIN) as pair:
+        lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8, computed_tokens=0))
+        load = pair.consumer.start_load(load_request(lease))
+
+        async def from_within(_: asynchronous.Runtime) -> None:
+            WAITS[wait](pair, lease, load)
+
+        with pytest.raises(UsageError, match="wait for itself"):
+            on_loop(pair.consumer if wait.startswith("Load") else pair.producer, from_within)
+        assert (lease.state, load.done, len(lease.block_ids)) == (LeaseState.OFFERED, False, 2)
+        assert lease.revoke().wait(WAIT_S) == "revoked"
+        with pytest.raises(LeaseExpired):
+            load.result(WAIT_S)
+
+
 def test_work_cancelled_before_it_began_never_begins(opened: Runtime) -> None:
     begun = []
 

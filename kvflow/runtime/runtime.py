@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,6 +40,8 @@ from kvflow.runtime.world import World
 if TYPE_CHECKING:
     from kvflow.runtime.store.store import BlockStore
     from kvflow.runtime.store.transit import Transit
+
+_RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 
 
 class Runtime:
@@ -205,17 +207,20 @@ class Runtime:
         returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines` until they
         have. Who may be cancelled uses `start_load`, whose handle tells.
         """
-        return await self._require_loader(request).load(request)
+        return await self._require_loader(request, "load_blocks").load(request)
 
     def start_load(self, request: LoadRequest) -> Load:
         """Start to read the blocks that a ticket offers; `await load` gives the report.
 
-        Returns at once and never raises: whatever is wrong is raised by awaiting the load. Its blocks may be reused
-        when `await load.settled()` returns, however it has ended.
+        Returns at once: whatever is wrong is raised by awaiting the load. Its blocks may be reused when
+        `await load.settled()` returns, however it has ended. Raises UsageError off the runtime's loop, where no load
+        could be awaited, and nothing else.
         """
         try:
-            return self._require_loader(request).start(request)
+            return self._require_loader(request, "start_load").start(request)
         except KVFlowError as error:
+            if self.state in _RUNNING:
+                require_loop(self._supervisor.loop, "start_load")
             return refused_load(request, error)
 
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
@@ -236,7 +241,7 @@ class Runtime:
         nothing here; its load says why. Raises RequestError for a ticket that cannot be right.
         """
         cache = self._require_cache("keep_leases")
-        return cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket))
+        return self._entered_here(cache.remote_leases.keep_while(cache.reach.parse_ticket(ticket)))
 
     async def save_blocks(self, request: SaveRequest) -> SaveReport:
         """Save blocks to a file of the store that Config.store_dir names, to be restored by their key.
@@ -325,9 +330,11 @@ class Runtime:
         return self._supervisor.statistics()
 
     def _require(self, what: str, *, new_work: bool) -> None:
-        """The services are there, `new_work` is possible if that is meant, and this is their loop."""
-        self._supervisor.require_running(new_work=new_work)
+        """The services are there, this is their loop, and `new_work` is possible if that is meant."""
+        self._supervisor.require_running()
         require_loop(self._supervisor.loop, what)
+        if new_work:
+            self._supervisor.require_running(new_work=True)
 
     def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
         self._require(what, new_work=new_work)
@@ -339,18 +346,24 @@ class Runtime:
             raise UsageError(f"{what}: there is no store: Config.store_dir names none")
         return store
 
-    def _require_loader(self, request: LoadRequest) -> Loader:
+    def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""
         supervisor = self._supervisor
         if supervisor.state is RuntimeState.OPEN and supervisor.cache is not None and _runs_here(supervisor.loop):
             return supervisor.cache.loader  # the usual case, in few steps
         try:
-            return self._require_cache("load_blocks").loader
+            return self._require_cache(what).loader
         except RuntimeUnavailable as error:
             cache = self._supervisor.cache
             if cache is not None and self.state is RuntimeState.DRAINING:
                 cache.loader.refuse(request, error)
             raise
+
+    @contextmanager
+    def _entered_here(self, kept: AbstractContextManager[None]) -> Iterator[None]:
+        require_loop(self._supervisor.loop, "keep_leases")
+        with kept:
+            yield
 
 
 def _runs_here(loop: asyncio.AbstractEventLoop | None) -> bool:

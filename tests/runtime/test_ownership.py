@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pairs import EnginePair, load_request, open_pair
-from tests_support import small_cache, turns, until
+from tests_support import WAIT_S, small_cache, turns, until
 
-from kvflow import Config, Lease, LeaseOutcome, Limits, LoadRequest, Runtime, RuntimeState, ServeRequest
-from kvflow.errors import KVFlowError, RuntimeBroken, RuntimeClosed, UsageError
+from kvflow import (
+    Config,
+    Lease,
+    LeaseOutcome,
+    Limits,
+    Load,
+    LoadRequest,
+    RestoreRequest,
+    Runtime,
+    RuntimeState,
+    SaveRequest,
+    ServeRequest,
+)
+from kvflow.errors import KVFlowError, LeaseExpired, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.testing import InprocCluster, assert_closed, inproc_pair
 
 HOLD = Limits(seal_hold_s=0.01)
@@ -140,19 +153,59 @@ async def test_a_runtime_can_be_closed_by_a_task_that_was_cancelled() -> None:
 
 # --- another loop, another thread
 
-VERBS: dict[str, Callable[[Runtime, Lease], object]] = {
-    "serve_blocks": lambda runtime, _: runtime.serve_blocks(ServeRequest("other", block_ids=[1], num_tokens=4)),
-    "load_blocks": lambda runtime, lease: runtime.load_blocks(load_request(lease, [1])),
-    "start_load": lambda runtime, lease: runtime.start_load(load_request(lease, [1])),
-    "release_blocks": lambda runtime, lease: runtime.release_blocks(lease.ticket),
-    "keep_leases": lambda runtime, lease: runtime.keep_leases(lease.ticket),
-    "prewarm": lambda runtime, lease: runtime.prewarm([lease.ticket]),
-    "forget_peer": lambda runtime, _: runtime.forget_peer("engine"),
-    "drain": lambda runtime, _: runtime.drain(1.0),
-    "aclose": lambda runtime, _: runtime.aclose(),
-    "revoke": lambda _, lease: lease.revoke(),
-    "await lease": lambda _, lease: lease,
+VERBS: dict[str, Callable[[Runtime, Lease, Load], object]] = {
+    "Runtime.register_kv_caches": lambda runtime, *_: runtime.register_kv_caches(*small_cache()),
+    "Runtime.unregister": lambda runtime, *_: runtime.unregister(),
+    "Runtime.serve_blocks": lambda runtime, *_: runtime.serve_blocks(OTHER),
+    "Runtime.decline": lambda runtime, *_: runtime.decline("other", "no"),
+    "Runtime.load_blocks": lambda runtime, lease, _: runtime.load_blocks(load_request(lease, [1])),
+    "Runtime.start_load": lambda runtime, lease, _: runtime.start_load(load_request(lease, [1])),
+    "Runtime.release_blocks": lambda runtime, lease, _: runtime.release_blocks(lease.ticket),
+    "Runtime.keep_leases": lambda runtime, lease, _: runtime.keep_leases(lease.ticket),
+    "Runtime.save_blocks": lambda runtime, *_: runtime.save_blocks(SaveRequest("save", "key", [2], 4)),
+    "Runtime.restore_blocks": lambda runtime, *_: runtime.restore_blocks(RestoreRequest("restore", "key", [2], 4)),
+    "Runtime.is_stored": lambda runtime, *_: runtime.is_stored("key"),
+    "Runtime.prewarm": lambda runtime, lease, _: runtime.prewarm([lease.ticket]),
+    "Runtime.forget_peer": lambda runtime, *_: runtime.forget_peer("engine"),
+    "Runtime.drain": lambda runtime, *_: runtime.drain(1.0),
+    "Runtime.aclose": lambda runtime, *_: runtime.aclose(),
+    "Lease.wait": lambda _, lease, __: lease.wait(),
+    "Lease.__await__": lambda _, lease, __: lease,
+    "Lease.revoke": lambda _, lease, __: lease.revoke(),
+    "Lease.fail": lambda _, lease, __: lease.fail("broken"),
+    "Lease.advance": lambda _, lease, __: lease.advance(4),
+    "Lease.extend": lambda _, lease, __: lease.extend([4]),
+    "Lease.complete": lambda _, lease, __: lease.complete(),
+    "Lease.restart": lambda _, lease, __: lease.restart(),
+    "Load.__await__": lambda _, __, load: load,
+    "Load.__aiter__": lambda _, __, load: anext(aiter(load)),
+    "Load.cancel": lambda _, __, load: load.cancel(),
+    "Load.settled": lambda _, __, load: load.settled(),
+    "Load.progressed": lambda _, __, load: load.progressed(0),
 }
+"""Everything that asks for work or waits, of everything that belongs to a loop."""
+ANYWHERE = {
+    *("Runtime.__aenter__", "Runtime.__aexit__"),  # `aclose`; a runtime belongs to no loop before it is open
+    *("Runtime.config", "Runtime.rank", "Runtime.state", "Runtime.address", "Runtime.quarantines"),
+    *("Runtime.statistics", "Runtime.observed_by"),
+    *("Lease.request_id", "Lease.block_ids", "Lease.block_tables", "Lease.state", "Lease.done", "Lease.readers_done"),
+    *("Load.block_ids", "Load.block_tables", "Load.done", "Load.safe"),
+    *("Load.follow", "Load.note_progress", "Load.begin", "Load.end"),  # of its loader
+}
+"""What tells how things are now."""
+OTHER = ServeRequest("other", block_ids=[1], num_tokens=4)
+PLAIN_CALLS = [verb for verb in VERBS if verb.split(".")[1] in {"serve_blocks", "decline", "start_load", "is_stored"}]
+PLAIN_CALLS += [verb for verb in VERBS if verb.startswith("Lease.") and "wait" not in verb] + ["Load.cancel"]
+STATES = [RuntimeState.OPEN, RuntimeState.DRAINING]
+
+
+def test_no_verb_is_forgotten() -> None:
+    found = set()
+    for owner in (Runtime, Lease, Load):
+        for name in vars(owner):
+            if not name.startswith("_") or name in ("__await__", "__aiter__", "__aenter__", "__aexit__"):
+                found.add(f"{owner.__name__}.{name}")
+    assert found == {*VERBS} | ANYWHERE
 
 
 async def settle(result: object) -> None:
@@ -160,34 +213,96 @@ async def settle(result: object) -> None:
         await result
 
 
+@contextlib.asynccontextmanager
+async def at_work(tmp_path: Path, state: RuntimeState) -> AsyncIterator[tuple[Runtime, Lease, Load]]:
+    """A runtime with a store, a lease that grows, and a load that waits for it; afterwards nothing has happened."""
+    config = replace(PLAIN, store_dir=str(tmp_path), drain_timeout_s=WAIT_S)
+    async with Runtime(config) as runtime:
+        await runtime.register_kv_caches(*small_cache())
+        lease = runtime.serve_blocks(ServeRequest("req", [3], num_tokens=8, computed_tokens=0))
+        load = runtime.start_load(load_request(lease, [0, 1]))
+        await until(lambda: load.flight is not None)
+        draining = asyncio.create_task(runtime.drain(WAIT_S) if state is RuntimeState.DRAINING else asyncio.sleep(0))
+        await until(lambda: runtime.state is state)
+        before = runtime.statistics()
+        yield runtime, lease, load
+        after = runtime.statistics()
+        assert (after.serving, after.blocks, after.state) == (before.serving, before.blocks, before.state)
+        assert after.loading is not None
+        assert before.loading is not None
+        assert (after.loading.open_loads, after.loading.refused) == (1, before.loading.refused)
+        assert (lease.state, load.done) == ("offered", False)
+        lease.revoke()
+        with pytest.raises(LeaseExpired):
+            await load
+        await asyncio.gather(lease, draining)
+
+
+@pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("verb", VERBS)
-async def test_every_verb_refuses_another_loop_and_takes_nothing(verb: str) -> None:
-    runtime = await opened()
-    lease = runtime.serve_blocks(OFFER)
-    before = runtime.statistics()
+async def test_every_verb_refuses_another_loop_and_takes_nothing(
+    verb: str, state: RuntimeState, tmp_path: Path
+) -> None:
+    async with at_work(tmp_path, state) as (runtime, lease, load):
 
-    async def elsewhere() -> None:
-        await settle(VERBS[verb](runtime, lease))
+        async def elsewhere() -> None:
+            await settle(VERBS[verb](runtime, lease, load))
 
-    with pytest.raises(UsageError, match="event loop that opened the runtime"):
+        with pytest.raises(UsageError, match=r"event loop that opened the runtime, and another loop runs here"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("verb", PLAIN_CALLS)
+async def test_every_plain_call_refuses_a_thread_without_a_loop(
+    verb: str, state: RuntimeState, tmp_path: Path
+) -> None:
+    """It raises there and then: there may be nobody to await what it would return."""
+    async with at_work(tmp_path, state) as (runtime, lease, load):
+        with pytest.raises(UsageError, match="no event loop runs here"):
+            await asyncio.to_thread(VERBS[verb], runtime, lease, load)
+
+
+async def test_what_is_over_may_be_asked_from_any_loop() -> None:
+    """A result is a result: there is nothing to wait for."""
+    async with open_pair(BRIEF) as pair:
+        lease = pair.offer([3])
+        load = pair.reader.start_load(pair.wanted(lease, [0]))
+        report = await load
+
+        async def elsewhere() -> None:
+            assert await load is report
+            load.cancel()
+            await load.settled()
+            assert (pair.reader.state, pair.reader.quarantines) == (RuntimeState.OPEN, ())
+            assert pair.reader.statistics().loading is not None
+
         await asyncio.to_thread(asyncio.run, elsewhere())
-    assert runtime.statistics() == before
-    assert lease.state == "offered"
-    await lease.revoke()
-    await runtime.aclose()
 
 
-@pytest.mark.parametrize("verb", ["serve_blocks", "start_load", "revoke"])
-async def test_every_plain_call_refuses_a_thread_without_a_loop(verb: str) -> None:
-    runtime = await opened()
-    lease = runtime.serve_blocks(OFFER)
-    with pytest.raises(UsageError, match="no event loop runs here"):
-        await settle(await asyncio.to_thread(VERBS[verb], runtime, lease))
-    blocks = runtime.statistics().blocks
-    assert blocks is not None
-    assert blocks.leased == 1
-    await lease.revoke()
-    await runtime.aclose()
+async def test_blocks_that_are_quarantined_are_waited_for_on_their_loop_only() -> None:
+    world = InprocCluster().world()
+    async with open_pair(BRIEF, producer=world, consumer=world) as pair:
+        load = await pair.quarantined(await pair.hold(pair.offer([3])))
+        with pytest.raises(UsageError, match="another loop runs here"):
+            await asyncio.to_thread(asyncio.run, load.settled())
+        pair.release_reads()
+        await load.settled()
+
+
+async def test_leases_are_kept_on_their_loop_only() -> None:
+    """What was begun here and is entered elsewhere, too."""
+    async with open_pair(BRIEF) as pair:
+        lease = pair.offer([3])
+        kept = pair.reader.keep_leases(lease.ticket)
+
+        async def elsewhere() -> None:
+            with kept:
+                raise AssertionError("it was entered")
+
+        with pytest.raises(UsageError, match="another loop runs here"):
+            await asyncio.to_thread(asyncio.run, elsewhere())
+        lease.revoke()
 
 
 # --- nobody closes it

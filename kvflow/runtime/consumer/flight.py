@@ -39,6 +39,7 @@ from kvflow.runtime.consumer.seal_watch import SealWatches, Told, WatchedSeal
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestGear
 from kvflow.runtime.memory.pool import granted
+from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.peer import Source
 from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
 
@@ -270,7 +271,12 @@ class Flight:
         return transfer_blocks_safe(self.state)
 
     async def settled(self) -> None:
-        """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died."""
+        """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died.
+
+        UsageError on another loop.
+        """
+        if not self._end.done():
+            require_loop(self._end.get_loop(), f"request {self.request_id!r}: settled()")
         await asyncio.shield(self._end)
 
     async def read(

@@ -260,6 +260,7 @@ class Load:
 
     def __await__(self) -> Generator[Any, None, LoadReport]:
         if self._task is not None and self._outcome is None:
+            require_loop(self._task.get_loop(), f"request {self.request_id!r}: awaiting it")
             return self._task.__await__()
         return self._result().__await__()
 
@@ -301,7 +302,7 @@ class Load:
         """Return once it has ended and no byte can land in its blocks any more, however it ended.
 
         Raises RuntimeBroken if that can never be known because the transport died under its reads; UsageError off the
-        runtime's loop. Cancelling stops the waiting only.
+        runtime's loop, unless there is nothing to wait for. Cancelling stops the waiting only.
         """
         if self._task is not None and not self._task.done():
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")

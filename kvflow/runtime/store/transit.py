@@ -18,6 +18,7 @@ from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
 from kvflow.errors import RuntimeBroken
 from kvflow.runtime.memory.pool import granted
+from kvflow.runtime.own_loop import require_loop
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, Files, MoveLost
 
@@ -93,7 +94,12 @@ class Transit:
         return self.state is TransferState.QUARANTINED and self.direction is Direction.RESTORE
 
     async def settled(self) -> None:
-        """Return once no byte can land any more. RuntimeBroken if that can never be known."""
+        """Return once no byte can land any more. RuntimeBroken if that can never be known.
+
+        UsageError off the runtime's loop.
+        """
+        if not self._end.done():
+            require_loop(self._end.get_loop(), f"request {self.request_id!r}: settled()")
         await asyncio.shield(self._end)
 
     async def run(self, slices: Iterable[Descriptors], priority: int) -> None:
