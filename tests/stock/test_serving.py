@@ -36,7 +36,10 @@ class Producer:
 
     def offer(self, request_id: str, block_ids: list[int], num_tokens: int, **more: Any) -> tuple[Any, dict[str, Any]]:
         lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids, num_tokens, **more))
-        return lease, stock_params(lease.ticket, "0.32.0")
+        return lease, self.written(lease)
+
+    def written(self, lease: Any, **more: Any) -> dict[str, Any]:
+        return stock_params(lease.ticket, "0.32.0", **more)
 
 
 @asynccontextmanager
