@@ -202,10 +202,14 @@ class StockHandshakes:
             logger.warning("learned from %s: its compatibility hash %s is read from now on, and no other", at, found)
 
     async def _ask(self, peer: Peer, where: Whereabouts) -> Shown:
-        timeout_s = self._context.config.handshake_timeout_s
-        rank = peer.rank
+        config, rank = self._context.config, peer.rank
         return await ask_rank(
-            where.address, pp_rank=rank.pp, tp_rank=rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id
+            where.address,
+            pp_rank=rank.pp,
+            tp_rank=rank.tp,
+            timeout_s=config.handshake_timeout_s,
+            engine_id=peer.engine_id,
+            bytes_max=config.limits.side_channel_message_bytes_max,
         )
 
     def _reporters(self, metadata: messages.Metadata, line: Line) -> int:
