@@ -21,8 +21,16 @@ from kvflow.runtime.channel.lookups import Lookups
 _NAME_CHARS_MAX = 1024
 
 
-async def ask_rank(address: str, *, pp_rank: int = 0, tp_rank: int = 0, timeout_s: float, engine_id: str = "") -> Shown:
-    """What the rank of the engine that listens at `tcp://host:port` shows of itself.
+async def ask_rank(
+    address: str,
+    *,
+    pp_rank: int = 0,
+    tp_rank: int = 0,
+    timeout_s: float,
+    engine_id: str = "",
+    bytes_max: int = METADATA_BYTES_MAX,
+) -> Shown:
+    """What the rank of the engine that listens at `tcp://host:port` shows of itself, in an answer of `bytes_max`.
 
     **The rank has to exist**: vLLM's listener dies of the question about another one. Every engine has rank 0, 0.
     Raises PeerUnreachable if nobody answers within `timeout_s`, ProtocolError if what answers is no stock vLLM,
@@ -40,7 +48,7 @@ async def ask_rank(address: str, *, pp_rank: int = 0, tp_rank: int = 0, timeout_
     try:
         async with asyncio.timeout(timeout_s):
             endpoint = f"tcp://{await Lookups().find(host)}:{port}"
-            frames = await _exchange(endpoint, question)
+            frames = await _exchange(endpoint, question, bytes_max)
     except TimeoutError:
         why = f"{where}: no answer within {timeout_s} s"
         raise PeerUnreachable(why, peer=address, engine_id=engine_id) from None
@@ -49,17 +57,17 @@ async def ask_rank(address: str, *, pp_rank: int = 0, tp_rank: int = 0, timeout_
     try:
         if not frames or frames[0] != b"":
             raise WireError(f"{len(frames)} frames without a delimiter")
-        return decode_answer(frames[1:])
+        return decode_answer(frames[1:], bytes_max)
     except WireError as error:
         why = f"{where}: the answer is not vLLM's: {error}"
         raise ProtocolError(why, peer=address, engine_id=engine_id) from error
 
 
-async def _exchange(endpoint: str, question: bytes) -> list[bytes]:
+async def _exchange(endpoint: str, question: bytes, bytes_max: int) -> list[bytes]:
     context = zmq.asyncio.Context.instance()
     with context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, METADATA_BYTES_MAX)
+        socket.setsockopt(zmq.MAXMSGSIZE, bytes_max)
         socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         socket.connect(endpoint)
         await socket.send_multipart([b"", question])

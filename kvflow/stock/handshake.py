@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvflow.core.cache.regions import Regions
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
@@ -31,6 +32,10 @@ logger = logger_of(__name__)
 
 _MARK = "stock+"
 _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
+_KIN = (
+    "%s is of our own make, but parameters of it have lost all that kvflow writes into them: its ranks are asked for"
+    " their leases, and which prompt these are of is not known; the router has to pass remote_request_id on as it is"
+)
 
 
 class Whereabouts(NamedTuple):
@@ -74,6 +79,14 @@ class StockConnection(Connection):
     """When it last showed that it lives."""
     told: messages.Metadata
     """Whose agent it is, and all else that it has shown; its clock apart."""
+
+
+class KinConnection(StockConnection):
+    """A rank that answers as a stock one does, and is of our own make: nothing is read by this connection."""
+
+    rank: Rank
+    life: str
+    """Its incarnation, by which its peers of our make know it."""
 
 
 class StockHandshakes:
@@ -127,25 +140,24 @@ class StockHandshakes:
     async def _connect(self, peer: Peer, where: Whereabouts) -> Connection:
         at, asked_s = peer.at, self._context.clock.now_s()
         shown = await self._ask(peer, where)
-        self._check_hash(at, shown.compatibility_hash)
         agent = _agent(peer, shown)
-        try:
-            sizes = where.tp_size, where.pp_size
-            metadata = metadata_of(shown, agent, self.ours, rank=peer.rank, sizes=sizes)
-            check_tp_size(metadata.cache_shares[0], self.ours, self._tp_sizes)
-        except Unfit as error:
-            raise at.failure(PeerIncompatible, str(error)) from error
-        except WireError as error:
-            raise at.failure(ProtocolError, str(error)) from error
-        regions = judge(at, metadata, self._local)
+        own = messages.life_of(agent, at.engine_id)
+        if own is None:
+            self._check_hash(at, shown.compatibility_hash)
+        metadata, regions = self._judged(peer, where, shown, agent)
+        share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
+        maps = tuple(block_maps(metadata, self._local, regions))
+        if own is not None:
+            logger.warning(_KIN, at)
+            kin = KinConnection(agent, metadata, regions, maps, share)
+            kin.rank, kin.life, kin.seen_s = *own, asked_s
+            return kin
         self._check_hash(at, shown.compatibility_hash, fits=True)
         known_already = await self._own.agents.find(agent)
         if known_already is not None:
             if not isinstance(known_already, StockConnection) or known_already.told != _told(metadata):
                 raise at.failure(ProtocolError, f"agent {agent!r} is that of {known_already!r}, which is another rank")
             return known_already
-        share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
-        maps = tuple(block_maps(metadata, self._local, regions))
         connection = StockConnection(agent, metadata, regions, maps, share)
         connection.line = line_that_shows(shown.fields)
         connection.split = shown.metadata.physical_blocks_per_logical_kv_block
@@ -162,6 +174,20 @@ class StockHandshakes:
             raise at.failure(ProtocolError, f"agent name: its metadata says {agent!r}, NIXL {name[:80]!r}")
         return connection
 
+    def _judged(
+        self, peer: Peer, where: Whereabouts, shown: Shown, agent: AgentName
+    ) -> tuple[messages.Metadata, tuple[Regions, ...]]:
+        """What a rank has shown, in our words, and its regions. Raises a PeerError."""
+        at, sizes = peer.at, (where.tp_size, where.pp_size)
+        try:
+            metadata = metadata_of(shown, agent, self.ours, rank=peer.rank, sizes=sizes)
+            check_tp_size(metadata.cache_shares[0], self.ours, self._tp_sizes)
+        except Unfit as error:
+            raise at.failure(PeerIncompatible, str(error)) from error
+        except WireError as error:
+            raise at.failure(ProtocolError, str(error)) from error
+        return metadata, judge(at, metadata, self._local)
+
     def _check_hash(self, at: Address, found: str, *, fits: bool = False) -> None:
         """PeerIncompatible for a hash that is not known, nor to be learned from an engine that `fits` otherwise."""
         if found in self._hashes:
@@ -176,10 +202,14 @@ class StockHandshakes:
             logger.warning("learned from %s: its compatibility hash %s is read from now on, and no other", at, found)
 
     async def _ask(self, peer: Peer, where: Whereabouts) -> Shown:
-        timeout_s = self._context.config.handshake_timeout_s
-        rank = peer.rank
+        config, rank = self._context.config, peer.rank
         return await ask_rank(
-            where.address, pp_rank=rank.pp, tp_rank=rank.tp, timeout_s=timeout_s, engine_id=peer.engine_id
+            where.address,
+            pp_rank=rank.pp,
+            tp_rank=rank.tp,
+            timeout_s=config.handshake_timeout_s,
+            engine_id=peer.engine_id,
+            bytes_max=config.limits.side_channel_message_bytes_max,
         )
 
     def _reporters(self, metadata: messages.Metadata, line: Line) -> int:

@@ -31,7 +31,9 @@ logger = logger_of(__name__)
 class StockLeases:
     """Keeps leases of stock producers, and gives them back."""
 
-    def __init__(self, context: RankContext, reach: StockReach, sights: Sights) -> None:
+    def __init__(self, context: RankContext, reach: StockReach, sights: Sights, own: Keeping) -> None:
+        """`own` keeps what turns out to be of our own make."""
+        self._own = own
         self._config = context.config
         self._clock = context.clock
         self._spawn = context.spawn
@@ -87,7 +89,11 @@ class StockLeases:
         except (KVFlowError, TimeoutError) as error:
             logger.info("a stock lease could not be given back: %s", error or "nobody answered in time")
             return False
-        self.tell([source for source in sources if isinstance(source, StockSource)])
+        stock = [source for source in sources if isinstance(source, StockSource)]
+        if stock:
+            self.tell(stock)
+        else:
+            self._own.tell(sources)
         return True
 
     def close(self) -> None:
@@ -101,8 +107,10 @@ class StockLeases:
         """The body of a task: until it is cancelled."""
 
         def found(source: Source) -> None:
-            assert isinstance(source, StockSource), "by its ticket"
-            self.keep(owner, source)
+            if isinstance(source, StockSource):
+                self.keep(owner, source)
+            else:
+                self._own.keep(owner, ticket.ttl_s, source)
 
         try:
             async with asyncio.timeout(self._config.load_deadline_s):
@@ -112,6 +120,7 @@ class StockLeases:
             logger.info("request %s: its stock lease is not kept: %s", ticket.request_id, error or "no answer in time")
         finally:
             self.forget(owner)
+            self._own.forget(owner)
 
     def _beat(self) -> None:
         """The timer: one heartbeat to each rank for all that is needed of it."""

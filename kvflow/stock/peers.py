@@ -113,7 +113,7 @@ class StockPeers:
         assert isinstance(own.reach, Reach), "of our own make"
         sights = Sights(self.terms, machine_id(), context)
         reach = StockReach(context, peers, own.reach, sights, handshakes)
-        leases = StockLeases(context, reach, sights)
+        leases = StockLeases(context, reach, sights, own.leases)
         return Ways(BothReach(own.reach, reach), BothLeases(own.leases, leases))
 
     def service(

@@ -25,7 +25,8 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Peer, Reaching, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.stock.handshake import StockConnection, StockHandshakes, Whereabouts
+from kvflow.stock.handshake import KinConnection, StockConnection, StockHandshakes, Whereabouts
+from kvflow.stock.kin import KinReach
 from kvflow.stock.sights import Sight, Sights
 
 
@@ -47,6 +48,7 @@ class StockReach:
         self.block_ids_max = context.config.limits.block_ids_max
         self._peers = peers
         self._own = own
+        self._kin = KinReach(peers, own)
         self._sights = sights
         self._handshakes = handshakes
 
@@ -65,6 +67,8 @@ class StockReach:
         sources: list[Source] = []
         async with aclosing(self._ranks(where, ticket)) as ranks:
             async for peer, connection in ranks:
+                if isinstance(connection, KinConnection):
+                    return await self._kin.reach(ticket, connection, found)
                 if connection.report_share.numerator:
                     sources.append(self._source(ticket, sight, peer, connection))
                     found(sources[-1])

@@ -215,7 +215,9 @@ def test_stock_readers_find_room_for_the_whole_prompt(left: int) -> None:
         assert {*full} == {*ticket.block_ids}, "blocks of this prompt, and no other's"
         assert {*window} == {*ticket.more_block_ids[0]}
         assert Ticket.from_params(params) == ticket, "a reader of ours has what is offered"
-        foreign = {key: value for key, value in params.items() if key != "kvflow"}
+        known = {key: value for key, value in params.items() if key != "kvflow"}
+        assert Ticket.from_params(known) == ticket
+        foreign = {**known, "remote_request_id": ticket.request_id}
         assert is_stock(foreign)
         assert read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=100, left=left).num_tokens == num_tokens
 

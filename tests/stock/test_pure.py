@@ -55,15 +55,42 @@ def test_params_have_what_their_line_has_and_ours(line: Any) -> None:
     assert params["remote_block_ids"] == [list(ticket.block_ids)]
     assert Ticket.from_params(params) == ticket
     assert not is_stock(params), "a reader of ours takes the seal"
-    foreign = {key: value for key, value in params.items() if key != "kvflow"}
+    known = {key: value for key, value in params.items() if key != "kvflow"}
+    assert not is_stock(known), "whatever a router drops"
+    assert Ticket.from_params(known) == ticket
+    foreign = {**known, "remote_request_id": "secret"}
     assert is_stock(foreign)
     read = read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=100)
     assert (read.block_ids, read.num_tokens, read.request_id) == (ticket.block_ids, 7, "secret")
 
 
+def test_a_ticket_without_room_for_its_spare_is_no_stock_one() -> None:
+    """Of very many ranks the first is named, which tells where the others are if they have fixed ports."""
+    ticket = offered(7)
+    ranks = tuple(msgspec.structs.replace(ticket.first, tp_rank=rank) for rank in range(64))
+    wide = msgspec.structs.replace(ticket, tp_size=64, ranks=ranks, fixed_ports=True)
+    params = stock_params(wide, "0.32.0")
+    assert Ticket.from_params(params) == wide
+    del params["kvflow"]
+    assert not is_stock(params)
+    assert Ticket.from_params(params) == msgspec.structs.replace(wide, ranks=ranks[:1])
+
+
+def test_a_ticket_without_room_for_anything_is_refused_rather_than_believed() -> None:
+    groups = tuple(GroupFacts(name=str(at) * 40, block_size=2) for at in range(64))
+    tables = [(0,)] * len(groups)
+    many = msgspec.structs.replace(any_ticket(block_size=2), groups=groups, more_block_ids=((),) * 63)
+    params = stock_params(many.without_leases(request_id="secret", block_ids=tables, num_tokens=2, ttl_s=9.0), "0.32.0")
+    assert len(Ticket.from_params(params).groups) == 64
+    del params["kvflow"]
+    assert not is_stock(params)
+    with pytest.raises(RequestError):
+        Ticket.from_params(params)
+
+
 def test_many_block_ids_are_refused_before_they_are_read() -> None:
     params = stock_params(offered(7), "0.32.0")
-    foreign = {key: value for key, value in params.items() if key != "kvflow"}
+    foreign = {**params, "remote_request_id": "secret"}
     with pytest.raises(RequestError, match="at most 1"):
         read_stock(foreign, arrived=None, lease_s=30.0, block_ids_max=1)
 

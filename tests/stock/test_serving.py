@@ -37,7 +37,10 @@ class Producer:
 
     def offer(self, request_id: str, block_ids: list[int], num_tokens: int, **more: Any) -> tuple[Any, dict[str, Any]]:
         lease = self.runtime.serve_blocks(ServeRequest(request_id, block_ids, num_tokens, **more))
-        return lease, stock_params(lease.ticket, "0.32.0")
+        return lease, self.written(lease)
+
+    def written(self, lease: Any, **more: Any) -> dict[str, Any]:
+        return stock_params(lease.ticket, "0.32.0", **more)
 
 
 @asynccontextmanager
@@ -220,6 +223,18 @@ async def test_of_a_name_that_is_served_again_nothing_old_counts(consumer: Stock
                 assert not lease.done
                 consumer.say(b"again:%d" % readers)
             assert await lease is LeaseOutcome.READ
+
+
+async def test_a_heartbeat_names_what_parameters_named(consumer: StockConsumer) -> None:
+    """With the spare behind each id, and those of all that wait with it."""
+    async with producer() as ours:
+        lease, params = ours.offer("cmpl-1#secret", [3], TOKENS)
+        name = params["remote_request_id"].encode()
+        await consumer.shake_hands(params)
+        consumer.say(b"HB:" + b",".join([name.replace(b"1#", b"%d#" % number) for number in range(4000)]))
+        await wait_for(lambda: ours.runtime.statistics().serving.renewals == 1)
+        await consumer.read(params, [1])
+        assert await lease is LeaseOutcome.READ
 
 
 async def test_heartbeats_renew(consumer: StockConsumer) -> None:

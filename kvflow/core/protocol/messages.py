@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import math
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, TypeVar
@@ -71,6 +72,8 @@ LEASE_IDS_MAX = 1 << 20
 """In one notification."""
 _PART_CHARS_MAX = 4096
 _ERROR_CHARS_MAX = 300
+_READER_CHARS_MAX = 4096
+_LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
@@ -665,6 +668,12 @@ def check_seals(location: SealLocation) -> None:
 def agent_name(engine_id: str, rank: Rank, incarnation: str) -> str:
     """The transport agent's name: unique per incarnation of a rank, so a restarted producer is somebody else."""
     return f"{engine_id}/{rank.dp}.{rank.pp}.{rank.tp}#{incarnation}"
+
+
+def life_of(agent: str, engine_id: str) -> tuple[Rank, str] | None:
+    """The rank of that engine, and its incarnation, whose `agent_name` this is; None for agents of another make."""
+    found = _LIFE.fullmatch(agent.removeprefix(engine_id)) if agent.startswith(engine_id) else None
+    return None if found is None else (Rank(*map(int, found.groups()[:3])), found[4])
 
 
 def asked_by(request: Request) -> str:

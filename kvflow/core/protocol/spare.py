@@ -1,7 +1,8 @@
 """Tickets for routers that forward the fields they know and drop the others, kvflow's own among them.
 
 Routers of this field pass `remote_request_id` on as it is. A spare of the field "kvflow" is written behind the id, and
-taken off where the ticket is read; it counts only where the field itself is gone.
+taken off where the ticket is read; it counts only where the field itself is gone. A dict that engines of another make
+read as well would pass for one of theirs without the field, so there the id is marked whatever there is room for.
 """
 
 from __future__ import annotations
@@ -20,10 +21,31 @@ CHARS_MAX = 4096
 
 def with_spare(params: Mapping[str, Any]) -> dict[str, Any]:
     """A ticket's dict, with the spare behind its request id."""
-    packed = base64.urlsafe_b64encode(msgspec.msgpack.encode(params["kvflow"])).decode()
-    if len(packed) > CHARS_MAX:
-        return dict(params)
+    packed = _packed(params["kvflow"])
+    return _marked(params, packed) if len(packed) <= CHARS_MAX else dict(params)
+
+
+def with_mark(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, and marked as a ticket of ours where there is no room for all of the spare.
+
+    Then it names one of the ranks, or nothing: who reads no more than that refuses the ticket.
+    """
+    extra = params["kvflow"]
+    spares = map(_packed, (extra, {**extra, "ranks": extra["ranks"][:1]}, {}))
+    return _marked(params, next(packed for packed in spares if len(packed) <= CHARS_MAX))
+
+
+def bare_id(request_id: str) -> str:
+    """A request's id without what is written behind it."""
+    return request_id.rpartition(MARK)[0] or request_id
+
+
+def _marked(params: Mapping[str, Any], packed: str) -> dict[str, Any]:
     return {**params, "remote_request_id": f"{params['remote_request_id']}{MARK}{packed}"}
+
+
+def _packed(extra: Mapping[str, Any]) -> str:
+    return base64.urlsafe_b64encode(msgspec.msgpack.encode(extra)).decode()
 
 
 def without_spare(params: Mapping[str, Any], request_id: str) -> Mapping[str, Any]:

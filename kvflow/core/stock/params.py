@@ -12,7 +12,7 @@ from kvflow import checks
 from kvflow.checks import encodes, is_name, shown
 from kvflow.config import ENGINE_ID_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
-from kvflow.core.protocol.spare import MARK
+from kvflow.core.protocol.spare import MARK, with_mark
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.core.stock.deadline import Arrival
 from kvflow.core.stock.shape import expanded
@@ -161,6 +161,9 @@ def _needed_ids(ticket: StockTicket, facts: GroupFacts, ids: Sequence[int], spli
 def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, Any]:
     """A ticket's dict as readers of both kinds take it: what a stock producer of that version answers, and "kvflow".
 
+    What it has under "kvflow" stands behind the request's id once more, for routers that drop the field: without either
+    a reader of ours would take it for a stock producer's. To a stock reader the id is a name like any other.
+
     Block ids are a table for each group, up to the end of the whole prompt, of which the last `left` tokens are not
     offered: a stock reader makes room for all and computes the last one itself. Where that one would begin a block, a
     block of the same prompt stands for it, and "kvflow" says so. RequestError for a ticket that a stock reader would
@@ -200,7 +203,7 @@ def stock_params(ticket: Ticket, version: str, *, left: int = 0) -> dict[str, An
         "remote_registration_generation": 0,
     }
     own = {**params["kvflow"], **({"padding": padding} if padding else {})}
-    return {**{name: values[name] for name in line.params}, "kvflow": own}
+    return with_mark({**{name: values[name] for name in line.params}, "kvflow": own})
 
 
 def _groups(ticket: Ticket) -> tuple[GroupFacts, ...]:

@@ -207,7 +207,6 @@ def expanded(ids: Sequence[int], split: int) -> tuple[int, ...]:
 
 def unread(found: StockMetadata) -> list[str]:
     """Why no cache like this one is read, whatever ours is; empty if it may be."""
-    members = found.packed_member_layouts or any(len(names) > 1 for names in found.region_members)
     layout = found.kv_cache_layout
     problems = {
         f"dcp_size {found.dcp_size}, pcp_size {found.pcp_size}: only 1 is read from": found.dcp_size * found.pcp_size
@@ -215,7 +214,7 @@ def unread(found: StockMetadata) -> list[str]:
         f"state per request (ssm_sizes {found.ssm_sizes}) is not read from stock engines": (
             any(found.ssm_sizes) or found.ple_block_len is not None
         ),
-        "regions of packed layers (region_members) are not read from stock engines": members,
+        "regions of packed layers (region_members) are not read from stock engines": found.packs_layers,
         f"kv_cache_layout: read are {', '.join(_LAYOUTS)}, theirs is {layout[:40]!a}": layout not in _LAYOUTS,
     }
     return [problem for problem, found_so in problems.items() if found_so]

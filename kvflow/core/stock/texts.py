@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.messages import WireError
+from kvflow.core.protocol.spare import bare_id
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _HEARTBEAT = "HB:"
@@ -19,8 +20,10 @@ _PUSHED = "PUSH_REG:"
 _ARRAYS = range(0x90, 0xA0)
 TEXT_BYTES_MAX = 1 << 14
 """Of those that are sent."""
-HEARD_BYTES_MAX = 1 << 18
-"""Of those that come: a stock reader names all requests that wait there for one producer in one heartbeat."""
+HEARD_BYTES_MAX = 1 << 22
+"""Of those that come: a stock reader names all requests that wait there for one producer in one heartbeat, by ids with
+a spare behind them."""
+_HEARD_IDS_MAX = 1 << 14
 
 
 class Read(NamedTuple):
@@ -71,7 +74,9 @@ def heartbeat_texts(request_ids: Iterable[str]) -> Iterator[bytes]:
 
 
 def decode_text(payload: bytes) -> Read | Heartbeat:
-    """What a stock reader says. WireError for anything else: nothing of it ends anything here."""
+    """What a stock reader says, by the ids that requests have here. WireError for anything else: nothing of it ends
+    anything here.
+    """
     if len(payload) > HEARD_BYTES_MAX:
         raise WireError(f"a text of {len(payload)} bytes, at most {HEARD_BYTES_MAX}")
     try:
@@ -81,11 +86,15 @@ def decode_text(payload: bytes) -> Read | Heartbeat:
     if text.startswith(_PUSHED):
         raise WireError("a reader that wants blocks pushed (NixlPushConnector)")
     if text.startswith(_HEARTBEAT):
-        names = tuple(dict.fromkeys(text.removeprefix(_HEARTBEAT).split(",")))
+        ids = text.removeprefix(_HEARTBEAT).split(",", _HEARD_IDS_MAX)
+        if len(ids) > _HEARD_IDS_MAX:
+            raise WireError(f"a heartbeat for more than {_HEARD_IDS_MAX} requests")
+        names = tuple(dict.fromkeys(map(bare_id, ids)))
         if not all(map(can_be_told, names)):
             raise WireError(f"a heartbeat for {len(names)} requests that cannot be")
         return Heartbeat(names)
-    request_id, separator, count = text.rpartition(":")
+    told, separator, count = text.rpartition(":")
+    request_id = bare_id(told)
     plain = separator and count.isdigit() and len(count) <= len(str(RANKS_MAX))
     if not plain or not can_be_told(request_id) or not 1 <= int(count) <= RANKS_MAX:
         raise WireError(f"{text[:80]!a} says not what was read, and by how many")

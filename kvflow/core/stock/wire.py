@@ -23,8 +23,9 @@ _ASKED = b"get_meta_msg"
 _AGENT = b"nixlSerDes|Agent"
 _AGENT_CHARS_MAX = 512
 _NAME_CHARS_MAX = 1024
-METADATA_BYTES_MAX = 64 << 20
+METADATA_BYTES_MAX = 4 << 20
 QUESTION_BYTES_MAX = 64
+_FIELDS_MAX = 256
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Size = Annotated[int, Meta(ge=1, lt=1 << 31)]
@@ -66,8 +67,14 @@ class StockMetadata(msgspec.Struct, frozen=True, kw_only=True):
     dcp_size: Ranks = 1
     pcp_size: Ranks = 1
     ple_block_len: Size | None = None
-    region_members: Annotated[list[Annotated[list[Name], _Many]], _Many] = []
-    packed_member_layouts: Annotated[dict[Name, tuple[Count, Count]], _Many] = {}
+    region_members: Annotated[list[msgspec.Raw], _Many] = []
+    """The names of each region's layers: one, where they are read. So are the next ones as they came."""
+    packed_member_layouts: Annotated[dict[Name, msgspec.Raw], _Many] = {}
+
+    @property
+    def packs_layers(self) -> bool:
+        """Whether a region holds several layers, each in a part of its blocks."""
+        return bool(self.packed_member_layouts) or not all(map(_is_one, self.region_members))
 
 
 class Shown(NamedTuple):
@@ -79,6 +86,10 @@ class Shown(NamedTuple):
     """Which fields the metadata has, be they known or not."""
     clock_s: float
     """What the listener's clock showed."""
+
+
+_One = Annotated[list[Name], Meta(max_length=1)]
+_Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=_FIELDS_MAX)]
 
 
 class _Payload(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,19 +128,20 @@ def encode_answer(compatibility_hash: str, metadata: bytes, clock_s: float) -> l
     return [msgspec.msgpack.encode(payload), msgspec.msgpack.encode(clock_s)]
 
 
-def decode_answer(frames: list[bytes]) -> Shown:
+def decode_answer(frames: list[bytes], bytes_max: int = METADATA_BYTES_MAX) -> Shown:
     """A stock listener's answer. WireError names what it cannot be."""
     if len(frames) != 2:
         raise WireError(f"{len(frames)} frames, a stock listener (vLLM 0.26 and later) answers with 2")
-    if len(frames[0]) > METADATA_BYTES_MAX or len(frames[1]) > QUESTION_BYTES_MAX:
-        raise WireError(f"an answer of {len(frames[0])} and {len(frames[1])} bytes")
+    if len(frames[0]) > bytes_max or len(frames[1]) > QUESTION_BYTES_MAX:
+        sizes = f"{len(frames[0])} and {len(frames[1])} bytes"
+        raise WireError(f"an answer of {sizes}, at most {bytes_max} and {QUESTION_BYTES_MAX}")
     payload = _decode(frames[0], _Payload, "the answer")
     clock_s = _decode(frames[1], float, "its clock")
     if not HASH.fullmatch(payload.compatibility_hash):
         raise WireError(f"compatibility hash {payload.compatibility_hash[:80]!a} is not 64 hexadecimal digits")
     if not math.isfinite(clock_s):
         raise WireError(f"its clock shows {clock_s}")
-    fields = _decode(payload.agent_metadata_bytes, dict[str, msgspec.Raw], "its metadata")
+    fields = _decode(payload.agent_metadata_bytes, _Fields, "its metadata")
     metadata = _decode(payload.agent_metadata_bytes, StockMetadata, "its metadata")
     _check(metadata)
     return Shown(payload.compatibility_hash, metadata, frozenset(fields), clock_s)
@@ -173,6 +185,15 @@ def _check(metadata: StockMetadata) -> None:
     for base, stride, size, blocks in rows:
         if stride < size or base + stride * blocks >= 1 << 63:
             raise WireError(f"a region at {base}: {blocks} blocks of {size} bytes, {stride} bytes apart")
+
+
+def _is_one(names: msgspec.Raw) -> bool:
+    """Whether a region has one layer, or says nothing of any."""
+    try:
+        msgspec.msgpack.decode(names, type=_One)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _decode(data: bytes, kind: Any, what: str) -> Any:

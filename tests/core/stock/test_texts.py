@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvflow.config import RANKS_MAX
 from kvflow.core.protocol.messages import ReadDone, Renew, WireError, encode
+from kvflow.core.protocol.spare import MARK, bare_id
 from kvflow.core.stock.texts import (
     HEARD_BYTES_MAX,
     TEXT_BYTES_MAX,
@@ -116,3 +117,17 @@ def test_noise_is_refused_or_read() -> None:
         except WireError:
             continue
         assert all(map(can_be_told, found.request_ids if isinstance(found, Heartbeat) else (found.request_id,)))
+
+
+def test_what_is_written_behind_an_id_is_taken_off() -> None:
+    """Stock readers name a request by the whole of what they were given."""
+    assert decode_text(b"cmpl~kvflow~1#secret~kvflow~AbC-_==:2") == Read("cmpl~kvflow~1#secret", 2)
+    assert decode_text(b"HB:a~kvflow~AAAA,b,a") == Heartbeat(("a", "b"))
+    many = [f"cmpl-{number}#secret{MARK}" + "A" * 400 for number in range(4000)]
+    heard = decode_text(f"HB:{','.join(many)}".encode())
+    assert heard == Heartbeat(tuple(map(bare_id, many)))
+
+
+def test_a_heartbeat_for_more_requests_than_there_can_be_is_refused() -> None:
+    with pytest.raises(WireError, match="more than"):
+        decode_text(b"HB:" + b"a," * 100_000 + b"a")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tracemalloc
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,6 +27,7 @@ from kvflow.core.stock.wire import (
     encode_metadata,
     encode_question,
 )
+from kvflow.limits import Limits
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
 VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}
@@ -89,9 +91,9 @@ WRONG: dict[str, list[Any]] = {
     "region_group_ids": [[0], ["a"] * 3],
     "region_names": [["a"], [0] * 3, ["x" * 2000] * 3],
     "region_mem_types": [["DRAM"]],
-    "region_members": [[["a"]], [[0]] * 3],
+    "region_members": [[["a"]], {}],
     "dcp_size": [0, None],
-    "packed_member_layouts": [{"a": [1]}, [1]],
+    "packed_member_layouts": [{0: [1]}, [1]],
 }
 
 
@@ -100,6 +102,46 @@ def test_a_value_that_cannot_be_is_refused(name: str, value: Any) -> None:
     assert isinstance(decode_answer(answer_with()), Shown)
     with pytest.raises(WireError):
         decode_answer(answer_with(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("values", "packs"),
+    [
+        ({}, False),
+        ({"region_members": [["a"]] * 3}, False),
+        ({"region_members": [[], ["a"], ["b"]]}, False),
+        ({"region_members": [["a"], ["b"], ["c", "d"]]}, True),
+        ({"region_members": [[0]] * 3}, True),
+        ({"packed_member_layouts": {"a": [0, 64]}}, True),
+        ({"packed_member_layouts": {"a": "odd"}}, True),
+    ],
+)
+def test_whether_regions_hold_several_layers_is_all_that_is_asked_of_their_names(
+    values: dict[str, Any], packs: bool
+) -> None:
+    assert decode_answer(answer_with(**values)).metadata.packs_layers == packs
+
+
+def test_an_answer_takes_no_more_than_others_may() -> None:
+    """As long as it is, and as what is made of it: names that are not read stay where they are."""
+    assert Limits().side_channel_message_bytes_max == METADATA_BYTES_MAX
+    with pytest.raises(WireError, match=f"at most {METADATA_BYTES_MAX}"):
+        decode_answer(answer_with(region_members=[["x" * 100] * 60_000] * 3))
+    with pytest.raises(WireError, match="at most 100"):
+        decode_answer(answer_with(), bytes_max=100)
+    frames = answer_with(region_members=[[f"{number:x}" for number in range(60_000)] for _ in range(3)])
+    tracemalloc.start()
+    try:
+        assert decode_answer(frames).metadata.packs_layers
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 3 * len(frames[0])
+
+
+def test_metadata_of_very_many_fields_is_refused() -> None:
+    with pytest.raises(WireError, match="length"):
+        decode_answer(answer_with(**{str(number): None for number in range(1000)}))
 
 
 @pytest.mark.parametrize("name", METADATA.__struct_fields__[:11])
