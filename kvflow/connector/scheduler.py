@@ -53,7 +53,7 @@ from kvflow.core.policy.states import (
 )
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, RequestError, UsageError
+from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -132,6 +132,9 @@ class SchedulingConfig:
     withhold_last_token: bool = False
     """Offer a prompt without its last token although that is computed: for readers that take no whole prompt, where the
     engine does not compute prompts without it."""
+    release_failed_loads: bool = True
+    """Give the offer of a load that has failed back, so that its producer does not keep the blocks for the rest of their
+    time. False for routers that try again with the same ticket, as at another decode engine."""
     produces: bool = True
     consumes: bool = True
 
@@ -305,7 +308,7 @@ class ConnectorScheduler:
             ticket = self._dialect.read_ticket(params)
             known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
             if known is not None:
-                check_prompt(ticket, known, f"request {request_id!r}")
+                self._check_prompt(request_id, ticket, known)
             if not self._first_use(ticket):
                 raise RequestError(f"request {request_id!r}: another request has used its ticket")
             most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
@@ -313,6 +316,7 @@ class ConnectorScheduler:
             self._consumers[request_id] = consumer
             if ticket.awaited:  # what is the same on both sides is taken to be; the load finds out
                 consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
+                self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
             elif ticket.num_tokens <= most and ticket.offered_tokens:
                 consumer.offered_tokens = ticket.offered_tokens
                 self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
@@ -323,6 +327,15 @@ class ConnectorScheduler:
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )
+
+    def _check_prompt(self, request_id: str, ticket: Ticket, prompt: Sequence[int]) -> None:
+        """PromptMismatch if the ticket is of another prompt: nobody will read what it offers then."""
+        try:
+            check_prompt(ticket, prompt, f"request {request_id!r}")
+        except PromptMismatch:
+            if self._config.release_failed_loads:
+                self._next.release.append(Release(request_id=request_id, ticket=ticket))
+            raise
 
     def _first_use(self, ticket: Ticket) -> bool:
         key = (ticket.engine_id, ticket.request_id)
@@ -367,7 +380,12 @@ class ConnectorScheduler:
                     f"of {size} tokens, of which it has {len(ids)}"
                 )
         self._consumer_fires(request, ConsumerEvent.RECEIVE)
-        receive = Receive(request_id=request_id, ticket=request.ticket, block_tables=missing)
+        receive = Receive(
+            request_id=request_id,
+            ticket=request.ticket,
+            block_tables=missing,
+            release_if_failed=self._config.release_failed_loads,
+        )
         if request.ticket.awaited:
             known = None if request.prompt is None else tuple(request.prompt[:offered])
             receive = msgspec.structs.replace(receive, num_tokens=offered, prompt=known)
@@ -614,7 +632,7 @@ class ConnectorScheduler:
         return tuple(ids if complete or group.facts.kind is not GroupKind.STATE else () for group, ids in groups)
 
     def _release(self, request: _Consumer) -> None:
-        if any(request.ticket.block_tables):
+        if request.ticket.awaited or any(request.ticket.block_tables):
             self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket))
 
     def _withdraw(self, request: _Producer) -> None:

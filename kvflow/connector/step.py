@@ -33,6 +33,8 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens the offer has to be of, where the ticket does not say: a rendezvous."""
     prompt: tuple[int, ...] | None = None
     """Their ids, if the engine knows them; with `num_tokens` only."""
+    release_if_failed: bool = True
+    """Whether the offer is given back if the load fails; it is in any case if the load is abandoned."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):

@@ -248,7 +248,7 @@ class _Courier:
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
             self.happened.append(Loaded(request_id, load.result()))
-        if load.cancelled():  # a load that failed may be tried elsewhere, with the same ticket
+        if load.cancelled() or (error is not None and receive.release_if_failed):  # nobody will read it any more
             await _release(runtime, receive.ticket)
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:

@@ -228,8 +228,10 @@ class Runtime:
 
         One message to each rank, no handshake; its lease ends as if we had read. Returns whether all ranks were told,
         within Config.handshake_timeout_s: a producer that has restarted or cannot be reached is no error, since
-        leases run out. A release that comes late or twice changes nothing. Raises RequestError for a ticket that
-        cannot be right. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
+        leases run out. The offer of a rendezvous may be yet to come: then it is waited for, within the ticket's
+        `ttl_s`, and its ranks are connected. A release that comes late or twice changes nothing. Raises RequestError
+        for a ticket that cannot be right. Legal while the runtime drains. Cancelling stops it; some ranks may have been
+        told then.
         """
         return await self._require_cache("release_blocks", new_work=False).remote_leases.release(ticket)
 

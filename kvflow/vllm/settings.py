@@ -53,6 +53,8 @@ class Extra:
 
     fetch_tokens_min: int = 1
     full_blocks_only: bool = False
+    release_failed_loads: bool = True
+    """Whether the offer of a load that has failed is given back; not where a router uses its parameters again."""
     kv_format: str | None = None
     """What the cache's bytes mean, for attention backends with several formats (see `layout_for_backend`)."""
     stock_peers: bool = False
@@ -123,6 +125,7 @@ def scheduling_of(vllm_config: VllmConfig, groups: Sequence[Group]) -> Schedulin
         lease_ttl_s=config_of(vllm_config, tp_rank=0, pp_rank=0).lease_ttl_s,
         fetch_tokens_min=extra.fetch_tokens_min,
         full_blocks_only=extra.full_blocks_only,
+        release_failed_loads=extra.release_failed_loads,
         produces=transfer.is_kv_producer,
         consumes=transfer.is_kv_consumer,
     )

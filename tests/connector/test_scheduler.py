@@ -22,9 +22,10 @@ from kvflow.connector.scheduler import (
     Scheduled,
     SchedulingConfig,
 )
-from kvflow.connector.step import Grow, Step
+from kvflow.connector.step import Grow, Release, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
+from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
 from tests.budgets import machine_test
@@ -222,6 +223,23 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
     step = step_of(connector)
     assert [keep.request_id for keep in step.keep] == ["a", "c", "d", "f"]
     assert step.release == []
+
+
+@each("again", [False, True])
+def test_a_ticket_of_another_prompt_is_given_back_unless_it_may_be_tried_again(again: bool) -> None:
+    ticket = INTRODUCTION.without_leases(
+        request_id="remote", block_ids=[0, 1], num_tokens=8, ttl_s=9.0, prompt_digest=prompt_digest("remote", range(8))
+    )
+    connector = scheduler(release_failed_loads=not again)
+    with pytest.raises(PromptMismatch):
+        connector.add(Request("r", 8, ticket.to_params(), range(1, 9)))
+    released = [] if again else [Release(request_id="r", ticket=Ticket.from_params(ticket.to_params()))]
+    assert step_of(connector) == Step(release=released)
+    assert connector.open_requests == 0
+    connector.add(Request("right", 8, ticket.to_params(), range(8)))
+    connector.update_after_alloc("right", [7, 8], 8)
+    (receive,) = step_of(connector).receive
+    assert receive.release_if_failed is not again
 
 
 @each("told_before_the_step", [False, True])
@@ -494,6 +512,13 @@ class Engine(RuleBasedStateMachine):
             self.offered.add(request_id)
         self.come(consumer(tokens, ticket, request_id), ticket)
 
+    @rule(tokens=st.integers(1, 14))
+    def a_prompt_to_receive_while_it_is_computed(self, tokens: int) -> None:
+        request_id = f"g{next(self.ids)}"
+        ticket = Ticket.rendezvous(grouped_ticket(self.given, 0, "introduction"), request_id)
+        self.offered.add(request_id)
+        self.come(consumer(tokens, ticket, request_id), ticket)
+
     def come(self, request: Request, ticket: Ticket | None) -> None:
         self.connector.add(request)
         self.alive[request.request_id] = Job(request, ticket)
@@ -630,7 +655,10 @@ class Engine(RuleBasedStateMachine):
             for request_id, job in self.alive.items()
             if self.connector.state_of(request_id) is ConsumerState.EXPECTED
             and job.ticket is not None
-            and 0 < job.ticket.num_tokens <= job.request.num_prompt_tokens - (STATE in self.groups)
+            and (
+                job.ticket.awaited
+                or 0 < job.ticket.num_tokens <= job.request.num_prompt_tokens - (STATE in self.groups)
+            )
         }
         assert self.kept - self.loads.keys() == waiting
 

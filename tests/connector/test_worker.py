@@ -23,11 +23,12 @@ from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RuntimeClosed
+from kvflow.errors import LeaseExpired, PrefillFailed, PromptMismatch, RuntimeClosed, TransferFailed
 from kvflow.runtime import runtime as asynchronous
 from kvflow.runtime.clock import Clock, SystemClock
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_quiet
+from kvflow.transport.base import TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 
 BLOCK_SIZE = 4
@@ -128,6 +129,7 @@ def make(
     fill: float,
     config: Config = CONFIG,
     clock: Callable[[], Clock] = SystemClock,
+    **scheduling: Any,
 ) -> Engine:
     made: list[InprocTransport] = []
 
@@ -141,7 +143,8 @@ def make(
     runtime.register_kv_caches(kv_caches, layout)
     worker = ConnectorWorker(runtime)
     scheduler = ConnectorScheduler(
-        SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=config.lease_ttl_s), new_secret=iter("abcdefgh").__next__
+        SchedulingConfig(block_size=BLOCK_SIZE, lease_ttl_s=config.lease_ttl_s, **scheduling),
+        new_secret=iter("abcdefgh").__next__,
     )
     scheduler.introduce(worker.introduction())
     return Engine(runtime, made[0], kv_caches, scheduler, worker)
@@ -274,6 +277,30 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     assert prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.EXPIRED, True)
 
 
+def test_a_flow_that_waits_for_blocks_keeps_its_prompt() -> None:
+    """Its lease is found when prefill opens it, and kept from then on; so is one that has come to its end."""
+    network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
+    prefill = make("prefill", network, 1.0, clock=lambda: theirs)
+    decode = make("decode", network, -1.0, clock=lambda: ours)
+    with settled_afterwards(Pair(prefill, decode)):
+        rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
+        decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
+        assert [keep.request_id for keep in decode.step().keep] == ["d"]
+        prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+        prefill.step(("r", 3), blocks=[1])
+        prefill.step(("r", 7), blocks=[1, 2])
+        assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
+        prefill.step()
+        for _ in range(4):
+            until_renewed(prefill, decode, ours)
+            on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
+        decode.scheduler.update_after_alloc("d", [5, 6], 7)
+        assert isinstance(decode.until(load_ended), Loaded)
+        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
+        assert prefill.until(lease_ended, meanwhile=hold_passes) == LeaseEnded("r", LeaseOutcome.READ, True)
+        decode.scheduler.request_finished("d", completed=True)
+
+
 def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:
     """Let time pass for the decode engine until a lease has been renewed once more."""
     before = renewals_of(prefill)
@@ -308,6 +335,43 @@ def test_what_was_kept_is_let_go(pair: Pair, end: str) -> None:
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     pair.decode.until_settled()
     assert pair.decode.runtime.statistics().tasks == idle
+
+
+def tear(decode: Engine) -> None:
+    """The next read of an engine fails."""
+    on_loop(decode.runtime, lambda: decode.transport.faults.fail_next.append(TransportError("torn")))
+
+
+@pytest.mark.parametrize("flows", [False, True])
+def test_a_load_that_has_failed_gives_the_offer_back(pair: Pair, flows: bool) -> None:
+    """The producer's blocks need not wait until its time is over, which is for nobody any more."""
+    tear(pair.decode)
+    if flows:
+        begin_flow(pair)
+        pair.prefill.step(("r", 7), blocks=[1, 2])
+        assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
+    else:
+        pair.decode.receive(pair.prefill.prefill(), [5, 6])
+    assert isinstance(failed(pair.decode).error, TransferFailed)
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+
+
+def test_the_offer_of_a_load_that_has_failed_may_be_used_again() -> None:
+    """The one switch: a router may try the same ticket at another decode engine."""
+    network = InprocNetwork()
+    prefill = make("prefill", network, 1.0)
+    first, second = (make(name, network, -1.0, release_failed_loads=False) for name in ("first", "second"))
+    with settled_afterwards(Pair(prefill, first)), settled_afterwards(Pair(prefill, second)):
+        params = prefill.prefill()
+        tear(first)
+        first.receive(params, [5, 6])
+        assert isinstance(failed(first).error, TransferFailed)
+        first.until_settled()
+        assert prefill.scheduler.blocks_held("r")
+        second.receive(params, [5, 6])
+        assert isinstance(second.until(load_ended), Loaded)
+        second.scheduler.request_finished("d", completed=True)
+        assert prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
 
 
 def begin_held(prefill: Engine, decode: Engine) -> None:
@@ -347,8 +411,7 @@ def test_quarantined_blocks_are_not_received(pair: Pair) -> None:
     assert isinstance(failed, LoadFailed)
     assert "deadline exceeded in phase 'wire'" in str(failed.error)
     decode.scheduler.request_finished("d", completed=False)
-    pair.prefill.scheduler.withdraw_all()
-    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.REVOKED, True)
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
 
 
 def test_after_the_lease_a_late_reader_fails(pair: Pair) -> None:
@@ -547,8 +610,30 @@ def test_a_prompt_of_another_length_is_not_received(pair: Pair, tokens: int) -> 
     assert isinstance(error, PromptMismatch)
     assert "7 tokens are expected" in str(error)
     assert all((layer == -1.0).all() for layer in pair.decode.kv_caches.values())
-    pair.prefill.scheduler.request_finished("r", completed=False)
-    pair.prefill.step()
+    pair.prefill.scheduler.request_finished("r", completed=True)
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told
+
+
+@pytest.mark.parametrize("opened", ["before", "after"])
+@pytest.mark.parametrize("end", ["cached", "aborted", "aborted at once"])
+def test_a_flow_that_is_not_received_is_given_back(pair: Pair, end: str, opened: str) -> None:
+    """As by a client that leaves while it waits, or a server that answers HTTP 400: prefill may come to it later."""
+    rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
+    pair.prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+    idle = pair.decode.runtime.statistics().tasks
+    if opened == "before":
+        pair.prefill.step(("r", 5), blocks=[1, 2])
+    pair.decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
+    if end != "aborted at once":
+        assert pair.decode.step().keep
+    if end == "cached":
+        pair.decode.scheduler.update_after_alloc("d", [5, 6], 0)
+    pair.decode.scheduler.request_finished("d", completed=end == "cached")
+    assert not pair.decode.step().keep
+    pair.prefill.step(("r", 7), blocks=[1, 2])
+    assert pair.prefill.scheduler.request_finished("r", completed=True).hold_blocks
+    assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
+    until_blocking(lambda: pair.decode.runtime.statistics().tasks == idle)
 
 
 def test_a_prompt_that_cannot_be_offered_is_declined(pair: Pair) -> None:

@@ -127,21 +127,59 @@ async def test_it_raises_what_the_load_raises() -> None:
 
 
 @in_virtual_time
-async def test_who_iterates_may_stop_midway_and_be_cancelled() -> None:
+async def test_who_iterates_may_stop_midway() -> None:
     async with pair_of() as pair:
-        lease, seen = opened(pair), list[int]()
+        lease = opened(pair)
         load = pair.consumer.runtime.start_load(wanted(pair, lease))
         grow(pair, lease, 4)
         async for progress in load:
             assert progress == Progress(4, 16)
             break
-        waiting = asyncio.create_task(follow(load, seen))
+        looking_on = asyncio.create_task(load.progressed(4))
         await asyncio.sleep(0.01)
-        waiting.cancel()
-        await asyncio.wait([waiting])
+        looking_on.cancel()
+        await asyncio.wait([looking_on])
         assert not load.done
         grow(pair, lease, 16)
         assert (await load).tokens == 16
+
+
+@each("computed", [0, 4])
+@each("held", [False, True])
+@in_virtual_time
+async def test_cancelling_who_iterates_cancels_the_load_as_who_awaits_it(computed: int, held: bool) -> None:
+    """It is over when the task is, which takes as long as reads that are posted, or Config.cancel_grace_s."""
+
+    async def awaits(load: Load) -> None:
+        await load
+
+    async def iterates(load: Load) -> None:
+        await follow(load, [])
+
+    async with pair_of() as pair:
+        took_s = set[float]()
+        for wait in (awaits, iterates):
+            lease = opened(pair)
+            load = pair.consumer.runtime.start_load(wanted(pair, lease))
+            pair.consumer.transport.faults.hold = held
+            waiting = asyncio.create_task(wait(load))
+            if computed:
+                grow(pair, lease, computed)
+            await asyncio.sleep(2.0)
+            begun_s = asyncio.get_running_loop().time()
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert waiting.cancelled()
+            assert load.done
+            took_s.add(asyncio.get_running_loop().time() - begun_s)
+            pair.consumer.transport.faults.hold = False
+            pair.consumer.transport.perform()
+            await load.settled()
+            statistics = pair.consumer.runtime.statistics().loading
+            assert statistics is not None
+            assert (statistics.succeeded, statistics.open_loads) == (0, 0)
+            await lease.revoke()
+        assert max(took_s) - min(took_s) < 0.1
 
 
 @in_virtual_time

@@ -282,7 +282,7 @@ async def test_a_load_that_is_cancelled_leaves_the_request_to_the_next() -> None
 async def test_giving_up_and_keeping() -> None:
     async with pair_of() as pair:
         reader, ticket = pair.consumer.runtime, rendezvous(pair)
-        assert not await reader.release_blocks(ticket)
+        assert not await reader.release_blocks(rendezvous(pair, "never", ttl_s=0.1))
         lease = offer(pair)
         assert await reader.release_blocks(ticket)
         assert await lease is LeaseOutcome.READ
@@ -297,6 +297,53 @@ async def test_giving_up_and_keeping() -> None:
         await start(pair, ticket)
         await lease
         assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_an_offer_that_comes_after_its_reader_has_gone_is_given_back() -> None:
+    """A prompt may wait in the prefill engine's queue for longer than anything but its rendezvous says."""
+    async with pair_of() as pair:
+        ticket = rendezvous(pair, ttl_s=60.0)
+        load = start(pair, ticket)
+        await asyncio.sleep(0.5)
+        load.cancel()
+        giving_back = asyncio.create_task(pair.consumer.runtime.release_blocks(ticket))
+        await asyncio.sleep(40.0)
+        begun_s = asyncio.get_running_loop().time()
+        lease = offer(pair, computed_tokens=0, ttl_s=30.0)
+        assert await lease is LeaseOutcome.READ
+        assert asyncio.get_running_loop().time() - begun_s < 1.0
+        assert await giving_back
+        await asyncio.sleep(12.0)
+        assert_nothing_left(pair)
+
+
+@in_virtual_time
+async def test_an_offer_that_comes_late_is_kept() -> None:
+    """A request waits for blocks, and so does its prompt at the other engine: for longer than a load may take."""
+    async with pair_of() as pair:
+        ticket = rendezvous(pair, ttl_s=100.0)
+        with pair.consumer.runtime.keep_leases(ticket):
+            await asyncio.sleep(CONFIG.load_deadline_s + 20.0)
+            lease = offer(pair, ttl_s=0.3)
+            await asyncio.sleep(3.0)
+            assert not lease.done
+            await start(pair, ticket)
+        assert await lease is LeaseOutcome.READ
+
+
+@each("closes", ["producer", "consumer"])
+@in_virtual_time
+async def test_giving_up_what_is_not_offered_ends_with_either_engine(closes: str) -> None:
+    async with pair_of() as pair:
+        ticket = rendezvous(pair, ttl_s=60.0)
+        giving_back = asyncio.create_task(pair.consumer.runtime.release_blocks(ticket))
+        await asyncio.sleep(0.5)
+        await getattr(pair, closes).runtime.aclose()
+        begun_s = asyncio.get_running_loop().time()
+        await asyncio.wait([giving_back])
+        assert asyncio.get_running_loop().time() - begun_s < 20.0
+        assert not giving_back.result()
 
 
 @in_virtual_time

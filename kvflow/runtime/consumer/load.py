@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import enum
 import heapq
 import itertools
@@ -238,7 +239,9 @@ class Load:
     meanwhile, and a load that fails later leaves the part as it is: its blocks are the engine's, but nobody knows of a
     prompt that is complete. A group's window or state lies at the prompt's end, and so comes at its end. A load whose
     leases do not grow, or are complete before any of it was read, or that is verified, gives its last progress only.
-    Several may iterate, one may stop midway; cancelling who iterates leaves the load as it is.
+    Several may iterate, and one may stop midway, which leaves the load as it is. Cancelling a task that waits for the
+    next progress cancels the load, as awaiting it does; who only looks on waits with `progressed`. A task that is
+    cancelled in the loop's body has to `cancel` the load itself, best in its `finally`.
     """
 
     def __init__(self, request_id: str, tables: Sequence[BlockIds]) -> None:
@@ -371,7 +374,13 @@ class _Steps:
         return self
 
     async def __anext__(self) -> Progress:
-        progress = await self._load.progressed(self._tokens)
+        try:
+            progress = await self._load.progressed(self._tokens)
+        except asyncio.CancelledError:
+            self._load.cancel()
+            with contextlib.suppress(KVFlowError):
+                await self._load
+            raise
         if progress is None:
             report = await self._load
             progress = Progress(report.tokens, report.tokens)

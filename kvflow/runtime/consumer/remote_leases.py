@@ -106,29 +106,40 @@ class RemoteLeases:
         """Give a ticket's leases back unread; whether every rank that holds one was told.
 
         One rank is told first, and the others only if that one holds a lease for the ticket's request, or held one.
-        Takes Config.handshake_timeout_s at most. RequestError if the ticket cannot be right, or a rank's address cannot
-        be known. Cancelling stops it; some ranks may have been told then.
+        Takes Config.handshake_timeout_s at most; of a rendezvous the offer is waited for, within its `ttl_s`, too.
+        RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops it; some ranks
+        may have been told then.
         """
         ticket = self._reach.parse_ticket(given)
+        bound_s = self._config.handshake_timeout_s + self._opens_within_s(ticket)
         try:
-            async with asyncio.timeout(self._config.handshake_timeout_s):
-                if not ticket.awaited:
-                    return await self._release_offered(ticket)
-                offered = await self._offered_by_now(ticket)
-                return offered is not None and await self._release_offered(offered)
+            async with asyncio.timeout(bound_s):
+                return await (self._release_awaited(ticket) if ticket.awaited else self._release_offered(ticket))
         except TimeoutError:
             what = f"request {ticket.request_id!r} from {ticket.engine_id!r}"
-            bound_s = self._config.handshake_timeout_s
             logger.warning("%s: could not give the leases of all its ranks back within %s s", what, bound_s)
             return False
 
-    async def _offered_by_now(self, ticket: Ticket) -> Ticket | None:
-        """What is offered under a rendezvous; a lease that is opened later runs out."""
+    def _opens_within_s(self, ticket: Ticket) -> float:
+        """How long an engine may take to open the lease of a ticket."""
+        return min(ticket.ttl_s, self._config.lease_lifetime_s) if ticket.awaited else 0.0
+
+    async def _release_awaited(self, ticket: Ticket) -> bool:
+        """Wait for what is offered under a rendezvous, and give it back. A lease that is opened too late runs out."""
+        met: list[Ticket] = []
+        waiting = self._spawn(self._meet_to_release(ticket, met), name=f"kvflow-release {ticket.request_id}")
         try:
-            return await self._reach.meet(ticket, lambda *_: None, 0.0)
+            await asyncio.wait([waiting])
+        finally:
+            waiting.cancel()
+        return len(met) > 0
+
+    async def _meet_to_release(self, ticket: Ticket, met: list[Ticket]) -> None:
+        """The body of a task, which ends with the runtime."""
+        try:
+            met.append(await self._reach.meet(ticket, lambda source, _: self.tell((source,))))
         except KVFlowError as error:
             logger.info("request %s from %s: nothing to give back: %s", ticket.request_id, ticket.engine_id, error)
-            return None
 
     async def _release_offered(self, ticket: Ticket) -> bool:
         if ticket.offers_nothing:
@@ -154,15 +165,16 @@ class RemoteLeases:
 
     async def _keep_for(self, owner: object, ticket: Ticket) -> None:
         """The body of a task: until it is cancelled."""
+        bound_s = self._config.load_deadline_s + self._opens_within_s(ticket)
         try:
-            async with asyncio.timeout(self._config.load_deadline_s):
+            async with asyncio.timeout(bound_s):
                 if ticket.awaited:
                     ticket = await self._reach.meet(ticket, lambda source, ttl_s: self.keep(owner, ttl_s, source))
                 await self._reach.reach(ticket, partial(self.keep, owner, ticket.ttl_s))
             await asyncio.get_running_loop().create_future()
         except (KVFlowError, TimeoutError) as error:
             what = f"request {ticket.request_id} from {ticket.engine_id}: its leases could not be kept"
-            logger.info("%s: %s", what, error or f"not found within {self._config.load_deadline_s} s")
+            logger.info("%s: %s", what, error or f"not found within {bound_s} s")
         finally:
             self.forget(owner)  # once more: a lease may be found while the task ends
 

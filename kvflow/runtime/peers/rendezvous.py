@@ -59,16 +59,16 @@ class Rendezvous:
         self._local = local
         self._ways = ways
 
-    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None], wait_s: float = math.inf) -> Ticket:
+    async def meet(self, ticket: Ticket, found: Callable[[Source, float], None]) -> Ticket:
         """The ticket of what is offered under a rendezvous, once there is one.
 
         `found` gets each lease, and its `ttl_s`, as soon as it is known, while others are still waited for: for the
-        ticket's own `ttl_s` at most, or for `wait_s`. Raises PrefillFailed if the engine declines, or opens
-        no lease in time; LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such as
-        PeerNotReady if the engine drains; RequestError if the ticket, or what is offered, cannot be right. Cancelling
-        stops the waiting; handshakes that have begun go on.
+        ticket's own `ttl_s` at most. Raises PrefillFailed if the engine declines, or opens no lease in time;
+        LeaseExpired if the lease has ended already, or a rank has restarted; a PeerError, such as PeerNotReady if the
+        engine drains; RequestError if the ticket, or what is offered, cannot be right. Cancelling stops the waiting;
+        handshakes that have begun go on.
         """
-        give_up_s = asyncio.get_running_loop().time() + min(ticket.ttl_s, wait_s)
+        give_up_s = asyncio.get_running_loop().time() + ticket.ttl_s
         room: dict[Address, tuple[int, ...]] = {}
 
         async def visit(at: Address) -> messages.Offer | None:
