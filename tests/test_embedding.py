@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,8 @@ from doc_blocks import PAGES, blocks_of, check_blocks
 from doc_embedding import BLOCKS, Embedded, embedded
 
 import kvflow
-from kvflow import Lease, LoadRequest, ServeRequest, errors
-from kvflow.testing import InprocCluster, run_virtual
+from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, errors
+from kvflow.testing import InprocCluster, run_virtual, watch_loads
 from kvflow.transport.base import TransportError
 
 PAGE = PAGES["docs/embedding.md"].read_text()
@@ -32,10 +33,11 @@ def run_page(play: Play, text: str = PAGE) -> None:
 
     async def main() -> None:
         cluster = InprocCluster()
-        async with embedded(cluster) as engine:
+        async with embedded(cluster) as engine, AsyncExitStack() as stack:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(kvflow, "Runtime", partial(kvflow.Runtime, world=cluster.world()))
                 await check_blocks(blocks_of("docs/embedding.md", text), engine.names, Path())
+                stack.enter_context(watch_loads(engine.runtime))
             running = asyncio.create_task(engine.names["main"]())
             await engine.serving.wait()
             try:
@@ -66,18 +68,24 @@ async def all_given_back(engine: Embedded) -> None:
     """Blocks come back by themselves, but not while a read into or from them is held."""
     if engine.transport.held or engine.other.transport.held:
         assert engine.background, "given back under a read"
-        done, _ = await asyncio.wait(engine.background, timeout=5.0)
-        assert not done, "given back under a read"
+        await asyncio.wait(engine.background, timeout=5.0)
+        assert engine.taken, "given back under a read"
         engine.let_go()
     if engine.background:
         await asyncio.wait(engine.background, timeout=100.0)
     engine.assert_whole()
 
 
-async def held_load(engine: Embedded) -> asyncio.Task[None]:
+async def offer_is_given_back(lease: Lease) -> None:
+    """Its blocks do not stay taken for the rest of its time."""
+    outcome = await asyncio.wait_for(asyncio.shield(lease.wait()), timeout=5.0)
+    assert outcome is not LeaseOutcome.EXPIRED
+
+
+async def held_load(engine: Embedded, lease: Lease | None = None) -> asyncio.Task[None]:
     """A request whose reads are posted and do not end."""
     engine.transport.faults.hold = True
-    decoding = asyncio.create_task(engine.decode(wanted(offer(engine))))
+    decoding = asyncio.create_task(engine.decode(wanted(lease or offer(engine))))
     await asyncio.wait([decoding], timeout=1.0)
     assert engine.transport.held
     return decoding
@@ -92,7 +100,7 @@ async def a_prompt_is_loaded(engine: Embedded) -> None:
     assert torch.equal(engine.answer, engine.other.kv_caches["layers.0"][:, BLOCKS])
 
 
-def load_fails(kind: type[Exception], trouble: Trouble) -> Play:
+def load_fails(kind: type[Exception], trouble: Trouble, *, told: bool = True) -> Play:
     async def play(engine: Embedded) -> None:
         lease = offer(engine)
         request = wanted(lease)
@@ -101,6 +109,8 @@ def load_fails(kind: type[Exception], trouble: Trouble) -> Play:
             await under_way
         with pytest.raises(kind):
             await engine.decode(request)
+        if told:
+            await offer_is_given_back(lease)
 
     return play
 
@@ -116,17 +126,32 @@ async def cancel(task: asyncio.Task[Any]) -> None:
 
 
 async def cancelled_while_bytes_may_land(engine: Embedded) -> None:
-    decoding = await held_load(engine)
+    lease = offer(engine)
+    decoding = await held_load(engine, lease)
     await cancel(decoding)
+    await offer_is_given_back(lease)
     with pytest.raises(errors.BlocksBusy):
         await engine.runtime.load_blocks(LoadRequest("another", offer(engine, "another").ticket, BLOCKS))
 
 
 async def cancelled_before_the_load_has_begun(engine: Embedded) -> None:
-    decoding = asyncio.create_task(engine.decode(wanted(offer(engine))))
+    lease = offer(engine)
+    decoding = asyncio.create_task(engine.decode(wanted(lease)))
     await asyncio.sleep(0)
     assert engine.taken
     await cancel(decoding)
+    await offer_is_given_back(lease)
+
+
+async def cancelled_while_a_rendezvous_is_waited_for(engine: Embedded) -> None:
+    introduction = engine.other.runtime.serve_blocks(ServeRequest("introduction", [], num_tokens=0))
+    request = wanted()
+    request.kv_transfer_params = engine.names["both_legs"](introduction.ticket.to_params(), "secret")
+    decoding = asyncio.create_task(engine.decode(request))
+    await asyncio.wait([decoding], timeout=1.0)
+    await cancel(decoding)
+    await asyncio.sleep(10.0)
+    await offer_is_given_back(offer(engine, "secret"))
 
 
 async def closed_under_a_load(engine: Embedded) -> None:
@@ -199,7 +224,7 @@ PLAYS: dict[str, Play] = {
     "loaded": a_prompt_is_loaded,
     "lease over": load_fails(errors.LeaseExpired, lambda _, __, lease: lease.revoke()),
     "no peer": load_fails(
-        errors.PeerUnreachable, lambda _, request, __: request.kv_transfer_params.update(remote_port=1)
+        errors.PeerUnreachable, lambda _, request, __: request.kv_transfer_params.update(remote_port=1), told=False
     ),
     "mixed up": load_fails(errors.PromptMismatch, lambda _, request, __: vars(request).update(prompt=PROMPT[::-1])),
     "torn": load_fails(
@@ -213,10 +238,13 @@ PLAYS: dict[str, Play] = {
     "generate fails": load_fails(MemoryError, broken("generate")),
     "cancelled under a read": cancelled_while_bytes_may_land,
     "cancelled at once": cancelled_before_the_load_has_begun,
+    "cancelled before the offer": cancelled_while_a_rendezvous_is_waited_for,
     "closed under a read": closed_under_a_load,
     "load while draining": load_fails(errors.RuntimeDraining, lambda engine, _, __: engine.runtime.drain()),
-    "load when closed": load_fails(errors.RuntimeClosed, lambda engine, _, __: engine.runtime.aclose()),
-    "load when asleep": load_fails(errors.CacheUnregistered, lambda engine, _, __: engine.runtime.unregister()),
+    "load when closed": load_fails(errors.RuntimeClosed, lambda engine, _, __: engine.runtime.aclose(), told=False),
+    "load when asleep": load_fails(
+        errors.CacheUnregistered, lambda engine, _, __: engine.runtime.unregister(), told=False
+    ),
     "again": asks_for_another_prefill,
     "read": an_offer_is_read,
     "runs out": an_offer_runs_out,
@@ -250,6 +278,7 @@ def test_blocks_stay_taken_when_nobody_can_know_when_they_are_safe() -> None:
 
 
 FINALLY, ON_LOAD_ERROR = "    finally:\n", "    except kvflow.errors.LoadError:\n"
+RELEASE = "        in_background(give_offer_back(request))  #"
 GIVE_BACK = "    allocator.give_back(block_ids)\n"
 
 
@@ -264,9 +293,25 @@ GIVE_BACK = "    allocator.give_back(block_ids)\n"
         ("    await lease  #", "    pass  #", "read"),
         ("    await lease  #", "    pass  #", "closed under a lease"),
         (GIVE_BACK, GIVE_BACK + GIVE_BACK, "loaded"),
+        (RELEASE, "        pass  #", "mixed up"),
+        (RELEASE, "        pass  #", "torn"),
+        (RELEASE, "        pass  #", "no blocks"),
+        (RELEASE, "        pass  #", "cancelled at once"),
+        (RELEASE, "        pass  #", "cancelled before the offer"),
     ],
 )
 def test_a_mistake_on_the_page_is_found(old: str, new: str, name: str) -> None:
     assert old in PAGE
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, TimeoutError)):
         run_page(PLAYS[name], PAGE.replace(old, new))
+
+
+def test_a_load_that_does_not_end_with_its_request_is_cancelled() -> None:
+    """Who waits in another way, as between steps of its own, leaves it under way when it is cancelled."""
+    polls = "        while not load.done:\n            await asyncio.sleep(0.01)\n        await load\n"
+    page, forgotten = PAGE.replace("        await load\n", polls), "    load.cancel()  #"
+    assert page != PAGE
+    assert forgotten in page
+    run_page(cancelled_while_bytes_may_land, page)
+    with pytest.raises(AssertionError, match="nobody waits for it"):
+        run_page(cancelled_while_bytes_may_land, page.replace(forgotten, "    pass  #"))

@@ -68,6 +68,7 @@ def test_extra_config_goes_where_it_belongs() -> None:
         listen="tcp://127.0.0.1:5600",
         lease_ttl_s=7,
         fetch_tokens_min=64,
+        release_failed_loads=False,
         kv_format="plain",
         limits={"peers_max": 7},
     )
@@ -77,6 +78,7 @@ def test_extra_config_goes_where_it_belongs() -> None:
     scheduling = scheduling_of(given, [FULL])
     assert (scheduling.block_size, scheduling.lease_ttl_s, scheduling.fetch_tokens_min) == (16, 7.0, 64)
     assert (scheduling.produces, scheduling.consumes) == (True, False)
+    assert not scheduling.release_failed_loads
     assert extra_of(given).kv_format == "plain"
 
 

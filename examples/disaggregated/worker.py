@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -199,13 +200,24 @@ class _Worker:
         load = self._runtime.start_load(request)
         try:
             return await load
+        except BaseException:
+            self._in_background(self._give_offer_back(request), "give the offer back")
+            raise
         finally:
             # After a failure or a cancellation bytes may still land: the blocks are kept until they cannot.
             if not load.safe:
                 await asyncio.shield(self._give_back(blocks.pop_all(), after=load.settled()))
 
+    async def _give_offer_back(self, request: kvflow.LoadRequest) -> None:
+        """Nobody will read the prompt's blocks: the prefill engine need not keep them until their time is over."""
+        with suppress(kvflow.errors.KVFlowError):
+            await self._runtime.release_blocks(request.ticket)
+
     def _give_back(self, blocks: AsyncExitStack, after: Awaitable[object]) -> asyncio.Task[None]:
-        task = asyncio.create_task(_freed_after(after, blocks), name="give blocks back")
+        return self._in_background(_freed_after(after, blocks), "give blocks back")
+
+    def _in_background(self, body: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(body, name=name)
         self._giving_back.add(task)
         task.add_done_callback(self._giving_back.discard)
         return task

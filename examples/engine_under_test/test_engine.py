@@ -22,6 +22,7 @@ from kvflow.testing import (
     assert_quiet,
     run_virtual,
     watch_blocks,
+    watch_loads,
     watch_offers,
 )
 
@@ -43,7 +44,7 @@ async def engines(cluster: InprocCluster) -> AsyncIterator[tuple[Engine, Engine]
 def watched(engine: Engine) -> Iterator[None]:
     cache = PatternCache(engine.runtime.config.engine_id, engine.kv_caches, engine.layout)
     blocks = watch_blocks(engine.runtime, engine, take="take", free="give_back", free_blocks=lambda: engine.free)
-    with watch_offers(engine.runtime, cache), blocks:
+    with watch_offers(engine.runtime, cache), blocks, watch_loads(engine.runtime):
         yield
 
 
@@ -80,6 +81,7 @@ def test_a_cancelled_decode_reuses_no_block_that_may_still_be_written(kvflow_clu
             decoding.cancel()
             await asyncio.sleep(1.0)
             assert decoding.cancelled()
+            assert len(prefill.free) == prefill.num_blocks, "kept for nobody"
             assert len(decode.free) == decode.num_blocks - 2, "freed under a running read"
             transport.perform()
             await asyncio.sleep(0.1)

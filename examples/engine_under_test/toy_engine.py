@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from kvflow import CacheLayout, Config, Lease, Load, LoadRequest, Runtime, ServeRequest
+from kvflow.errors import KVFlowError
 from kvflow.testing import World
 
 BLOCK_SIZE = 4
@@ -60,6 +62,9 @@ class Engine:
             await load
             rows = self.kv_caches["layers.0"][0, blocks].flatten(0, 1)[:num_tokens]
             return [int(row.flatten()[0]) for row in rows]
+        except BaseException:
+            self._in_background(self._give_offer_back(ticket))
+            raise
         finally:
             self._in_background(self._free_when_settled(load, blocks))
 
@@ -81,8 +86,14 @@ class Engine:
 
     async def _free_when_settled(self, load: Load, blocks: Sequence[int]) -> None:
         """A load that was cancelled may leave blocks in which bytes still land: they must not be reused before."""
+        load.cancel()  # no effect on one that has ended
         await load.settled()
         self.give_back(blocks)
+
+    async def _give_offer_back(self, ticket: Mapping[str, Any]) -> None:
+        """Nobody will read it: the prefill engine's blocks need not wait until its time is over."""
+        with suppress(KVFlowError):
+            await self.runtime.release_blocks(ticket)
 
     def _in_background(self, body: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(body)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
@@ -32,6 +32,8 @@ from openai_server.worker import (
     require_length,
     worker_app,
 )
+
+RELEASE_TIMEOUT_S = 2.0  # a prefill worker that has not offered the prompt by then has been told to end
 
 
 class DecodeWorker:
@@ -84,10 +86,19 @@ class DecodeWorker:
         )
         try:
             return await load
+        except BaseException:
+            self._start_task(self._give_offer_back(request), f"release {request.request_id}")
+            raise
         finally:
             # After a failure or a cancellation bytes may still land: then the blocks stay reserved until they cannot.
             if not load.safe:
                 self._start_task(_freed_when_settled(load, blocks.pop_all()), f"quarantine {request.request_id}")
+
+    async def _give_offer_back(self, request: DecodeRequest) -> None:
+        """Nobody will read the prompt's blocks: the prefill worker need not keep them. Best effort; leases run out."""
+        with suppress(KVFlowError, TimeoutError):
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                await self._runtime.release_blocks(request.ticket)
 
     def _first_token(self, request: DecodeRequest, payload: bytes) -> FirstToken:
         """What has come with the blocks. NoFirstTokenError if it is none that the model can go on from."""

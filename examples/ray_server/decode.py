@@ -1,8 +1,8 @@
 """The decode deployment: `openai_server.decode` in a replica, which also owns the hand-over.
 
 A handle's call goes to any replica, so nobody else could tell the right prefill replica to give blocks back; a runtime
-can. So it is the decode replica that picks a prefill replica, has the prompt computed there while it loads, tries again
-elsewhere, and releases what it will not load.
+can. So it is the decode replica that picks a prefill replica, has the prompt computed there while it loads, and tries
+again elsewhere; its `DecodeWorker` releases what it will not load.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 import kvflow
-from kvflow.errors import KVFlowError
 from kvflow.ray import keep_prewarmed
 from ray_server.losses import losses
 from ray_server.messages import AnswerRequest, Ended
@@ -88,7 +87,6 @@ class Decode:
             first.cancel()
             await asyncio.gather(asking, first, return_exceptions=True)
             await generation.aclose()
-            self._opened.start_task(self._release(ticket), f"release {request_id}")
             raise
         self._opened.start_task(_over(asking), f"prefill {request_id}")  # its answer comes later, and says no more
         return generation, steps, step
@@ -126,11 +124,6 @@ class Decode:
     def _own_failure(self, failure: Failure) -> AttemptError:
         """This replica's: no other prefill helps, another decode replica may."""
         return AttemptError(failure, self._opened.name, final=True)
-
-    async def _release(self, ticket: kvflow.Ticket) -> None:
-        """Give back what will not be loaded; if that fails the lease runs out."""
-        with suppress(KVFlowError):
-            await self._opened.kvflow.runtime.release_blocks(ticket)
 
     async def metadata(self) -> dict[str, Any]:
         return self._replica.metadata()

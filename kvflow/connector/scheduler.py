@@ -133,7 +133,7 @@ class SchedulingConfig:
     """Offer a prompt without its last token although that is computed: for readers that take no whole prompt, where the
     engine does not compute prompts without it."""
     release_failed_loads: bool = True
-    """Give the offer of a load that has failed back, so that its producer does not keep the blocks for the rest of their
+    """Give the offer of a load that has failed back: its producer need not keep the blocks for the rest of their
     time. False for routers that try again with the same ticket, as at another decode engine."""
     produces: bool = True
     consumes: bool = True

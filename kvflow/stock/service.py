@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
 from kvflow.core.protocol import messages
@@ -28,7 +29,7 @@ from kvflow.stock.ranks import EngineRanks
 logger = logger_of(__name__)
 
 _TALLIES_MAX = 1 << 14
-_NOBODYS = "f" * messages.LEASE_ID_CHARS
+_NOBODYS = "f" * LEASE_ID_CHARS
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 

@@ -6,6 +6,7 @@ from kvflow.testing.caches import PatternCache, StateCache, assert_blocks_equal,
 from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
+from kvflow.testing.loads import LoadWatch, watch_loads
 from kvflow.testing.pair import CacheSize, InprocPair, NixlPair, Pair, TestEngine, inproc_pair, nixl_pair
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
@@ -21,6 +22,7 @@ __all__ = [
     "InprocNetwork",
     "InprocPair",
     "InprocTransport",
+    "LoadWatch",
     "LoopClock",
     "ManualClock",
     "NixlPair",
@@ -44,5 +46,6 @@ __all__ = [
     "nixl_pair",
     "run_virtual",
     "watch_blocks",
+    "watch_loads",
     "watch_offers",
 ]

@@ -1,0 +1,127 @@
+"""A watch for loads that nobody wants any more, and nobody has told so: they go on, and keep blocks at both ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Generator, Iterator
+from typing import Any
+from unittest import mock
+
+from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, Progress
+from kvflow.runtime.runtime import Runtime
+
+
+class _WatchedLoad(Load):
+    """A load that notes who waits for it. One that was begun becomes this."""
+
+    begun_at = ""
+    waiting = 0
+    """How many tasks await it, or the next progress of it."""
+    cared_for = False
+    """Whether somebody has cancelled it, waited when it ended, or has taken what came of it."""
+
+    def __await__(self) -> Generator[Any, None, LoadReport]:
+        self.waiting += 1
+        try:
+            return (yield from super().__await__())
+        finally:
+            self.waiting -= 1
+            self.cared_for = self.cared_for or self.done
+
+    def __aiter__(self) -> AsyncIterator[Progress]:
+        return _WatchedSteps(self, super().__aiter__())
+
+    def cancel(self) -> None:
+        self.cared_for = True
+        super().cancel()
+
+    def end(self, outcome: LoadReport | BaseException) -> None:
+        cancelled = isinstance(outcome, asyncio.CancelledError)
+        self.cared_for = self.cared_for or self.waiting > 0 or cancelled
+        super().end(outcome)
+
+
+class _WatchedSteps:
+    """What `async for` over a watched load iterates."""
+
+    def __init__(self, load: _WatchedLoad, steps: AsyncIterator[Progress]) -> None:
+        self._load = load
+        self._steps = steps
+
+    def __aiter__(self) -> _WatchedSteps:
+        return self
+
+    async def __anext__(self) -> Progress:
+        self._load.waiting += 1
+        try:
+            return await anext(self._steps)
+        finally:
+            self._load.waiting -= 1
+
+
+class LoadWatch:
+    """What `watch_loads` opens."""
+
+    def __init__(self) -> None:
+        self._begun: list[_WatchedLoad] = []
+
+    def begun(self, load: Load, where: str) -> None:
+        """A load is under way, or was refused, which keeps nothing."""
+        if not load.done:
+            load.__class__ = _WatchedLoad
+            assert isinstance(load, _WatchedLoad)
+            load.begun_at = where
+            self._begun.append(load)
+
+    @property
+    def forgotten(self) -> tuple[Load, ...]:
+        """Those that nobody waits for, or did when they ended, and nobody has cancelled. Legal at any moment: a load
+        that was begun just now is one of them until somebody awaits it.
+        """
+        return tuple(load for load in self._begun if not (load.cared_for or load.waiting))
+
+    def assert_none_forgotten(self) -> None:
+        """AssertionError names the first load that is forgotten, and where it was begun."""
+        for load in self._begun:
+            if load in self.forgotten:
+                state = "went on to its end" if load.done else "is under way"
+                raise AssertionError(
+                    f"request {load.request_id!r}: its load, begun at {load.begun_at}, {state} though nobody waits for "
+                    f"it: `settled()` only waits, so `cancel()` goes before it ({len(self.forgotten)} such loads)"
+                )
+
+
+@contextlib.contextmanager
+def watch_loads(runtime: Runtime) -> Iterator[LoadWatch]:
+    """Every load that is begun is waited for to its end, or cancelled.
+
+    A load goes on when a task that iterates it is cancelled in the loop's body, or when nobody was to await it at all.
+    Then its engine forgets it with `settled()`, which waits and ends nothing. Waiting is awaiting the load or its next
+    progress; who polls `done` awaits it in the end, for its report.
+
+    Args:
+        runtime: The reader's; its `start_load` is watched from here on, under any name that is looked up later.
+
+    Raises:
+        AssertionError: At the end, if a load was forgotten, also when an error of the engine comes through; it names
+            the request, and the line that has begun the load.
+    """
+    watch, start = LoadWatch(), runtime.start_load
+
+    def start_watched(request: LoadRequest) -> Load:
+        load, caller = start(request), sys._getframe(1)
+        watch.begun(load, f"{caller.f_code.co_filename}:{caller.f_lineno} ({caller.f_code.co_name})")
+        return load
+
+    with mock.patch.object(runtime, "start_load", start_watched):
+        try:
+            yield watch
+        except Exception as error:
+            try:
+                watch.assert_none_forgotten()
+            except AssertionError as found:
+                raise found from error
+            raise
+    watch.assert_none_forgotten()
