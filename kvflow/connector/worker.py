@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
+from kvflow.connector.parameters import name_of
 from kvflow.connector.step import BlockTables, Grow, Keep, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
@@ -219,7 +220,7 @@ class _Courier:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
         request = LoadRequest(
-            receive.request_id,
+            name_of(receive.request_id),
             ticket=receive.ticket,
             block_ids=given_block_ids(receive.block_tables),
             after=after,

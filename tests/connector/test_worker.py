@@ -16,7 +16,7 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.parameters import producer_params
+from kvflow.connector.parameters import name_of, producer_params
 from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
@@ -193,6 +193,35 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
     pair.decode.scheduler.request_finished("d", completed=True)
+
+
+@pytest.mark.parametrize("flows", [False, True])
+def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
+    """An engine's ids may be longer than a runtime's: on both sides such a one has its beginning and a digest instead."""
+    ours, theirs = "d" * 5000, "r" * 5000
+    if flows:
+        rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
+        pair.prefill.scheduler.add(Request(theirs, 7, producer_params(rendezvous)))
+        pair.prefill.step((theirs, 7), blocks=(1, 2))
+        params = rendezvous.to_params()
+    else:
+        params = pair.prefill.prefill(theirs)
+        assert Ticket.from_params(params).request_id.startswith(name_of(theirs))
+    pair.decode.receive(params, [5, 6], ours)
+    loaded = pair.decode.until(load_ended)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.request_id, loaded.report.request_id) == (ours, name_of(ours))
+    if flows:
+        pair.prefill.scheduler.request_finished(theirs, completed=True)
+    assert pair.prefill.until(lease_ended) == LeaseEnded(theirs, LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished(ours, completed=True)
+
+
+def test_long_ids_with_the_same_beginning_have_names_of_their_own() -> None:
+    assert name_of("r" * 200) == "r" * 200
+    names = {name_of("r" * 200 + end) for end in ("0", "1", "00")}
+    assert len(names) == 3
+    assert all(name.startswith("r" * 200) and len(name) < 256 for name in names)
 
 
 class Event:
