@@ -120,11 +120,12 @@ def test_parameters_of_another_connector_are_computed_locally(pair: tuple[Server
 def test_a_reset_of_the_cache_withdraws_what_is_offered(site: Site, story: list[int]) -> None:
     """As after new weights: what the blocks held is not to be read any more."""
     producer, consumer = site.have(PREFILL, DECODE)
-    params = prefill(producer, story[:300])
+    salted = {"cache_salt": "after a reset"}
+    params = prefill(producer, story[:300], **salted)
     producer.post("/reset_prefix_cache", reset_external="true")
     producer.wait_metric("vllm:kvflow_leases_total", 1, outcome="revoked")
     with pytest.raises(HTTPFailed) as caught:
-        consumer.text(story[:300], kv_transfer_params=params, cache_salt="after a reset")
+        consumer.text(story[:300], kv_transfer_params=params, **salted)
     assert caught.value.status == 500
 
 

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 import msgspec
 
 from kvflow import checks
-from kvflow.connector.parameters import OWN_DIALECT, Dialect, rendezvous_in
+from kvflow.connector.parameters import OWN_DIALECT, Dialect, name_of, rendezvous_in
 from kvflow.connector.step import BlockTables, Decline, Grow, Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
@@ -73,7 +73,6 @@ _PLAIN: Mapping[str, checks.Check] = {
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
 _USED_MAX = 1 << 14  # tickets that are remembered
-_SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
 
 
 class EngineRequest(Protocol):
@@ -85,7 +84,8 @@ class EngineRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """None if the engine does not know, or they do not say what the prompt is: nothing is compared then."""
+        """None if the engine does not know, or they do not say what the prompt is: nothing is compared then. Where they
+        say it together with something else, such as pictures, they are `marked` with it."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
@@ -323,6 +323,18 @@ class ConnectorScheduler:
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )
+
+    def reject(self, request: EngineRequest) -> None:
+        """A request with a ticket was refused before it could be added, or is over: nobody will come for what is offered.
+
+        Its producer is told, unless a request has had the ticket. RequestError if it is none.
+        """
+        params = checks.mapping(request.kv_transfer_params or {}, "kv_transfer_params")
+        if not self._config.takes(params):
+            return
+        ticket = self._dialect.read_ticket(params)
+        if self._first_use(ticket):
+            self._release(_Consumer(request_id=request.request_id, ticket=ticket, offered_tokens=0))
 
     def _first_use(self, ticket: Ticket) -> bool:
         key = (ticket.engine_id, ticket.request_id)
@@ -567,7 +579,7 @@ class ConnectorScheduler:
         tokens = self._config.offered_of(request.num_prompt_tokens)
         save = Save(
             request_id=request.request_id,
-            serve_id=f"{self._dialect.shown_id(request.request_id[:_SHOWN_ID_CHARS])}#{self._new_secret()}",
+            serve_id=f"{self._dialect.shown_id(name_of(request.request_id))}#{self._new_secret()}",
             block_tables=self._prompt_blocks(self._tables(block_ids), tokens),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,

@@ -25,6 +25,7 @@ from kvflow.connector.scheduler import (
 from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
+from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
 from tests.budgets import machine_test
@@ -222,6 +223,21 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
     step = step_of(connector)
     assert [keep.request_id for keep in step.keep] == ["a", "c", "d", "f"]
     assert step.release == []
+
+
+@each(("before", "told"), [("", True), ("another ticket", True), ("its ticket", False)])
+def test_a_rejected_request_gives_back_what_nobody_has_had(before: str, told: bool) -> None:
+    """It is no prompt of its own: nothing is compared, and nothing is left of it."""
+    connector, ticket = scheduler(), ticket_of(1, request_id="its ticket")
+    ticket = msgspec.structs.replace(ticket, prompt_digest=prompt_digest(ticket.request_id, [7]))
+    if before:
+        connector.add(Request("before", 2, ticket_of(1, request_id=before).to_params(), [7, 8]))
+    connector.reject(Request("r", 1, ticket.to_params(), [0]))
+    assert [release.request_id for release in step_of(connector).release] == ["r"] * told
+    assert connector.request_finished("r", completed=False) == Finished(False, None)
+    assert connector.open_requests == bool(before)
+    with pytest.raises(RequestError, match="another request has used"):
+        connector.add(Request("again", 1, ticket.to_params(), [7]))
 
 
 @each("told_before_the_step", [False, True])

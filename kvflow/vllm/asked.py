@@ -1,0 +1,67 @@
+"""vLLM's requests as `connector.scheduler` asks about them: above all, what tells their prompts apart.
+
+vLLM finds a block in its prefix cache by its tokens and by what else its contents or its owner depend on (`extra_keys` of
+`vllm.v1.core.kv_cache_utils`): adapter, pictures and where they begin, cache salt, embeddings. A ticket is of the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.v1.utils import tensor_data
+
+from kvflow.core.protocol.prompts import marked
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+def names_pictures(vllm_config: VllmConfig) -> bool:
+    """Whether a picture's identifier says what is in it: vLLM numbers them where it caches nothing of them."""
+    pictures = vllm_config.model_config.multimodal_config
+    cached = pictures is None or pictures.mm_processor_cache_gb != 0
+    return bool(cached or vllm_config.cache_config.enable_prefix_caching)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and whether the identifiers of its pictures say what is in them."""
+
+    request: Request
+    names_pictures: bool
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        return self.request.kv_transfer_params
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """Its tokens, marked with what else vLLM takes into the hashes of their blocks; None if that says nothing."""
+        request = self.request
+        if request.mm_features and not self.names_pictures:
+            return None
+        keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
+        if request.lora_request is not None:
+            keys[0].append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
+        if request.cache_salt:
+            keys[0].append(("cache_salt", request.cache_salt))
+        for feature in request.mm_features:
+            keys[feature.mm_position.offset].append(("mm", feature.identifier))
+        if request.prompt_embeds is not None:
+            for place, embedding in enumerate(request.prompt_embeds[: self.num_prompt_tokens]):
+                keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
+        tokens = request.all_token_ids[: self.num_prompt_tokens]
+        return marked(tokens, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
