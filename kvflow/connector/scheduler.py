@@ -325,7 +325,7 @@ class ConnectorScheduler:
             )
 
     def reject(self, request: EngineRequest) -> None:
-        """A request with a ticket was refused before it could be added, or is over: nobody will come for what is offered.
+        """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.
 
         Its producer is told, unless a request has had the ticket. RequestError if it is none.
         """

@@ -1,6 +1,6 @@
 """vLLM's requests as `connector.scheduler` asks about them: above all, what tells their prompts apart.
 
-vLLM finds a block in its prefix cache by its tokens and by what else its contents or its owner depend on (`extra_keys` of
+vLLM finds a block in its prefix cache by its tokens and by what else makes it another one (`extra_keys` in
 `vllm.v1.core.kv_cache_utils`): adapter, pictures and where they begin, cache salt, embeddings. A ticket is of the same.
 """
 

@@ -197,7 +197,7 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
 
 @pytest.mark.parametrize("flows", [False, True])
 def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
-    """An engine's ids may be longer than a runtime's: on both sides such a one has its beginning and a digest instead."""
+    """An engine's ids may be longer than a runtime's: on both sides one has its beginning and a digest instead."""
     ours, theirs = "d" * 5000, "r" * 5000
     if flows:
         rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")

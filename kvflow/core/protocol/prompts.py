@@ -4,8 +4,8 @@ A router may mix tickets up, or both engines may make different tokens of the sa
 tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a
 digest of its tokens, which the consumer compares with its own.
 
-More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine that has such a thing `marks` the
-token that it begins with, and gives what comes of that as the prompt. A prompt without is its token ids.
+More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine has the token that such a thing
+begins with `marked` by it, and gives what comes of that as the prompt. A prompt without is its token ids.
 """
 
 from __future__ import annotations
