@@ -33,6 +33,8 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """How many tokens the offer has to be of, where the ticket does not say: a rendezvous."""
     prompt: tuple[int, ...] | None = None
     """Their ids, if the engine knows them; with `num_tokens` only."""
+    shared: bool = False
+    """Whether other requests read what the ticket offers, too: it is released when none of them needs it any more."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):

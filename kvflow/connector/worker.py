@@ -227,6 +227,7 @@ class _Courier:
             deadline_s=_deadline_s(runtime, receive),
             prompt=receive.prompt,
             num_tokens=receive.num_tokens,
+            keep_offer=receive.shared,
         )
         started.append(runtime.start_load(request))
         return await started[0]
@@ -249,7 +250,7 @@ class _Courier:
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
             self.happened.append(Loaded(request_id, load.result()))
-        if load.cancelled():  # a load that failed may be tried elsewhere, with the same ticket
+        if load.cancelled() and not receive.shared:  # a load that failed may be tried elsewhere, with the same ticket
             await _release(runtime, receive.ticket)
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:
