@@ -13,13 +13,15 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.request import Request
 
-from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig
+from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.vllm.asked import Asked, names_pictures
+from kvflow.vllm.asked import Asked, names_pictures, sharing_of
 from kvflow.vllm.connector import KVFlowConnector
 from kvflow.vllm.metrics import KVFlowStats
 from tests.tests_support import any_ticket
@@ -92,6 +94,38 @@ def test_pictures_that_vllm_only_numbers_are_not_compared() -> None:
             cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
         )
         assert names_pictures(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_id", "alone", "spread"),
+    [
+        ("cmpl-7-0-1a2b3c4d", Sharing.ALONE, Sharing.ALONE),
+        ("12-1a2b3c4d", Sharing.ALONE, Sharing.ALONE),
+        ("0_cmpl-7-0-1a2b3c4d", Sharing.FIRST, Sharing.FIRST),
+        ("12_cmpl-7-0-1a2b3c4d", Sharing.FIRST, Sharing.FOLLOWS),
+    ],
+)
+def test_samples_are_known_by_their_ids(request_id: str, alone: Sharing, spread: Sharing) -> None:
+    assert sharing_of(request_id, spread=False) is alone
+    assert sharing_of(request_id, spread=True) is spread
+
+
+def test_the_ids_of_samples_are_those_that_vllm_makes() -> None:
+    core = EngineCoreRequest("cmpl-7", TOKENS, None, SamplingParams(n=3), None, 0.0, None, None, None)
+    core.external_req_id = "cmpl-7"
+    parent = ParentRequest(core)
+    found = [sharing_of(parent.get_child_info(index)[0], spread=True) for index in range(3)]
+    assert found == [Sharing.FIRST, Sharing.FOLLOWS, Sharing.FOLLOWS]
+
+
+def test_samples_of_a_request_wait_for_the_first_load() -> None:
+    connector, ticket = connector_of(), ticket_of("plain")
+    requests = [request_of("plain", f"{index}_r", params=ticket.to_params()) for index in range(3)]
+    for request in requests:
+        connector.on_new_request(request)
+    asked = [connector.get_num_new_matched_tokens(request, 0) for request in requests]
+    assert asked == [(6, True), (None, False), (None, False)]
+    assert connector._stats.is_empty()
 
 
 def connector_of() -> KVFlowConnector:

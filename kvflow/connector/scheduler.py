@@ -672,7 +672,8 @@ class ConnectorScheduler:
 
     def _release(self, request: _Consumer) -> None:
         if request.ticket.awaited or any(request.ticket.block_tables):
-            self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket))
+            last = not request.use.readers
+            self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket, last=last))
 
     def _withdraw(self, request: _Producer) -> None:
         """End the lease of a prompt whose ticket nobody has."""
@@ -688,11 +689,11 @@ class ConnectorScheduler:
             del self._consumers[request.request_id]
 
     def _has_done(self, request: _Consumer, *, unread: bool) -> None:
-        """A request needs nothing of its ticket any more. The producer is told when none does, if no load tells it."""
+        """A request needs nothing of its ticket any more. A load that is not shared tells the producer by itself."""
         use = request.use
         use.readers.remove(request)
         use.tried = use.tried or not unread or request.state is ConsumerState.LOCAL
-        if not use.readers and (unread or use.shared):
+        if unread or (use.shared and not use.readers):
             self._release(request)
 
     def _producer_fires(self, request: _Producer, event: ProducerEvent) -> None:

@@ -78,10 +78,12 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing will be read for this ticket: tell its producer at once."""
+    """The request reads nothing for this ticket any more: tell its producer at once."""
 
     request_id: str
     ticket: Ticket
+    last: bool = True
+    """Whether no other request does; else nobody is told."""
 
 
 class Step(msgspec.Struct, kw_only=True):

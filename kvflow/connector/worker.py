@@ -166,7 +166,8 @@ class _Courier:
             self._send(send.request_id)
         for release in step.release:
             self._let_go(release.request_id)
-            self._spawn(_release(runtime, release.ticket))
+            if release.last:
+                self._spawn(_release(runtime, release.ticket))
         for keep in step.keep:
             self._keep(runtime, keep)
         for request_id in step.withdraw:

@@ -6,6 +6,7 @@ vLLM finds a block in its prefix cache by its tokens and by what else makes it a
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.v1.utils import tensor_data
 
+from kvflow.connector.scheduler import Sharing
 from kvflow.core.protocol.prompts import marked
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
+
+_SAMPLE = re.compile(r"([0-9]{1,9})_")
 
 
 def names_pictures(vllm_config: VllmConfig) -> bool:
@@ -26,6 +30,24 @@ def names_pictures(vllm_config: VllmConfig) -> bool:
     pictures = vllm_config.model_config.multimodal_config
     cached = pictures is None or pictures.mm_processor_cache_gb != 0
     return bool(cached or vllm_config.cache_config.enable_prefix_caching)
+
+
+def spreads_samples(vllm_config: VllmConfig) -> bool:
+    """Whether this is one of several engines of a server: vLLM tells by the engine's id only (data parallel)."""
+    engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
+    return str(engine_id).endswith(f"_dp{rank}")
+
+
+def sharing_of(request_id: str, *, spread: bool) -> Sharing:
+    """Who else has the request's ticket: of n samples of a prompt vLLM makes requests "0_ID" to "n-1_ID".
+
+    `spread` over several engines, of which each has its own scheduler, only the first one's engine uses the ticket. For
+    another request of such an id that costs no more than that its producer is told a step later.
+    """
+    sample = _SAMPLE.match(request_id)
+    if sample is None:
+        return Sharing.ALONE
+    return Sharing.FOLLOWS if spread and int(sample[1]) else Sharing.FIRST
 
 
 @dataclass(frozen=True, slots=True)

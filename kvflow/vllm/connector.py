@@ -37,13 +37,13 @@ from vllm.v1.request import RequestStatus
 
 from kvflow.blocking import Runtime
 from kvflow.connector.parameters import OWN_DIALECT
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, Sharing
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, RequestError
-from kvflow.vllm.asked import Asked, names_pictures
+from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -106,6 +106,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     """What the workers show, until it has left with a step; the scheduler's."""
     _names_pictures = True
     """See `asked`; the scheduler's."""
+    _spreads_samples = False
+    """Whether vLLM gives samples of a prompt to several engines; the scheduler's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, what they have shown each other; a worker's."""
 
@@ -118,6 +120,7 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = scheduling_of(vllm_config, self._groups)
             self._names_pictures = names_pictures(vllm_config)
+            self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
                 from kvflow.vllm import stock
@@ -177,7 +180,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
             return
         try:
-            self._scheduler.add(Asked(request, self._names_pictures))
+            sharing = sharing_of(request.request_id, spread=self._spreads_samples)
+            self._scheduler.add(Asked(request, self._names_pictures), sharing=sharing)
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
