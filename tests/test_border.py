@@ -258,6 +258,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "after": HAPPENED,
             "verify": True,
             "num_tokens": 4,
+            "keep_offer": False,
         },
         use_load_request,
         RequestError,

@@ -48,7 +48,7 @@ from tests_vllm.servers import (
     prefill,
     rendezvous,
 )
-from tests_vllm.test_models import EXTERNAL, ROWS, assert_same, is_exact, prompt_of
+from tests_vllm.test_models import EXTERNAL, ROWS, assert_same, is_exact, is_steady, prompt_of
 from tests_vllm.test_models import LENGTHS as MODEL_LENGTHS
 
 LENGTHS = (100, 400, 1000, 1900)
@@ -306,6 +306,8 @@ def _same_list(producer: Server, consumer: Server, row: str) -> str:
         params = prefill(producer, prompts[0])
         found = consumer.post("/v1/completions", {**body, "ignore_eos": True, "kv_transfer_params": params})
         answers = [choice["token_ids"] for choice in found["choices"]]
+        if not is_steady(row):
+            return "answered"
         judged = {_judged(producer, *pair, row) for pair in zip(prompts, answers, strict=True)}
         return judged.pop() if len(judged) == 1 else "**wrong**"
     except (HTTPFailed, httpx.HTTPError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,10 @@ from tests_vllm.conftest import DECODE, PREFILL, Site
 from tests_vllm.servers import HTTPFailed, Server, hand_over, prefill
 
 EXTERNAL = "vllm:prompt_tokens_by_source_total"
+SOURCES = ("external_kv_transfer", "local_cache_hit", "local_compute")
+ENDED = "vllm:kvflow_leases_total"
+LOADS = "vllm:kvflow_load_seconds_count"
+REFUSED = "vllm:kvflow_tickets_refused_total"
 LENGTHS = [3, 100, 127, 128, 129, 417, 1000, 1900]  # a block has 128 tokens
 ALONE = {"cache_salt": "alone"}  # a prefix cache of its own
 
@@ -47,6 +52,74 @@ def test_what_was_received_is_a_prefix_for_later_prompts(pair: tuple[Server, Ser
     prompt = story[700:1100]
     hand_over(producer, consumer, prompt)
     assert consumer.text(prompt + story[:20]) == producer.text(prompt + story[:20], **ALONE)
+
+
+def test_samples_of_a_prompt_share_one_load(pair: tuple[Server, Server], story: list[int]) -> None:
+    """The first reads the prompt, the others find it cached, but for the last block, which is partly filled."""
+    producer, consumer = pair
+    prompt, sampled = story[1700:2000], {"n": 4, "seed": 7, "temperature": 0.8, "ignore_eos": True}
+    expected = texts_of(producer.complete(prompt, 12, **sampled, **ALONE))
+    ended = producer.metric(ENDED, outcome="read")
+    before = {source: consumer.metric(EXTERNAL, source=source) for source in SOURCES}
+    refused, loads = consumer.metric(REFUSED), consumer.metric(LOADS)
+    found = texts_of(consumer.complete(prompt, 12, **sampled, kv_transfer_params=prefill(producer, prompt)))
+    assert found == expected
+    assert len(set(found)) > 1, "this has shown nothing"
+    consumer.wait_metric(LOADS, loads + 4)
+    received = {source: consumer.metric(EXTERNAL, source=source) - before[source] for source in SOURCES}
+    assert received == {"external_kv_transfer": 300 + 3 * 44, "local_cache_hit": 3 * 256, "local_compute": 0}
+    assert consumer.metric(REFUSED) == refused
+    producer.wait_metric(ENDED, ended + 1, outcome="read")
+
+
+def texts_of(answer: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in answer["choices"]]
+
+
+def test_ids_of_any_length(pair: tuple[Server, Server], story: list[int]) -> None:
+    producer, consumer = pair
+    prompt = story[40:240]
+    expected = producer.text(prompt, **ALONE)
+    before = received_tokens(consumer)
+    for server in pair:
+        server.client.headers["X-Request-Id"] = "x" * 3000
+    try:
+        assert hand_over(producer, consumer, prompt) == expected
+    finally:
+        for server in pair:
+            del server.client.headers["X-Request-Id"]
+    consumer.wait_metric(EXTERNAL, before + 200, source="external_kv_transfer")
+
+
+def test_a_prompt_of_another_salt_is_computed(pair: tuple[Server, Server], story: list[int]) -> None:
+    """As vLLM's own prefix cache tells them apart."""
+    producer, consumer = pair
+    prompt = story[240:440]
+    expected = producer.text(prompt, **ALONE)
+    for theirs, ours in (("one", "one"), ("one", "two"), (None, "one"), ("one", None)):
+        before, refused = received_tokens(consumer), consumer.metric(REFUSED, reason="PromptMismatch")
+        params = prefill(producer, prompt, cache_salt=theirs)
+        salt = {"cache_salt": ours, "kv_transfer_params": params}
+        assert consumer.text(prompt, **salt) == expected
+        if theirs == ours:
+            consumer.wait_metric(EXTERNAL, before + 200, source="external_kv_transfer")
+        else:
+            consumer.wait_metric(REFUSED, refused + 1, reason="PromptMismatch")
+            assert received_tokens(consumer) == before
+
+
+def test_a_request_that_is_refused_or_has_failed_is_no_second_one(site: Site, story: list[int]) -> None:
+    """vLLM tells its connector so by a request that is aborted at once."""
+    producer, consumer = site.have(PREFILL, DECODE)
+    refused, read = consumer.metric(REFUSED), producer.metric(ENDED, outcome="read")
+    params = prefill(producer, story[440:640])
+    for _ in range(2):  # the first one gives the ticket back, the second one finds it used
+        with pytest.raises(HTTPFailed) as caught:
+            consumer.complete(story[440:640], -1, kv_transfer_params=params)
+        assert caught.value.status == 400
+    producer.wait_metric(ENDED, read + 1, outcome="read")
+    assert consumer.text(story[440:460]) == producer.text(story[440:460], **ALONE)
+    assert consumer.metric(REFUSED) == refused
 
 
 def test_a_sampled_token_at_the_end_is_no_part_of_it(pair: tuple[Server, Server], story: list[int]) -> None:
@@ -120,11 +193,12 @@ def test_parameters_of_another_connector_are_computed_locally(pair: tuple[Server
 def test_a_reset_of_the_cache_withdraws_what_is_offered(site: Site, story: list[int]) -> None:
     """As after new weights: what the blocks held is not to be read any more."""
     producer, consumer = site.have(PREFILL, DECODE)
-    params = prefill(producer, story[:300])
+    salted = {"cache_salt": "after a reset"}
+    params = prefill(producer, story[:300], **salted)
     producer.post("/reset_prefix_cache", reset_external="true")
     producer.wait_metric("vllm:kvflow_leases_total", 1, outcome="revoked")
     with pytest.raises(HTTPFailed) as caught:
-        consumer.text(story[:300], kv_transfer_params=params, cache_salt="after a reset")
+        consumer.text(story[:300], kv_transfer_params=params, **salted)
     assert caught.value.status == 500
 
 

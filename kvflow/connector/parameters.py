@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +13,15 @@ from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX
 
 _RENDEZVOUS = "rendezvous"
+_NAME_CHARS_MAX = 200
+
+
+def name_of(request_id: str) -> str:
+    """What a runtime calls an engine's request, whose own id may have any length: a long one's beginning and digest."""
+    if len(request_id) <= _NAME_CHARS_MAX:
+        return request_id
+    digest = hashlib.blake2b(request_id.encode(), digest_size=8).hexdigest()
+    return f"{request_id[:_NAME_CHARS_MAX]}~{digest}"
 
 
 def producer_params(rendezvous: Ticket) -> dict[str, Any]:

@@ -12,8 +12,13 @@ a `Step` for the engine's workers. In the order of a request's life:
 
 A request consumes (its parameters are a ticket) or produces (`do_remote_decode`); `core.policy.states` draws the life
 of each. A ticket is used once: whatever becomes of the load, after it the prompt is computed locally, also that of
-another request with the same ticket, such as another try or sample. Whether a failed load fails its request or is
-recomputed is the engine's policy.
+another request with the same ticket, such as another try. Whether a failed load fails its request or is recomputed is
+the engine's policy.
+
+Samples of one prompt share a ticket (`Sharing`). The first one's load serves all: the others wait for it, find in the
+engine's prefix cache what that keeps, and read no more than the rest, each by itself. The producer is told once, when
+none of them needs its blocks any more. What becomes of one sample is its own: if the first is aborted the next one is
+the first, and a load that fails sends all the others to try for themselves.
 
 What makes a hand-over safe: a prompt's lease is opened in the step that completes the prompt, under a name that is a
 secret until `request_finished` gives it to the router. From then on the blocks are held until the workers report that
@@ -26,17 +31,18 @@ its lease has ended; a preemption recalls it, for which the workers' step waits 
 
 from __future__ import annotations
 
+import enum
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import msgspec
 
 from kvflow import checks
-from kvflow.connector.parameters import OWN_DIALECT, Dialect, rendezvous_in
+from kvflow.connector.parameters import OWN_DIALECT, Dialect, name_of, rendezvous_in
 from kvflow.connector.step import BlockTables, Decline, Grow, Keep, Receive, Release, Save, Send, Step
 from kvflow.core.cache.groups import DEFAULT_NAME, GroupFacts, GroupKind
 from kvflow.core.plan.descriptors import given_block_ids
@@ -73,7 +79,6 @@ _PLAIN: Mapping[str, checks.Check] = {
 GivenTables: TypeAlias = Sequence[int] | Sequence[Sequence[int]]
 """Block ids of a request as its engine has them: a list, or a table for each group of layers."""
 _USED_MAX = 1 << 14  # tickets that are remembered
-_SHOWN_ID_CHARS = 200  # of a request's id, in the name that its lease is found by
 
 
 class EngineRequest(Protocol):
@@ -85,7 +90,8 @@ class EngineRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
-        """None if the engine does not know, or they do not say what the prompt is: nothing is compared then."""
+        """None if the engine does not know, or they do not say what the prompt is: nothing is compared then. Where they
+        say it together with something else, such as pictures, they are `marked` with it."""
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None: ...
@@ -94,8 +100,20 @@ class EngineRequest(Protocol):
 class Matched(NamedTuple):
     """How many prompt tokens can come from remote, and whether they come between the steps."""
 
-    tokens: int
+    tokens: int | None
+    """None while that depends on another request's load: ask again."""
     asynchronous: bool
+
+
+class Sharing(enum.Enum):
+    """Who else has a request's ticket."""
+
+    ALONE = enum.auto()
+    """Nobody is meant to: it is the request's own."""
+    FIRST = enum.auto()
+    """Samples of the same prompt may come, or have come."""
+    FOLLOWS = enum.auto()
+    """The same, and if none of them is here the ticket is another engine's to use."""
 
 
 class Scheduled(NamedTuple):
@@ -180,10 +198,28 @@ class SchedulingConfig:
         return num_prompt_tokens - (num_prompt_tokens % self.full_block_tokens if self.full_blocks_only else 0)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
+class _Use:
+    """What a ticket is used for."""
+
+    shared: bool
+    """Whether by more than one request."""
+    readers: list[_Consumer] = field(default_factory=list)
+    """Those that may read what it offers, or are at it, in the order in which they came."""
+    tried: bool = False
+    """Whether one of them has read it, or has tried to."""
+
+    def waits(self, reader: _Consumer) -> bool:
+        """Whether another one's load may soon leave less to read."""
+        ahead = next(one for one in self.readers if one is reader or one.state is not ConsumerState.ABANDONED)
+        return not self.tried and ahead is not reader
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class _Consumer:
     request_id: str
     ticket: Ticket
+    use: _Use
     offered_tokens: int
     """Prompt tokens that can come from remote; 0 if the ticket's blocks cannot be of this prompt."""
     prompt: Sequence[int] | None = None
@@ -252,7 +288,7 @@ class ConnectorScheduler:
         self._groups = tuple(_Group(facts) for facts in config.all_groups)
         self._consumers: dict[str, _Consumer] = {}
         self._producers: dict[str, _Producer] = {}
-        self._used: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._used: OrderedDict[tuple[str, str], _Use] = OrderedDict()
         """The tickets that have come lately, by engine and request."""
         self._next = Step()
 
@@ -291,11 +327,11 @@ class ConnectorScheduler:
         self._groups = tuple(map(_registered, self._config.all_groups, sizes))
         self._introduction, self._next.introduce = ticket, False
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest, *, sharing: Sharing = Sharing.ALONE) -> None:
         """A request has come.
 
         RequestError (PromptMismatch if the ticket is of another prompt): its prompt is computed locally. So it is for a
-        ticket that has come before.
+        ticket that has come before, unless samples share it and one of them still needs it.
         """
         if self.state_of(request.request_id) is not None:
             raise UsageError(f"request {request.request_id!r}: it is there already")
@@ -309,11 +345,11 @@ class ConnectorScheduler:
             known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
             if known is not None:
                 self._check_prompt(request_id, ticket, known)
-            if not self._first_use(ticket):
-                raise RequestError(f"request {request_id!r}: another request has used its ticket")
+            use = self._use(ticket, request_id, sharing)
             most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
-            consumer = _Consumer(request_id=request_id, ticket=ticket, offered_tokens=0)
+            consumer = _Consumer(request_id=request_id, ticket=ticket, use=use, offered_tokens=0)
             self._consumers[request_id] = consumer
+            use.readers.append(consumer)
             if ticket.awaited:  # what is the same on both sides is taken to be; the load finds out
                 consumer.offered_tokens, consumer.prompt = self._config.offered_of(most), request.prompt_token_ids
                 self._next.keep.append(Keep(request_id=request_id, ticket=ticket))
@@ -337,14 +373,36 @@ class ConnectorScheduler:
                 self._next.release.append(Release(request_id=request_id, ticket=ticket))
             raise
 
-    def _first_use(self, ticket: Ticket) -> bool:
+    def reject(self, request: EngineRequest) -> None:
+        """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.
+
+        Its producer is told, unless a request has had the ticket. RequestError if it is none.
+        """
+        params = checks.mapping(request.kv_transfer_params or {}, "kv_transfer_params")
+        if not self._config.takes(params):
+            return
+        ticket, use = self._dialect.read_ticket(params), _Use(shared=False)
+        if self._used_before(ticket, use) is use:
+            self._release(_Consumer(request_id=request.request_id, ticket=ticket, use=use, offered_tokens=0))
+
+    def _use(self, ticket: Ticket, request_id: str, sharing: Sharing) -> _Use:
+        """What a request's ticket is used for. RequestError if it cannot be, any more."""
+        use = _Use(shared=sharing is not Sharing.ALONE)
+        found = self._used_before(ticket, use)
+        if found is use and sharing is Sharing.FOLLOWS:
+            raise RequestError(f"request {request_id!r}: another engine uses its ticket, for another sample")
+        if found is not use and not (found.shared and found.readers):
+            raise RequestError(f"request {request_id!r}: another request has used its ticket")
+        return found
+
+    def _used_before(self, ticket: Ticket, use: _Use) -> _Use:
+        """What the ticket has been used for so far; `use` if it comes for the first time."""
         key = (ticket.engine_id, ticket.request_id)
-        first = key not in self._used
-        self._used[key] = None
+        found = self._used.setdefault(key, use)
         self._used.move_to_end(key)
         if len(self._used) > _USED_MAX:
             self._used.popitem(last=False)
-        return first
+        return found
 
     def num_new_matched_tokens(self, request_id: str, num_computed_tokens: int) -> Matched:
         """How many tokens beyond `num_computed_tokens`, which fill whole blocks, can come from remote."""
@@ -352,7 +410,9 @@ class ConnectorScheduler:
         if request is None or request.state is not ConsumerState.EXPECTED:
             return Matched(0, False)
         tokens = request.offered_tokens - num_computed_tokens
-        return Matched(tokens, True) if tokens >= self._config.fetch_tokens_min else Matched(0, False)
+        if tokens < self._config.fetch_tokens_min:
+            return Matched(0, False)
+        return Matched(None, False) if request.use.waits(request) else Matched(tokens, True)
 
     def update_after_alloc(self, request_id: str, block_ids: GivenTables, num_external_tokens: int) -> None:
         """A request has got blocks: `block_ids` are all of its own in prompt order, computed ones first.
@@ -366,7 +426,6 @@ class ConnectorScheduler:
             return
         if num_external_tokens == 0:
             self._consumer_fires(request, ConsumerEvent.SKIP)
-            self._release(request)
             return
         offered = request.offered_tokens
         computed = offered - num_external_tokens
@@ -385,6 +444,7 @@ class ConnectorScheduler:
             ticket=request.ticket,
             block_tables=missing,
             release_if_failed=self._config.release_failed_loads,
+            shared=request.use.shared,
         )
         if request.ticket.awaited:
             known = None if request.prompt is None else tuple(request.prompt[:offered])
@@ -464,11 +524,8 @@ class ConnectorScheduler:
         return request is not None and request.state is ConsumerState.EXPECTED and request.ticket is keep.ticket
 
     def _consumer_finished(self, request: _Consumer) -> Finished:
-        expected = request.state is ConsumerState.EXPECTED
         self._consumer_fires(request, ConsumerEvent.END)
-        if expected:
-            self._release(request)
-        elif request.state is ConsumerState.ABANDONED:
+        if request.state is ConsumerState.ABANDONED:
             self._next.abandon.append(request.request_id)
         return Finished(request_blocks_held(request.state), None)
 
@@ -585,7 +642,7 @@ class ConnectorScheduler:
         tokens = self._config.offered_of(request.num_prompt_tokens)
         save = Save(
             request_id=request.request_id,
-            serve_id=f"{self._dialect.shown_id(request.request_id[:_SHOWN_ID_CHARS])}#{self._new_secret()}",
+            serve_id=f"{self._dialect.shown_id(name_of(request.request_id))}#{self._new_secret()}",
             block_tables=self._prompt_blocks(self._tables(block_ids), tokens),
             num_tokens=tokens,
             ttl_s=self._config.lease_ttl_s,
@@ -633,7 +690,8 @@ class ConnectorScheduler:
 
     def _release(self, request: _Consumer) -> None:
         if request.ticket.awaited or any(request.ticket.block_tables):
-            self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket))
+            last = not request.use.readers
+            self._next.release.append(Release(request_id=request.request_id, ticket=request.ticket, last=last))
 
     def _withdraw(self, request: _Producer) -> None:
         """End the lease of a prompt whose ticket nobody has."""
@@ -642,9 +700,19 @@ class ConnectorScheduler:
             self._next.withdraw.append(request.request_id)
 
     def _consumer_fires(self, request: _Consumer, event: ConsumerEvent) -> None:
-        request.state = fire(CONSUMER_TABLE, request.state, event)
+        before, request.state = request.state, fire(CONSUMER_TABLE, request.state, event)
+        if request in request.use.readers and request.state in (ConsumerState.LOCAL, ConsumerState.ENDED):
+            self._has_done(request, unread=before is ConsumerState.EXPECTED)
         if request.state is ConsumerState.ENDED:
             del self._consumers[request.request_id]
+
+    def _has_done(self, request: _Consumer, *, unread: bool) -> None:
+        """A request needs nothing of its ticket any more. A load that is not shared tells the producer by itself."""
+        use = request.use
+        use.readers.remove(request)
+        use.tried = use.tried or not unread or request.state is ConsumerState.LOCAL
+        if unread or (use.shared and not use.readers):
+            self._release(request)
 
     def _producer_fires(self, request: _Producer, event: ProducerEvent) -> None:
         request.state = fire(PRODUCER_TABLE, request.state, event)

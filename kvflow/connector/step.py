@@ -35,6 +35,8 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """Their ids, if the engine knows them; with `num_tokens` only."""
     release_if_failed: bool = True
     """Whether the offer is given back if the load fails; it is in any case if the load is abandoned."""
+    shared: bool = False
+    """Whether other requests read what the ticket offers, too: it is released when none of them needs it any more."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,10 +80,12 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True):
-    """Nothing will be read for this ticket: tell its producer at once."""
+    """The request reads nothing for this ticket any more: tell its producer at once."""
 
     request_id: str
     ticket: Ticket
+    last: bool = True
+    """Whether no other request does; else nobody is told."""
 
 
 class Step(msgspec.Struct, kw_only=True):

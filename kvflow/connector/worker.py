@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvflow.blocking import Runtime as BlockingRuntime
+from kvflow.connector.parameters import name_of
 from kvflow.connector.step import BlockTables, Grow, Keep, Receive, Save, Step
 from kvflow.core.plan.descriptors import given_block_ids
 from kvflow.core.policy.events import DeviceEvent
@@ -165,7 +166,8 @@ class _Courier:
             self._send(send.request_id)
         for release in step.release:
             self._let_go(release.request_id)
-            self._spawn(_release(runtime, release.ticket))
+            if release.last:
+                self._spawn(_release(runtime, release.ticket))
         for keep in step.keep:
             self._keep(runtime, keep)
         for request_id in step.withdraw:
@@ -219,13 +221,14 @@ class _Courier:
         for lease in tuple(self.withdrawn):
             await lease  # its blocks may be ours now, and are kept for a moment after its end
         request = LoadRequest(
-            receive.request_id,
+            name_of(receive.request_id),
             ticket=receive.ticket,
             block_ids=given_block_ids(receive.block_tables),
             after=after,
             deadline_s=_deadline_s(runtime, receive),
             prompt=receive.prompt,
             num_tokens=receive.num_tokens,
+            keep_offer=receive.shared,
         )
         started.append(runtime.start_load(request))
         return await started[0]
@@ -248,7 +251,8 @@ class _Courier:
             logger.warning("request %s: its prompt was not received: %s", request_id, error or "abandoned")
         else:
             self.happened.append(Loaded(request_id, load.result()))
-        if load.cancelled() or (error is not None and receive.release_if_failed):  # nobody will read it any more
+        nobody = load.cancelled() or (error is not None and receive.release_if_failed)  # will read it any more
+        if nobody and not receive.shared:
             await _release(runtime, receive.ticket)
 
     def _save(self, runtime: Runtime, save: Save, ready: DeviceEvent | None) -> None:

@@ -43,6 +43,7 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.errors import ConfigError, RequestError
 from kvflow.logs import logger_of
+from kvflow.vllm.asked import Asked, names_pictures, sharing_of, spreads_samples
 from kvflow.vllm.layout import cache_groups, groups_of
 from kvflow.vllm.metrics import KVFlowPromMetrics, KVFlowStats
 from kvflow.vllm.settings import config_of, extra_of, scheduling_of
@@ -103,6 +104,10 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     _cache_hit_source = CacheHitSource.P2P
     _cards: tuple[bytes, ...] = ()
     """What the workers show, until it has left with a step; the scheduler's."""
+    _names_pictures = True
+    """See `asked`; the scheduler's."""
+    _spreads_samples = False
+    """Whether vLLM gives samples of a prompt to several engines; the scheduler's."""
     _ranks: EngineRanks | None = None
     """With `stock_peers`, what they have shown each other; a worker's."""
 
@@ -114,6 +119,8 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         extra = extra_of(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduling = scheduling_of(vllm_config, self._groups)
+            self._names_pictures = names_pictures(vllm_config)
+            self._spreads_samples = spreads_samples(vllm_config)
             dialect = OWN_DIALECT
             if extra.stock_peers:
                 from kvflow.vllm import stock
@@ -165,15 +172,26 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def on_new_request(self, request: Request) -> None:
+        if request.abort_immediately:
+            self._on_rejected(request)
+            return
         offered = self._scheduling.offers(request.kv_transfer_params or {})
         if offered and self._scheduling.leaves_last_token and not self._ends_before_last_token(request):
             logger.info("request %s: its prompt cannot be cut by a token, and is not offered", request.request_id)
             return
         try:
-            self._scheduler.add(request)
+            sharing = sharing_of(request.request_id, spread=self._spreads_samples)
+            self._scheduler.add(Asked(request, self._names_pictures), sharing=sharing)
         except RequestError as error:
             logger.warning("request %s: its prompt is computed here: %s", request.request_id, error)
             self._stats.data["tickets_refused"].append(type(error).__name__)
+
+    def _on_rejected(self, request: Request) -> None:
+        """What a refused or failed HTTP request leaves: its parameters, in a request that is aborted at once."""
+        try:
+            self._scheduler.reject(Asked(request, self._names_pictures))
+        except RequestError as error:
+            logger.debug("request %s: it was rejected, and has no ticket: %s", request.request_id, error)
 
     def _ends_before_last_token(self, request: Request) -> bool:
         """Whether what is offered of a prompt can end before its last token."""

@@ -21,6 +21,7 @@ from kvflow.connector.scheduler import (
     Matched,
     Scheduled,
     SchedulingConfig,
+    Sharing,
 )
 from kvflow.connector.step import Grow, Release, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
@@ -242,6 +243,128 @@ def test_a_ticket_of_another_prompt_is_given_back_unless_it_may_be_tried_again(a
     assert receive.release_if_failed is not again
 
 
+WAIT, ALL, REST, NOTHING = Matched(None, False), Matched(10, True), Matched(2, True), Matched(0, False)
+
+
+def samples(connector: ConnectorScheduler, names: str = "abc") -> None:
+    """Requests that share a ticket."""
+    for name in names:
+        connector.add(consumer(10, ticket_of(10), name), sharing=Sharing.FIRST)
+
+
+def matched(connector: ConnectorScheduler, names: str = "abc", computed: int = 0) -> list[Matched]:
+    return [connector.num_new_matched_tokens(name, computed) for name in names]
+
+
+def release_count(connector: ConnectorScheduler) -> int:
+    """How often a step tells the producer that its blocks are free."""
+    step = step_of(connector)
+    assert all(release.ticket.request_id == "remote" for release in step.release)
+    return sum(release.last for release in step.release)
+
+
+@each("computed", [0, 8])
+def test_samples_wait_for_the_first_load_and_read_what_it_has_left(computed: int) -> None:
+    """With a prefix cache that is the last block, partly filled; without it is all."""
+    connector = scheduler()
+    samples(connector)
+    for _ in range(2):
+        assert matched(connector) == [ALL, WAIT, WAIT]
+    connector.update_after_alloc("a", [1, 2, 3], 10)
+    assert matched(connector) == [NOTHING, WAIT, WAIT]
+    step = step_of(connector)
+    assert [(receive.request_id, receive.shared) for receive in step.receive] == [("a", True)]
+    assert [keep.request_id for keep in step.keep] == ["b", "c"], "each keeps the lease until it has read"
+    connector.update_from_workers(received=["a"])
+    assert matched(connector, computed=computed) == [NOTHING, *[REST if computed else ALL] * 2]
+    for name in "bc":
+        connector.update_after_alloc(name, [1, 2, 4], 10 - computed)
+    assert [len(receive.block_tables[0]) for receive in step_of(connector).receive] == [1 if computed else 3] * 2
+    connector.update_from_workers(received=["c"])
+    connector.request_finished("a", completed=True)
+    assert release_count(connector) == 0
+    connector.update_from_workers(received=["b"])
+    assert release_count(connector) == 1
+    with pytest.raises(RequestError, match="'d': another request has used its ticket"):
+        samples(connector, "d")
+
+
+def test_samples_whose_prompt_is_cached_altogether_give_their_ticket_back_once() -> None:
+    connector = scheduler()
+    samples(connector)
+    assert matched(connector, computed=10) == [NOTHING] * 3
+    for name in "bca":
+        assert release_count(connector) == 0
+        connector.update_after_alloc(name, [1, 2, 3], 0)
+    assert release_count(connector) == 1
+
+
+@each("loading", [False, True])
+def test_if_the_first_sample_is_aborted_the_next_one_is_the_first(loading: bool) -> None:
+    connector = scheduler()
+    samples(connector)
+    if loading:
+        connector.update_after_alloc("a", [1, 2, 3], 10)
+        step_of(connector)
+    assert connector.request_finished("a", completed=False).hold_blocks == loading
+    assert matched(connector, "bc") == [ALL, WAIT]
+    assert connector.request_finished("c", completed=False) == Finished(False, None)
+    connector.update_after_alloc("b", [4, 5, 6], 10)
+    step = step_of(connector)
+    assert step.abandon == ["a"] * loading
+    assert [(release.request_id, release.last) for release in step.release] == [
+        *([] if loading else [("a", False)]),
+        ("c", False),
+    ], "what was kept for them is let go"
+    connector.update_from_workers(received=["b"])
+    assert release_count(connector) == (not loading), "the blocks of the abandoned one are still written"
+    connector.update_from_workers(received=["a"])
+    assert release_count(connector) == loading
+
+
+@each("fails_its_request", [False, True])
+def test_a_load_that_fails_sends_the_other_samples_to_try_for_themselves(fails_its_request: bool) -> None:
+    """All at once: what one has to find out, such as that nobody answers, takes no longer for many."""
+    connector = scheduler()
+    samples(connector)
+    connector.update_after_alloc("a", [1, 2, 3], 10)
+    step_of(connector)
+    if fails_its_request:
+        connector.request_finished("a", completed=False)
+    connector.update_from_workers(received=["a"])
+    assert matched(connector, "bc") == [ALL, ALL]
+    for name in "bc":
+        connector.update_after_alloc(name, [4, 5, 6], 10)
+    connector.update_from_workers(received=["b", "c"])
+    assert release_count(connector) == 1
+
+
+def test_samples_that_vllm_has_spread_over_engines_do_not_use_the_ticket_twice() -> None:
+    """Two engines cannot know of each other what they read: the first sample's has the ticket."""
+    connector, other = scheduler(), scheduler()
+    connector.add(consumer(10, ticket_of(10), "a"), sharing=Sharing.FIRST)
+    connector.add(consumer(10, ticket_of(10), "c"), sharing=Sharing.FOLLOWS)
+    assert matched(connector, "ac") == [ALL, WAIT]
+    for name in "bd":
+        with pytest.raises(RequestError, match=f"'{name}': another .* its ticket"):
+            other.add(consumer(10, ticket_of(10), name), sharing=Sharing.FOLLOWS)
+
+
+@each(("before", "told"), [("", True), ("another ticket", True), ("its ticket", False)])
+def test_a_rejected_request_gives_back_what_nobody_has_had(before: str, told: bool) -> None:
+    """It is no prompt of its own: nothing is compared, and nothing is left of it."""
+    connector, ticket = scheduler(), ticket_of(1, request_id="its ticket")
+    ticket = msgspec.structs.replace(ticket, prompt_digest=prompt_digest(ticket.request_id, [7]))
+    if before:
+        connector.add(Request("before", 2, ticket_of(1, request_id=before).to_params(), [7, 8]))
+    connector.reject(Request("r", 1, ticket.to_params(), [0]))
+    assert [release.request_id for release in step_of(connector).release] == ["r"] * told
+    assert connector.request_finished("r", completed=False) == Finished(False, None)
+    assert connector.open_requests == bool(before)
+    with pytest.raises(RequestError, match="another request has used"):
+        connector.add(Request("again", 1, ticket.to_params(), [7]))
+
+
 @each("told_before_the_step", [False, True])
 def test_aborted_during_its_load_the_blocks_are_held_until_it_has_ended(told_before_the_step: bool) -> None:
     """An engine that fails a request for its load says that it has finished, then that it was received."""
@@ -440,6 +563,7 @@ class Job:
 
     request: Request
     ticket: Ticket | None
+    shares: bool = False
     tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     running: bool = False
@@ -478,7 +602,7 @@ class Engine(RuleBasedStateMachine):
         self.out: set[str] = set()  # leases whose ticket the router has
         self.awaited: set[str] = set()  # requests that the workers know to be sent
         self.told: dict[str, int] = {}  # how often each producer was told that its blocks are free
-        self.offered: set[str] = set()
+        self.offered: set[str] = set()  # tickets
         self.kept: set[str] = set()  # requests whose tickets' leases the workers keep
         self.flowing: set[str] = set()  # leases that grow, or have grown
         self.recalled: set[str] = set()  # those of them whose blocks the engine has taken: the next step says so
@@ -504,13 +628,14 @@ class Engine(RuleBasedStateMachine):
         self.names.add(name)
         self.come(flowing(tokens, name, name), None)
 
-    @rule(tokens=st.integers(1, 14), offered=st.integers(0, 16))
-    def a_prompt_to_receive(self, tokens: int, offered: int) -> None:
-        request_id = f"c{next(self.ids)}"
-        ticket = grouped_ticket(self.given, offered, request_id)
+    @rule(tokens=st.integers(1, 14), offered=st.integers(0, 16), samples=st.integers(1, 3))
+    def a_prompt_to_receive(self, tokens: int, offered: int, samples: int) -> None:
+        ticket = grouped_ticket(self.given, offered, f"t{next(self.ids)}")
         if offered:
-            self.offered.add(request_id)
-        self.come(consumer(tokens, ticket, request_id), ticket)
+            self.offered.add(ticket.request_id)
+        for _ in range(samples):
+            request = consumer(tokens, ticket, f"c{next(self.ids)}")
+            self.come(request, ticket, Sharing.FIRST if samples > 1 else Sharing.ALONE)
 
     @rule(tokens=st.integers(1, 14))
     def a_prompt_to_receive_while_it_is_computed(self, tokens: int) -> None:
@@ -522,6 +647,29 @@ class Engine(RuleBasedStateMachine):
     def come(self, request: Request, ticket: Ticket | None) -> None:
         self.connector.add(request)
         self.alive[request.request_id] = Job(request, ticket)
+
+    @precondition(lambda engine: engine.sharing())
+    @rule(data=st.data())
+    def another_sample(self, data: st.DataObject) -> None:
+        """While one that came before it needs the ticket, or too late."""
+        job = self.alive[data.draw(st.sampled_from(self.sharing()))]
+        assert job.ticket is not None
+        request = consumer(job.request.num_prompt_tokens, job.ticket, f"c{next(self.ids)}")
+        readers = [name for name, other in self.alive.items() if other.ticket is job.ticket]
+        states = {self.connector.state_of(name) for name in readers}
+        needed = states & {ConsumerState.EXPECTED, ConsumerState.RECEIVING, ConsumerState.ABANDONED}
+        with nullcontext() if needed else pytest.raises(RequestError, match="has used its ticket"):
+            self.come(request, job.ticket, Sharing.FOLLOWS)
+
+    def sharing(self) -> list[str]:
+        """Requests whose ticket is shared and offers something; of those that do not need it any more, too."""
+        return sorted(
+            name for name, job in self.alive.items() if job.shares and job.ticket is not None and job.ticket.num_tokens
+        )
+
+    def come(self, request: Request, ticket: Ticket | None, sharing: Sharing = Sharing.ALONE) -> None:
+        self.connector.add(request, sharing=sharing)
+        self.alive[request.request_id] = Job(request, ticket, shares=sharing is not Sharing.ALONE)
 
     def of(self, *states: JobState) -> list[str]:
         """Requests in one of these states."""
@@ -616,6 +764,9 @@ class Engine(RuleBasedStateMachine):
         computed = min(cached_blocks, (prompt - 1) // BLOCK_SIZE) * BLOCK_SIZE
         matched = self.connector.num_new_matched_tokens(request_id, computed)
         assert matched == self.connector.num_new_matched_tokens(request_id, computed)
+        if matched.tokens is None:
+            self.another_one_goes_ahead(job)
+            return
         assert matched.tokens == 0 or matched.asynchronous
         assert computed + matched.tokens <= prompt
         external = matched.tokens if use_remote else 0
@@ -626,6 +777,13 @@ class Engine(RuleBasedStateMachine):
         self.compute(job, computed + external)
         self.connector.update_after_alloc(request_id, self.tables_of(request_id), external)
         job.parked, job.running = external > 0, external == 0
+
+    def another_one_goes_ahead(self, waits: Job) -> None:
+        """Who waits for another one's load waits for one that is under way, or will be asked for."""
+        assert waits.shares
+        others = [name for name, job in self.alive.items() if job.ticket is waits.ticket and job is not waits]
+        asked = [self.connector.num_new_matched_tokens(name, 0).tokens for name in others]
+        assert any(self.alive[name].parked or tokens for name, tokens in zip(others, asked, strict=True))
 
     @precondition(lambda engine: engine.of(JobState.RUNNING, JobState.COMPUTED))
     @rule(data=st.data())
@@ -684,9 +842,15 @@ class Engine(RuleBasedStateMachine):
             assert blocks <= self.alive[receive.request_id].blocks
             assert not any(blocks & self.leases[other].keys() for other in self.out & self.leases.keys())
             self.loads[receive.request_id] = blocks
-            self.tell(receive.request_id)
+            assert receive.shared == self.alive[receive.request_id].shares
+            assert receive.ticket.request_id not in self.told
+            if not receive.shared:
+                self.tell(receive.ticket)
         for release in step.release:
-            self.tell(release.request_id)
+            read = any(self.alive[name].ticket == release.ticket for name in self.loads)
+            assert not (read and release.last)
+            if release.last:
+                self.tell(release.ticket)
         for request_id in step.abandon:
             assert request_id in self.loads
         for save in step.save:
@@ -728,8 +892,8 @@ class Engine(RuleBasedStateMachine):
             elif group.kind is not GroupKind.STATE:
                 assert count >= -(-grow.num_tokens // group.block_size) - span.start
 
-    def tell(self, request_id: str) -> None:
-        self.told[request_id] = self.told.get(request_id, 0) + 1
+    def tell(self, ticket: Ticket) -> None:
+        self.told[ticket.request_id] = self.told.get(ticket.request_id, 0) + 1
 
     @precondition(lambda engine: engine.loads)
     @rule(data=st.data(), recompute=st.booleans())
@@ -808,6 +972,7 @@ class Engine(RuleBasedStateMachine):
             self.kept.discard(request_id)
             self.connector.update_from_workers(received=[request_id])
             self.take_back(self.alive[request_id])
+        self.step(tokens=1, answer=0)
         for request_id in self.out:
             self.leases.pop(request_id, None)
         self.report()

@@ -17,8 +17,8 @@ from tests_support import PATIENT, WAIT_S, limited, pass_deadlines, small_cache,
 
 from kvflow import Config, LeaseOutcome
 from kvflow.blocking import Runtime
-from kvflow.connector.parameters import producer_params
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig
+from kvflow.connector.parameters import name_of, producer_params
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, SchedulingConfig, Sharing
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker, Happening, LeaseEnded, Loaded, LoadFailed
 from kvflow.core.policy.events import DeviceEvent
@@ -197,6 +197,35 @@ def test_a_prompt_goes_from_one_engine_to_the_other(pair: Pair) -> None:
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)
     assert not pair.prefill.scheduler.blocks_held("r")
     pair.decode.scheduler.request_finished("d", completed=True)
+
+
+@pytest.mark.parametrize("flows", [False, True])
+def test_ids_of_any_length_are_handed_over(pair: Pair, flows: bool) -> None:
+    """An engine's ids may be longer than a runtime's: on both sides one has its beginning and a digest instead."""
+    ours, theirs = "d" * 5000, "r" * 5000
+    if flows:
+        rendezvous = Ticket.rendezvous(pair.prefill.worker.introduction(), "name")
+        pair.prefill.scheduler.add(Request(theirs, 7, producer_params(rendezvous)))
+        pair.prefill.step((theirs, 7), blocks=(1, 2))
+        params = rendezvous.to_params()
+    else:
+        params = pair.prefill.prefill(theirs)
+        assert Ticket.from_params(params).request_id.startswith(name_of(theirs))
+    pair.decode.receive(params, [5, 6], ours)
+    loaded = pair.decode.until(load_ended)
+    assert isinstance(loaded, Loaded)
+    assert (loaded.request_id, loaded.report.request_id) == (ours, name_of(ours))
+    if flows:
+        pair.prefill.scheduler.request_finished(theirs, completed=True)
+    assert pair.prefill.until(lease_ended) == LeaseEnded(theirs, LeaseOutcome.READ, True)
+    pair.decode.scheduler.request_finished(ours, completed=True)
+
+
+def test_long_ids_with_the_same_beginning_have_names_of_their_own() -> None:
+    assert name_of("r" * 200) == "r" * 200
+    names = {name_of("r" * 200 + end) for end in ("0", "1", "00")}
+    assert len(names) == 3
+    assert all(name.startswith("r" * 200) and len(name) < 256 for name in names)
 
 
 class Event:
@@ -395,6 +424,61 @@ def test_an_abandoned_load_is_received_when_its_bytes_have_stopped(pair: Pair) -
     assert decode.until(load_ended) == LoadFailed("d", ((5, 6),), None)
     assert not decode.scheduler.blocks_held("d")
     assert pair.prefill.until(lease_ended) == LeaseEnded("r", LeaseOutcome.READ, True)  # it was told at once
+
+
+def share(engine: Engine, params: dict[str, Any], *names: str) -> None:
+    for name in names:
+        engine.scheduler.add(Request(name, 7, params), sharing=Sharing.FIRST)
+
+
+def load_rest(engine: Engine, name: str, blocks: Sequence[int]) -> Happening:
+    """Load what is not in the engine's prefix cache, by its last blocks."""
+    missing = {2: 7, 1: 3}[len(blocks)]
+    assert engine.scheduler.num_new_matched_tokens(name, 7 - missing) == (missing, True)
+    engine.scheduler.update_after_alloc(name, [5, 6][: 2 - len(blocks)] + list(blocks), missing)
+    return engine.until(load_ended)
+
+
+@pytest.mark.parametrize("flows", [False, True])
+def test_samples_read_one_offer_and_its_producer_is_told_once(pair: Pair, flows: bool) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    if flows:
+        rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
+        prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+        prefill.step(("r", 7), blocks=(1, 2))
+        prefill.scheduler.request_finished("r", completed=True)
+    share(decode, rendezvous.to_params() if flows else prefill.prefill(), "a", "b", "c")
+    for name, blocks in {"a": [5, 6], "b": [4], "c": [3]}.items():
+        assert isinstance(load_rest(decode, name, blocks), Loaded)
+        prefill.step()
+        assert prefill.scheduler.blocks_held("r")
+        assert prefill.happened == []
+    assert prefill.until(lease_ended, meanwhile=decode.step) == LeaseEnded("r", LeaseOutcome.READ, True)
+    for layer in decode.kv_caches.values():
+        assert (layer[:, 5] == 1.0).all()
+        assert (layer[:, [3, 4, 6], :, :3] == 1.0).all()
+    for name in "abc":
+        decode.scheduler.request_finished(name, completed=True)
+
+
+def test_a_sample_that_is_abandoned_leaves_the_offer_to_the_others(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    decode.transport.faults.hold = True
+    share(decode, prefill.prefill(), "a", "b", "c")
+    decode.scheduler.update_after_alloc("a", [5, 6], 7)
+    decode.step()
+    decode.runtime.start(reads_are_open).result(WAIT_S)
+    for name in "ac":
+        decode.scheduler.request_finished(name, completed=False)
+    decode.step()
+    decode.step()
+    decode.transport.faults.hold = False
+    on_loop(decode.runtime, decode.transport.perform)
+    assert decode.until(load_ended) == LoadFailed("a", ((5, 6),), None)
+    assert isinstance(load_rest(decode, "b", [3, 4]), Loaded)
+    assert all((layer[:, 3] == 1.0).all() for layer in decode.kv_caches.values())
+    assert prefill.until(lease_ended, meanwhile=decode.step) == LeaseEnded("r", LeaseOutcome.READ, True)
+    decode.scheduler.request_finished("b", completed=True)
 
 
 @pytest.mark.parametrize("pair", [{"cancel_grace_s": 0.01}], indirect=True)

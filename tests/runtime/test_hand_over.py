@@ -39,6 +39,18 @@ async def test_a_ticket_of_another_prompt_is_refused(pair: EnginePair) -> None:
         pair.writer.serve_blocks(ServeRequest("short", block_ids=[3], num_tokens=11, prompt=prompt))
 
 
+async def test_several_loads_of_one_offer_and_who_tells_its_producer(pair: EnginePair) -> None:
+    """Such as samples of one prompt: a load keeps the offer, whether it reads some of it, all or nothing."""
+    lease = pair.offer([3, 7, 9])
+    for block_ids in ([0, 1, 2], [4, 5], []):
+        report = await pair.load(lease, block_ids, keep_offer=True)
+        assert (report.blocks, report.notified) == (len(block_ids), False)
+    pair.assert_loaded([0, 1, 2, 4, 5], [3, 7, 9, 7, 9])
+    assert not lease.done
+    assert await pair.reader.release_blocks(lease.ticket)
+    assert await lease is LeaseOutcome.READ
+
+
 async def test_a_full_hit_whose_producer_is_gone_goes_on(pair: EnginePair) -> None:
     ticket = pair.offer([3]).ticket.to_params() | {"remote_port": 1}
     assert not (await pair.load(ticket, [])).notified

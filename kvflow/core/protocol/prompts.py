@@ -3,18 +3,22 @@
 A router may mix tickets up, or both engines may make different tokens of the same text (another chat template, another
 tokenizer). The bytes would arrive in good order, and the answer would be about something else. So a ticket can carry a
 digest of its tokens, which the consumer compares with its own.
+
+More than tokens can tell prompts apart: an adapter, pictures, a cache's salt. An engine has the token that such a thing
+begins with `marked` by it, and gives what comes of that as the prompt. A prompt without is its token ids.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvflow.checks import answer, count, shown, whole_numbers
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
 
 _DIGEST_BYTES = 16
+_MARKED = 1 << 62  # above every token id
 
 
 def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
@@ -26,6 +30,19 @@ def prompt_digest(request_id: str, token_ids: Sequence[int]) -> str:
     state = hashlib.blake2b(request_id.encode(), digest_size=_DIGEST_BYTES)
     state.update(b"\0" + tokens.astype("<i8").tobytes())
     return state.hexdigest()
+
+
+def marked(token_ids: Sequence[int], marks: Mapping[int, bytes]) -> list[int]:
+    """A prompt as numbers in which those at marked places tell of the token and of the mark.
+
+    So whatever of a prompt is offered is compared with the marks in it, and not with those that come later.
+    """
+    prompt = list(token_ids)
+    for place in marks.keys() & range(len(prompt)):
+        token = int(prompt[place]).to_bytes(8, "little", signed=True)
+        state = hashlib.blake2b(marks[place], digest_size=8, key=token)
+        prompt[place] = _MARKED | int.from_bytes(state.digest(), "little") >> 2
+    return prompt
 
 
 def offered_digest(request_id: str, token_ids: Sequence[int] | None, num_tokens: int) -> str:
@@ -59,7 +76,8 @@ def check_prompt(ticket: Ticket, token_ids: Sequence[int], what: str) -> None:
     if digest != ticket.prompt_digest:
         raise PromptMismatch(
             f"{what}: the first {offered} tokens of its prompt are not those that the ticket of request "
-            f"{ticket.request_id!r} offers: digest {digest}, the ticket's is {ticket.prompt_digest}"
+            f"{ticket.request_id!r} offers, or go with another adapter, picture or salt: "
+            f"digest {digest}, the ticket's is {ticket.prompt_digest}"
         )
 
 

@@ -63,6 +63,9 @@ class LoadRequest:
     num_tokens: int | None = None
     """How many tokens the offer has to be of, for callers that have made room before they could know, as for a
     rendezvous: PromptMismatch if it is of more or fewer, before anything is read."""
+    keep_offer: bool = False
+    """Whether the producer is not told at the end, since other requests are to read the same: `Runtime.release_blocks`
+    tells it, and `Runtime.keep_leases` keeps the blocks until then."""
 
 
 def checked_load_request(request: object, id_chars_max: int, block_ids_max: int) -> LoadRequest:
@@ -74,6 +77,7 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
         plain_id = request.request_id.isascii() and 0 < len(request.request_id) <= id_chars_max
         plain_ids = len(request.block_ids) <= block_ids_max
         usual = request.deadline_s is None and request.after is None and request.priority is _USUAL_PRIORITY
+        usual = usual and request.keep_offer is False
         if plain_id and plain_ids and usual and request.verify is None and request.num_tokens is None:
             return request  # in few steps
     given = checks.instance(request, LoadRequest, "load_blocks")
@@ -85,10 +89,11 @@ def checked_load_request(request: object, id_chars_max: int, block_ids_max: int)
         after = checked_event(given.after, "after")
         verify = None if given.verify is None else checks.flag(given.verify, "verify")
         num_tokens = None if given.num_tokens is None else checks.whole(given.num_tokens, "num_tokens", least=0)
+        keep_offer = checks.flag(given.keep_offer, "keep_offer")
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
     plain = (request_id, given.ticket, given.block_ids, deadline_s, priority, given.prompt, after, verify, num_tokens)
-    return LoadRequest(*plain)
+    return LoadRequest(*plain, keep_offer)
 
 
 class Verification(enum.StrEnum):

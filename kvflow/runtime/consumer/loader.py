@@ -88,6 +88,10 @@ def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
         raise PromptMismatch(f"{what}, {ticket.engine_id!r} at {ticket.address} offers {ticket.offered_tokens}")
 
 
+def _tell_nobody(_: Sequence[Source]) -> None:
+    """Others are to read the same."""
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
     """A load under way: what was asked, how far it is, and what it holds."""
@@ -104,6 +108,8 @@ class _Load:
     """Its deadline, by the loop's clock."""
     watch: Stopwatch
     handle: Load
+    tell: Callable[[Sequence[Source]], None]
+    """Of what has been read, whoever is to know."""
     started: bool = False
     read_from: list[Source] = field(default_factory=list)
     admission: Permit | None = None
@@ -284,7 +290,15 @@ class Loader:
         waited_s = self._context.clock.now_s() - begun_s
         ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         load = _Load(
-            plain, ticket, tables, entries, asyncio.timeout(None), ends_s, watch, Load(plain.request_id, tables)
+            plain,
+            ticket,
+            tables,
+            entries,
+            asyncio.timeout(None),
+            ends_s,
+            watch,
+            Load(plain.request_id, tables),
+            _tell_nobody if plain.keep_offer else self._remote_leases.tell,
         )
         self._loads[load] = None
         self._quiet.clear()
@@ -355,7 +369,8 @@ class Loader:
                     if any(rank.payload for rank in ticket.ranks):
                         return await self._take_payload(load)
                     load.watch.enter("notify")
-                    return load.report(notified=await self._remote_leases.release(ticket))
+                    told = not load.request.keep_offer and await self._remote_leases.release(ticket)
+                    return load.report(notified=told)
                 load.watch.enter("handshake")
                 sources = await self._reach.reach(ticket, partial(self._remote_leases.keep, load, ticket.ttl_s))
                 load.watch.enter("plan")
@@ -387,8 +402,8 @@ class Loader:
         load.following = self._follower.follow(load.ticket, sources, lambda _: None)
         await self._wait_for_payload(load, load.following)
         load.watch.enter("notify")
-        self._remote_leases.tell(sources)
-        return load.report(notified=True)
+        load.tell(sources)
+        return load.report(notified=not load.request.keep_offer)
 
     def _follow(
         self, load: _Load, sources: Sequence[Source], chunks: Mapping[tuple[int, int], tuple[Chunks, ...]]
@@ -498,14 +513,14 @@ class Loader:
         if load.following is not None:
             await self._wait_for_payload(load, load.following)
         load.watch.enter("notify")
-        self._remote_leases.tell(sources)
+        load.tell(sources)
         tokens = 0
         for found in chunks.values():
             count = 0
             for some in found:
                 count += len(some) * some.tokens
             tokens = max(tokens, count)
-        return load.report(tokens=tokens, notified=True)
+        return load.report(tokens=tokens, notified=not load.request.keep_offer)
 
     async def _read_verified(self, load: _Load, flight: Flight) -> bool:
         """Read, and compare with what the producer holds; where that differs read once more, and compare again.

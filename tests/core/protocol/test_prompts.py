@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.prompts import check_prompt, prompt_digest
+from kvflow.core.protocol.prompts import check_prompt, marked, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
 from tests.tests_support import any_ticket, each
@@ -68,3 +70,21 @@ def test_another_prompt_is_refused(prompt: list[int], message: str) -> None:
 def test_what_are_no_token_ids_is_refused(wrong: Any) -> None:
     with pytest.raises(RequestError, match=r"^request 'r': prompt: expected a flat list of whole numbers"):
         prompt_digest("r", wrong)
+
+
+@given(prompt=prompts.filter(len), data=st.data())
+def test_marks_tell_prompts_of_the_same_tokens_apart(prompt: list[int], data: st.DataObject) -> None:
+    """As far as they are in what is offered; without any a prompt is what it was."""
+    place, offered = data.draw(st.integers(0, len(prompt) - 1)), data.draw(st.integers(0, len(prompt)))
+    one, other = marked(prompt, {place: b"one"}), marked(prompt, {place: b"other"})
+    assert marked(prompt, {}) == prompt
+    for ours, theirs in itertools.permutations((prompt, one, other), 2):
+        refused = pytest.raises(PromptMismatch, match="adapter, picture or salt") if place < offered else nullcontext()
+        with refused:
+            check_prompt(ticket_of(ours[:offered]), theirs, "request 'r'")
+        check_prompt(ticket_of(ours[:offered]), ours, "request 'r'")
+
+
+def test_a_mark_is_of_its_token_and_the_same_on_all_machines() -> None:
+    assert marked([1, 2, 3], {1: b"mark"}) == [1, 8227428212062431017, 3]
+    assert marked([1, 7, 3], {1: b"mark"}) != [1, 8227428212062431017, 3]

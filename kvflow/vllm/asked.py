@@ -1,0 +1,89 @@
+"""vLLM's requests as `connector.scheduler` asks about them: above all, what tells their prompts apart.
+
+vLLM finds a block in its prefix cache by its tokens and by what else makes it another one (`extra_keys` in
+`vllm.v1.core.kv_cache_utils`): adapter, pictures and where they begin, cache salt, embeddings. A ticket is of the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.v1.utils import tensor_data
+
+from kvflow.connector.scheduler import Sharing
+from kvflow.core.protocol.prompts import marked
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_SAMPLE = re.compile(r"([0-9]{1,9})_")
+
+
+def names_pictures(vllm_config: VllmConfig) -> bool:
+    """Whether a picture's identifier says what is in it: vLLM numbers them where it caches nothing of them."""
+    pictures = vllm_config.model_config.multimodal_config
+    cached = pictures is None or pictures.mm_processor_cache_gb != 0
+    return bool(cached or vllm_config.cache_config.enable_prefix_caching)
+
+
+def spreads_samples(vllm_config: VllmConfig) -> bool:
+    """Whether this is one of several engines of a server: vLLM tells by the engine's id only (data parallel)."""
+    engine_id, rank = vllm_config.kv_transfer_config.engine_id, vllm_config.parallel_config.data_parallel_index
+    return str(engine_id).endswith(f"_dp{rank}")
+
+
+def sharing_of(request_id: str, *, spread: bool) -> Sharing:
+    """Who else has the request's ticket: of n samples of a prompt vLLM makes requests "0_ID" to "n-1_ID".
+
+    `spread` over several engines, of which each has its own scheduler, only the first one's engine uses the ticket. For
+    another request of such an id that costs no more than that its producer is told a step later.
+    """
+    sample = _SAMPLE.match(request_id)
+    if sample is None:
+        return Sharing.ALONE
+    return Sharing.FOLLOWS if spread and int(sample[1]) else Sharing.FIRST
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, and whether the identifiers of its pictures say what is in them."""
+
+    request: Request
+    names_pictures: bool
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        return self.request.kv_transfer_params
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int] | None:
+        """Its tokens, marked with what else vLLM takes into the hashes of their blocks; None if that says nothing."""
+        request = self.request
+        if request.mm_features and not self.names_pictures:
+            return None
+        keys: defaultdict[int, list[tuple[str | bytes, ...]]] = defaultdict(list)
+        if request.lora_request is not None:
+            keys[0].append(("lora", request.lora_request.lora_name, request.lora_request.lora_path))
+        if request.cache_salt:
+            keys[0].append(("cache_salt", request.cache_salt))
+        for feature in request.mm_features:
+            keys[feature.mm_position.offset].append(("mm", feature.identifier))
+        if request.prompt_embeds is not None:
+            for place, embedding in enumerate(request.prompt_embeds[: self.num_prompt_tokens]):
+                keys[place].append(("prompt_embeds", bytes(tensor_data(embedding))))
+        tokens = request.all_token_ids[: self.num_prompt_tokens]
+        return marked(tokens, {place: msgspec.msgpack.encode(found) for place, found in keys.items()})
