@@ -644,10 +644,6 @@ class Engine(RuleBasedStateMachine):
         self.offered.add(request_id)
         self.come(consumer(tokens, ticket, request_id), ticket)
 
-    def come(self, request: Request, ticket: Ticket | None) -> None:
-        self.connector.add(request)
-        self.alive[request.request_id] = Job(request, ticket)
-
     @precondition(lambda engine: engine.sharing())
     @rule(data=st.data())
     def another_sample(self, data: st.DataObject) -> None:
