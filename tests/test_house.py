@@ -71,6 +71,7 @@ SLEEPING_TESTS = {
     "tests/runtime/test_rendezvous.py": "virtual time: what is tested is that one leg waits for the other",
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
     "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",
+    "tests/runtime/test_cancelled_everywhere.py": "virtual time: a prompt is computed in steps, and questions run out",
     "tests/runtime/test_keeping.py": "virtual time: what is tested is what is left when much of it has passed",
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",

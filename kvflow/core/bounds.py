@@ -20,7 +20,6 @@ READER_CHARS_MAX = 4096
 FACT_CHARS_MAX = 1 << 14
 REASON_CHARS_MAX = 4096
 INCARNATION_CHARS_MAX = 256
-LEASE_ID_CHARS = 32
 _ENTRIES_MAX = 1 << 24
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
@@ -47,9 +46,6 @@ Reason: TypeAlias = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 RequestName: TypeAlias = Annotated[str, Meta(max_length=REQUEST_ID_CHARS_MAX)]
 NetAddress: TypeAlias = Annotated[str, Meta(max_length=HOST_CHARS_MAX + len("tcp://:65535"))]
 Incarnation: TypeAlias = Annotated[str, Meta(max_length=INCARNATION_CHARS_MAX, pattern=r"\A[!-~]+\Z")]
-LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
-"""Of a reader: one that is none of ours is no lease's."""
-NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
 PromptDigest: TypeAlias = Annotated[str, Meta(max_length=32, pattern=r"\A(?:[0-9a-f]{32})?\Z")]
 
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]

@@ -109,9 +109,7 @@ async def a_pair(verb: Verb, staging: str) -> AsyncIterator[Coroutine[Any, Any, 
         serving = cache_of(producer).serving
         for opened in list(serving._offers.values()):
             await opened.lease.revoke()
-        await asyncio.sleep(
-            CONFIG.limits.question_wait_s + 1.0
-        )  # a question whose asker is gone is answered at its end
+        await asyncio.sleep(CONFIG.limits.question_wait_s + 1.0)  # whoever has asked is gone; it is answered then
         assert serving.news.waiting == 0
         assert not [task for task in asyncio.all_tasks() if "kvflow-" in task.get_name() and "req" in task.get_name()]
         for runtime in (consumer, producer):
@@ -125,9 +123,9 @@ async def a_pair(verb: Verb, staging: str) -> AsyncIterator[Coroutine[Any, Any, 
 @pytest.mark.parametrize(
     ("verb", "staging"),
     [
-        (rendezvous, "always"),
+        pytest.param(rendezvous, "always", marks=pytest.mark.thorough),
         (awaited, "never"),
-        (verified, "never"),
+        pytest.param(verified, "never", marks=pytest.mark.thorough),
         (kept, "never"),
         (prewarmed, "never"),
         (failed, "always"),

@@ -25,7 +25,6 @@ from msgspec import Meta
 from kvflow.checks import is_name, printable
 from kvflow.config import RANKS_MAX
 from kvflow.core.bounds import (
-    LEASE_ID_CHARS,
     READER_CHARS_MAX,
     BlockIds,
     ClockTime,
@@ -36,10 +35,8 @@ from kvflow.core.bounds import (
     Hold,
     Incarnation,
     Layers,
-    LeaseId,
     Name,
     NetAddress,
-    NewLeaseId,
     PromptDigest,
     Reader,
     Reason,
@@ -64,6 +61,7 @@ PROTOCOL_VERSION = 5
 MAGIC = "kvflow"
 REGIONS_MAX = 1 << 16
 DIGEST_PARTS_MAX = 1 << 12
+LEASE_ID_CHARS = 32
 NO_LEASE_ID = "0" * LEASE_ID_CHARS  # what a wiped seal reads as
 _ADDRESS_MAX = (1 << 63) - 1
 _PARTS = (("K", "V"), ("KV",), ("latent",))
@@ -78,6 +76,9 @@ _LIFE = re.compile(r"/([0-9]{1,6})\.([0-9]{1,6})\.([0-9]{1,6})#(.+)")
 CacheShares: TypeAlias = Annotated[tuple[CacheShare, ...], Meta(max_length=SETS_MAX)]
 BlockTables: TypeAlias = Annotated[tuple[BlockIds, ...], Meta(max_length=GROUPS_MAX)]
 Numbers: TypeAlias = Annotated[list[Size], Meta(max_length=REGIONS_MAX)]
+LeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS)]
+"""Of a reader: one that is none of ours is no lease's."""
+NewLeaseId: TypeAlias = Annotated[str, Meta(max_length=LEASE_ID_CHARS, pattern=rf"\A[0-9a-f]{{{LEASE_ID_CHARS}}}\Z")]
 LeaseIds: TypeAlias = Annotated[tuple[LeaseId, ...], Meta(max_length=LEASE_IDS_MAX)]
 
 StructT = TypeVar("StructT")
