@@ -254,9 +254,7 @@ async def test_every_verb_refuses_another_loop_and_takes_nothing(
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("verb", PLAIN_CALLS)
-async def test_every_plain_call_refuses_a_thread_without_a_loop(
-    verb: str, state: RuntimeState, tmp_path: Path
-) -> None:
+async def test_every_plain_call_refuses_a_thread_without_a_loop(verb: str, state: RuntimeState, tmp_path: Path) -> None:
     """It raises there and then: there may be nobody to await what it would return."""
     async with at_work(tmp_path, state) as (runtime, lease, load):
         with pytest.raises(UsageError, match="no event loop runs here"):
