@@ -174,6 +174,12 @@ class LayoutError(InvalidInput):
 class RequestError(InvalidInput):
     """A request or ticket is malformed, or does not fit the registered cache."""
 
+    def of_request(self, request_id: str, engine_id: str) -> Self:
+        """The same as one request met it; itself if it names that request, or a ticket's field and no request."""
+        what = f"request {request_id!r}"
+        names_it = str(self).startswith((what, "ticket: "))
+        return self if names_it else self._retold(f"{what} from {engine_id!r}: {self}")
+
 
 class BlocksBusy(RequestError):
     """Blocks are in use by another request in a way that excludes this one."""
@@ -273,6 +279,11 @@ class LoadError(KVFlowError):
         self.request_id = request_id
         self.peer = peer
 
+    def of_request(self, request_id: str, engine_id: str) -> Self:
+        """The same as one request met it, as with a `PeerError`; itself if that is the one it names."""
+        what = f"request {request_id!r}"
+        return self if self.request_id == request_id else self._retold(f"{what}: {self}", request_id=request_id)
+
 
 class LeaseExpired(LoadError):
     """The producer's promise did not provably cover the whole read: it ran out, was withdrawn or was used up."""
@@ -290,10 +301,6 @@ class Overloaded(LoadError):
 
     blame = Blame.ENGINE
     retryable = True
-
-    def of_request(self, request_id: str, engine_id: str) -> Overloaded:
-        """The same as one request met it, as with a `PeerError`; itself if it names a request."""
-        return self if self.request_id else self._retold(f"request {request_id!r}: {self}", request_id=request_id)
 
 
 class TransferFailed(LoadError):

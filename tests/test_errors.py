@@ -154,6 +154,22 @@ def test_the_same_failure_as_a_request_met_it_names_the_request() -> None:
     assert vars(pickle.loads(pickle.dumps(error))) == vars(error)
 
 
+@OF_CLASS
+def test_an_error_of_another_request_is_retold_and_one_of_its_own_is_not(kind: type[KVFlowError]) -> None:
+    error = made(kind)
+    if not isinstance(error, PeerError | LoadError | RequestError):
+        return
+    found = error.of_request("req-1", "prefill-0")
+    assert type(found) is kind
+    assert str(found).startswith("request 'req-1'")
+    assert str(found).endswith(str(error))
+    assert found.__cause__ is error
+    if isinstance(error, PeerError):  # of a handshake, which names none
+        return
+    assert vars(found) == vars(error) | {"request_id": "req-1"} if isinstance(error, LoadError) else vars(error)
+    assert found.of_request("req-1", "prefill-0") is found
+
+
 # --- what they answer
 
 

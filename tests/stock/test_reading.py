@@ -195,8 +195,9 @@ async def test_params_are_used_once() -> None:
     async with stock_producer() as producer, reader() as ours:
         params = producer.offer("once", [3], TOKENS)
         await ours.load(params, [0])
-        with pytest.raises(LeaseExpired, match="has been read"):
+        with pytest.raises(LeaseExpired, match="has been read") as caught:
             await ours.load(params, [1])
+        assert caught.value.request_id == "req", "the load's, not the ticket's"
         await producer.until(lambda: producer.freed == [["once"]])
         assert not producer.unknown
 

@@ -332,7 +332,7 @@ class Loader:
             self._end(load, cancelled, "cancelled", CANCELLED)
             raise
         except KVFlowError as error:
-            if isinstance(error, PeerError | Overloaded):  # which others may have been raised, too
+            if isinstance(error, PeerError | LoadError | RequestError):  # of its ticket, or which others meet, too
                 error = error.of_request(load.request.request_id, load.ticket.engine_id)
             error.quarantine = load.handle if load.flight is not None and not load.flight.safe else None
             logger.info("load %s failed in phase %s: %s", load.handle.request_id, load.watch.phase, error)
