@@ -6,12 +6,14 @@ import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
 
+from kvflow.core.stock.versions import line_of
 from tests_vllm.conftest import TEXT, Site
-from tests_vllm.servers import NAME, HTTPFailed, Server, Setup, hand_over, prefill, proxied
+from tests_vllm.servers import NAME, VERSION, HTTPFailed, Server, Setup, hand_over, prefill, proxied
 from tests_vllm.stock_late import late_round, late_setups
 
 LENGTHS = [3, 100, 127, 128, 129, 417, 1000, 1900]
@@ -166,6 +168,46 @@ class TestBeingReadByStock:
     def test_behind_a_router_that_knows_nothing_of_us(self, pair: tuple[Server, Server], story: list[int]) -> None:
         producer, consumer = pair
         assert_routed(producer, consumer, story)
+
+
+class TestBothOurs:
+    """P and D are ours, both with `stock_peers`: what a router leaves of the parameters changes nothing."""
+
+    @pytest.fixture
+    def pair(self, site: Site) -> tuple[Server, Server]:
+        producer, consumer = site.have(ours("kv_producer", 0), ours("kv_consumer", 1))
+        return producer, consumer
+
+    def test_seals_prove_what_is_read_whatever_a_router_drops(
+        self, pair: tuple[Server, Server], story: list[int]
+    ) -> None:
+        producer, consumer = pair
+        for turn, keeps in enumerate((known, whole, known, whole)):
+            prompt = story[100 * turn : 100 * turn + 417]
+            expected = producer.text(prompt, **ALONE)
+            before = consumer.metric(LOADS, freshness="seal")
+            assert consumer.text(prompt, kv_transfer_params=keeps(prefill(producer, prompt))) == expected
+            consumer.wait_metric(LOADS, before + 1, freshness="seal")
+        assert consumer.metric(LOADS, freshness="deadline") == 0
+
+    def test_parameters_of_another_prompt_are_not_read(self, pair: tuple[Server, Server], story: list[int]) -> None:
+        producer, consumer = pair
+        mine, other = story[1000:1300], story[1400:1700]
+        expected = producer.text(mine, **ALONE)
+        params = known(prefill(producer, other))
+        refused = consumer.metric("vllm:kvflow_tickets_refused_total", reason="PromptMismatch")
+        assert consumer.text(mine, kv_transfer_params=params, **ALONE) == expected
+        consumer.wait_metric("vllm:kvflow_tickets_refused_total", refused + 1, reason="PromptMismatch")
+        assert consumer.metric(LOADS, freshness="deadline") == 0
+
+
+def whole(params: dict[str, Any]) -> dict[str, Any]:
+    return params
+
+
+def known(params: dict[str, Any]) -> dict[str, Any]:
+    """What a router keeps that knows the fields of stock vLLM."""
+    return {name: params[name] for name in line_of(VERSION).params}
 
 
 def assert_routed(producer: Server, consumer: Server, story: list[int]) -> None:

@@ -61,6 +61,12 @@ COUNTERS: tuple[tuple[str, str, str, Values], ...] = (
     ("kvflow_reads", "Reads posted.", "", lambda now: {"": now.transport.reads}),
     ("kvflow_reads_failed", "Reads that the transport failed.", "", lambda now: {"": now.transport.reads_failed}),
     ("kvflow_notifications_ignored", "Notifications that changed nothing.", "reason", _dropped),
+    (
+        "kvflow_late_reads",
+        "Reads of stock engines that ended after their lease: the text may be wrong.",
+        "",
+        lambda now: {"": now.serving.late_reads} if now.serving else {},
+    ),
     ("kvflow_side_channel_messages", "Side-channel messages.", "result", _messages),
     ("kvflow_store_requests", "Saves and restores that have ended.", "outcome", _stored),
     (

@@ -30,6 +30,8 @@ class Leases(Protocol):
 
     def on_notification(self, payload: bytes) -> None: ...
 
+    def note_late_read(self) -> None: ...
+
 
 class Service(Protocol):
     """What readers of another make are answered."""

@@ -18,7 +18,7 @@ from kvflow.transport.base import TransportStatistics
 PartT = TypeVar("PartT", ServingStatistics, LoadingStatistics, TransportStatistics)
 
 _SERVED = ("read", "expired", "revoked", "failed", "renewals")
-_NOTIFIED = ("late_notifications", "duplicate_notifications", "malformed_notifications")
+_NOTIFIED = ("late_notifications", "duplicate_notifications", "malformed_notifications", "late_reads")
 _LOADED = ("succeeded", "failed", "cancelled", "refused", "bytes", "renewals")
 _MOVED = ("reads", "reads_failed", "bytes_read")
 _SENT = ("notifications_sent", "notifications_received", "notifications_failed")

@@ -32,10 +32,6 @@ logger = logger_of(__name__)
 
 _MARK = "stock+"
 _LOOK_AGAIN_S = 2.0  # no engine restarts as fast
-_KIN = (
-    "%s is of our own make, but parameters of it have lost all that kvflow writes into them: its ranks are asked for"
-    " their leases, and which prompt these are of is not known; the router has to pass remote_request_id on as it is"
-)
 
 
 class Whereabouts(NamedTuple):
@@ -148,7 +144,12 @@ class StockHandshakes:
         share = topology.report_share(self._local.cache_shares, metadata.cache_shares)
         maps = tuple(block_maps(metadata, self._local, regions))
         if own is not None:
-            logger.warning(_KIN, at)
+            logger.warning(
+                "%s is of our own make, but parameters of it have lost all that kvflow writes into them: its ranks are"
+                " asked for their leases, and which prompt these are of is not known; the router has to pass"
+                " remote_request_id on as it is",
+                at,
+            )
             kin = KinConnection(agent, metadata, regions, maps, share)
             kin.rank, kin.life, kin.seen_s = *own, asked_s
             return kin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime
@@ -69,6 +70,8 @@ class StockPeers:
     """The same, of all layers in the order of their numbers; () shows none."""
     ranks: EngineRanks | None = None
     """Of an engine of several ranks that is read by others: what its ranks know of each other."""
+    on_late_read: Callable[[str], None] | None = None
+    """Called, on the runtime's loop, with each request that a reader says to have read when its lease was over."""
 
     def __post_init__(self) -> None:
         checks.flag(self.learn_hash, "stock learn_hash", error=ConfigError)
@@ -86,6 +89,8 @@ class StockPeers:
             checks.whole(size, "stock tp_sizes", least=1, most=RANKS_MAX, error=ConfigError)
         if self.ranks is not None:
             checks.instance(self.ranks, EngineRanks, "stock ranks", error=ConfigError)
+        if self.on_late_read is not None and not callable(self.on_late_read):
+            raise ConfigError(f"stock on_late_read: expected a function, got {checks.shown(self.on_late_read)}")
         for name in ("serve_version", "attn_backend_name"):
             checks.text(getattr(self, name), f"stock {name}", most=_NAME_CHARS_MAX, error=ConfigError)
         for name in self.region_names:
@@ -130,7 +135,8 @@ class StockPeers:
             why = f"tp_size is {config.tp_size}: one rank answers for all, so StockPeers needs `ranks` (EngineRanks)"
             raise ConfigError(f"stock serve_version: {why}")
         ranks = EngineRanks() if self.ranks is None else self.ranks
-        pose = Pose(self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names, ranks)
+        shown = self.hashes[0], self.serve_line, self.attn_backend_name, self.region_names
+        pose = Pose(*shown, ranks, self.on_late_read)
         return StockService(context, _our_cache(local), metadata, leases, pose)
 
 

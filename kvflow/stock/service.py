@@ -7,7 +7,9 @@ secret, as it is in every ticket whose ranks are asked for their leases.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +31,8 @@ from kvflow.stock.ranks import EngineRanks
 logger = logger_of(__name__)
 
 _TALLIES_MAX = 1 << 14
+_NAME_CHARS_SHOWN = 200
+_WARN_AGAIN_S = 1.0
 _NOBODYS = "f" * LEASE_ID_CHARS
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
@@ -41,6 +45,7 @@ class Pose(NamedTuple):
     attn_backend_name: str
     region_names: tuple[str, ...]
     ranks: EngineRanks
+    on_late_read: Callable[[str], None] | None
 
 
 @dataclass(slots=True)
@@ -61,6 +66,9 @@ class StockService:
         self._leases = leases
         self._hash = pose.compatibility_hash
         self._ranks = pose.ranks
+        self._on_late_read = pose.on_late_read
+        self._late_reads = 0
+        self._warned_s = -math.inf
         config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()
@@ -105,7 +113,9 @@ class StockService:
         """One of so many readers has read. Readers do not say who they are, so all that is known is how many told."""
         lease_id = self._leases.lease_id_of(heard.request_id)
         tally = _Tally(heard.readers)
-        if lease_id is not None:
+        if lease_id is None:
+            self._note_late(heard.request_id)
+        else:
             tally = self._tallies.setdefault(lease_id, tally)
             if len(self._tallies) > _TALLIES_MAX:
                 self._tallies.popitem(last=False)
@@ -118,6 +128,29 @@ class StockService:
             lease_ids=(lease_id or _NOBODYS,), reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
         )
         self._leases.on_notification(messages.encode(message))
+
+    def _note_late(self, request_id: str) -> None:
+        """Nothing else tells that a stock reader may have read another prompt: it looks at nothing itself.
+
+        It may as well have given back what it has not read. Not every one of very many has a line.
+        """
+        self._leases.note_late_read()
+        self._late_reads += 1
+        now_s = self._clock.now_s()
+        if says := now_s >= self._warned_s + _WARN_AGAIN_S:
+            self._warned_s = now_s
+            logger.warning(
+                "a stock reader has read request %s after its lease: if another prompt was in its blocks by then, its"
+                " text is wrong (%d such reads so far)",
+                request_id[:_NAME_CHARS_SHOWN],
+                self._late_reads,
+            )
+        if self._on_late_read is not None:
+            try:
+                self._on_late_read(request_id)
+            except Exception as error:
+                if says:
+                    logger.error("on_late_read failed", exc_info=error)
 
 
 def shown_of(ours: OurCache, metadata: messages.Metadata, pose: Pose) -> StockMetadata:

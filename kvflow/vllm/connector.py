@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -134,11 +135,11 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
         self._kv_format = extra.kv_format
         self._whole_blocks_only = extra.stock_peers
         config = config_of(vllm_config, tp_rank=get_tensor_model_parallel_rank(), pp_rank=get_pp_group().rank_in_group)
-        foreign = None
+        foreign, self._late_reads = None, deque[str]()
         if extra.stock_peers:
             from kvflow.vllm import stock
 
-            foreign = stock.peers_of(vllm_config, extra)
+            foreign = stock.peers_of(vllm_config, extra, self._late_reads.append)
             self._ranks = foreign.ranks
         self._runtime = Runtime(config, foreign=foreign)
         self._worker = ConnectorWorker(self._runtime)
@@ -328,6 +329,9 @@ class KVFlowConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         found = self._worker.collect()
         self._stats = self._stats.aggregate(KVFlowStats.of(found.happenings))
+        while self._late_reads:
+            self._late_reads.popleft()
+            self._stats.data["late_reads"].append("stock")
         if len(self._groups) == 1:  # else vLLM cannot tell whose they are, and the whole prompt is computed again
             failed = (block for one in found.failed.values() for block in one.block_tables[0])
             self._failed_blocks.update(block // self._split for block in failed)

@@ -36,6 +36,7 @@ _COUNTERS = {
     "tickets_refused": ("tickets_refused", "Parameters that were of no use: the prompt was computed.", "reason"),
     "loads": ("loads", "Loads that succeeded, by what vouches for their bytes.", "freshness"),
     "lease_outcomes": ("leases", "Leases that have ended.", "outcome"),
+    "late_reads": ("late_reads", "Reads that ended after their lease: the text may be wrong.", "reader"),
 }
 
 
@@ -82,6 +83,7 @@ class KVFlowStats(KVConnectorStats):
             "Loads": len(seconds),
             "Failed loads": len(self.data["load_failures"]),
             "Refused tickets": len(self.data["tickets_refused"]),
+            "Late reads": len(self.data["late_reads"]),
             "Median load (ms)": round(seconds[len(seconds) // 2] * 1e3, 3) if seconds else 0,
             "Longest load (ms)": round(seconds[-1] * 1e3, 3) if seconds else 0,
             "Loaded (MiB)": round(sum(sizes) / 2**20, 3),

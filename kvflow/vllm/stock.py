@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _UNTELLABLE = re.compile(r"[^!-+\--~]|:")
 
 
-def peers_of(vllm_config: VllmConfig, extra: Extra) -> StockPeers:
+def peers_of(vllm_config: VllmConfig, extra: Extra, on_late_read: Callable[[str], None]) -> StockPeers:
     """The engines that one rank gets on with; its own hash is the one that the installed vLLM makes. ConfigError."""
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     own, given = compute_nixl_compatibility_hash(vllm_config, backend), extra.stock
@@ -38,6 +38,7 @@ def peers_of(vllm_config: VllmConfig, extra: Extra) -> StockPeers:
         serve_version=_serve_version(extra),
         attn_backend_name=backend,
         ranks=EngineRanks(),
+        on_late_read=on_late_read,
     )
 
 

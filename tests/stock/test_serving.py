@@ -16,12 +16,14 @@ import zmq
 import zmq.asyncio
 from fuzz.mutants import torn
 from log_lines import FORGED, Written
+from prometheus_client import CollectorRegistry
 from stock_engines import HASH, MODEL_HEADS, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest, merge_tickets
 from kvflow.core.stock.params import stock_params
 from kvflow.core.stock.wire import encode_question
 from kvflow.errors import ConfigError, PeerUnreachable, RequestError, UsageError
+from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.testing import assert_quiet
@@ -200,6 +202,53 @@ async def test_of_two_readers_both_are_waited_for(consumer: StockConsumer) -> No
         assert await lease is LeaseOutcome.READ
 
 
+async def test_a_read_after_its_lease_is_told(consumer: StockConsumer, caplog: pytest.LogCaptureFixture) -> None:
+    """By a line and a number; whoever reads too late finds nothing wrong itself."""
+    heard: list[str] = []
+    registry = CollectorRegistry()
+    metrics = PrometheusMetrics(registry)
+    async with producer(replace(PEERS, on_late_read=heard.append)) as ours:
+        metrics.watch(ours.runtime)
+        lease, params = ours.offer("in-time#secret", [3], TOKENS)
+        await consumer.shake_hands(params)
+        await consumer.read(params, [1])
+        assert await lease is LeaseOutcome.READ
+        lease, params = ours.offer("late#secret", [3], TOKENS, ttl_s=0.01)
+        assert await lease is LeaseOutcome.EXPIRED
+        consumer.say(b"HB:late#secret")
+        await consumer.read(params, [1])
+        await wait_for(lambda: ours.runtime.statistics().serving.late_reads == 1)
+        assert heard == ["late#secret"]
+        labels = {"engine": "ours", "dp": "0", "pp": "0", "tp": "0"}
+        assert registry.get_sample_value("kvflow_late_reads_total", labels) == 1
+        (line,) = (one for one in caplog.records if one.levelname == "WARNING")
+        assert "late#secret" in line.getMessage()
+        assert "after its lease" in line.getMessage()
+
+
+async def test_very_many_late_reads_have_few_lines(
+    consumer: StockConsumer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an application whose function fails at each of them goes on."""
+
+    def fail(request_id: str) -> None:
+        raise ValueError(request_id)
+
+    monkeypatch.setattr("kvflow.stock.service._WARN_AGAIN_S", 1e9)
+    async with producer(replace(PEERS, on_late_read=fail)) as ours:
+        lease, params = ours.offer("over#secret", [3], TOKENS)
+        await consumer.shake_hands(params)
+        for number in range(100):
+            consumer.say(b"unknown-%d:1" % number)
+        await wait_for(lambda: ours.runtime.statistics().serving.late_reads == 100)
+        assert [one.levelname for one in caplog.records if one.levelname in ("WARNING", "ERROR")] == [
+            "WARNING",
+            "ERROR",
+        ]
+        await consumer.read(params, [1])
+        assert await lease is LeaseOutcome.READ
+
+
 async def test_a_late_word_about_one_lease_forgets_no_reader_of_another(consumer: StockConsumer) -> None:
     async with producer() as ours:
         lease, params = ours.offer("over", [3], TOKENS)
@@ -337,6 +386,7 @@ async def test_a_rank_that_no_stock_reader_takes_is_refused_at_the_start(
         {"learn_hash": True, "hashes": ()},
         {"ranks": "all"},
         {"region_names": (3,)},
+        {"on_late_read": 3},
     ],
 )
 def test_settings_that_cannot_be_are_refused(values: dict[str, Any]) -> None:

@@ -109,6 +109,9 @@ class ServingStatistics:
     digests: int = 0
     """Questions of readers for digests of leased blocks that were answered."""
     digests_refused: int = 0
+    late_reads: int = 0
+    """Reads of stock readers, who look at no seal, that they have told of when the lease was over: what they have read
+    may be another prompt's."""
 
 
 class Held(Protocol):

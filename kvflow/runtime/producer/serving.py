@@ -111,6 +111,7 @@ class Serving:
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
         """What became of questions for digests; for `digests.DigestAnswers` to count."""
+        self._late_reads = 0
         self.news = Newsroom(context, self)
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -123,6 +124,7 @@ class Serving:
             late_notifications=self._notifications[Counted.LATE],
             duplicate_notifications=self._notifications[Counted.DUPLICATE],
             malformed_notifications=self._notifications[Counted.MALFORMED],
+            late_reads=self._late_reads,
             **self._outcomes,
             **self.digests,
         )
@@ -245,6 +247,10 @@ class Serving:
         """The open lease for a request, for readers that know its name only; None if there is none."""
         entry = self._book.serving(request_id)
         return None if entry is None else entry.terms.lease_id
+
+    def note_late_read(self) -> None:
+        """A reader that looks at no seal has read what was not leased to it any more."""
+        self._late_reads += 1
 
     def serves(self, request_id: str | None) -> bool:
         """Whether there is an open lease for the request."""
