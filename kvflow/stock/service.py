@@ -146,7 +146,7 @@ class StockService:
         if self._on_late_read is not None:
             try:
                 self._on_late_read(request_id)
-            except Exception as error:  # noqa: BLE001 - the application's
+            except Exception as error:
                 if says:
                     logger.error("on_late_read failed", exc_info=error)
 
