@@ -8,14 +8,15 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from hand_overs import free_ports
 from stock.test_reading import Reader, reader
-from stock.test_serving import CONFIG, PEERS, Producer, producer, wait_for
+from stock.test_serving import CONFIG, PEERS, Producer, engine, producer, wait_for
 from stock_engines import TOKENS
 
 from kvflow.core.protocol.spare import MARK
 from kvflow.core.stock.params import StockTicket, read_stock
 from kvflow.core.stock.versions import line_of
-from kvflow.errors import LeaseExpired, PromptMismatch
+from kvflow.errors import KVFlowError, LeaseExpired, PromptMismatch
 from kvflow.runtime.producer.lease import LeaseOutcome
 
 Params: TypeAlias = dict[str, Any]
@@ -123,6 +124,26 @@ async def test_where_the_last_token_is_left_nothing_else_is_read_for_it() -> Non
             assert (report.freshness, report.tokens) == ("seal", 2 * TOKENS)
             ours.assert_holds([7, 1], [3, 9])
             assert await lease is LeaseOutcome.READ
+
+
+@pytest.mark.parametrize("ports", ["free", "fixed"])
+async def test_an_engine_of_several_ranks_is_read_by_its_seals_or_not_at_all(ports: str) -> None:
+    """Where the ranks' addresses are gone they are found if their ports are fixed."""
+    listen = CONFIG.listen if ports == "free" else f"tcp://127.0.0.1:{free_ports(2)}"
+    async with engine(2, listen=listen) as theirs, reader(PEERS, engine_id="second") as ours:
+        theirs.introduce()
+        for turn, router in enumerate(ROUTERS):
+            leases, params = theirs.offer(f"turn-{turn}#secret", [3, 9], 2 * TOKENS)
+            if router is bare and ports == "free":
+                with pytest.raises(KVFlowError):
+                    await ours.load(router(params), [7, 1])
+                for lease in leases:
+                    lease.revoke()
+            else:
+                assert (await ours.load(router(params), [7, 1])).freshness == "seal"
+                ours.assert_holds([7, 1], [3, 9])
+            for lease in leases:
+                await lease
 
 
 async def test_an_engine_that_restarts_is_read_again() -> None:

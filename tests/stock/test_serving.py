@@ -76,11 +76,13 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(tp_size: int) -> AsyncIterator[Engine]:
+async def engine(tp_size: int, **values: Any) -> AsyncIterator[Engine]:
     shown = [EngineRanks() for _ in range(tp_size)]
     async with AsyncExitStack() as stack:
         ranks = [
-            await stack.enter_async_context(producer(replace(PEERS, ranks=one), tp_rank=rank, tp_size=tp_size))
+            await stack.enter_async_context(
+                producer(replace(PEERS, ranks=one), tp_rank=rank, tp_size=tp_size, **values)
+            )
             for rank, one in enumerate(shown)
         ]
         yield Engine(ranks, shown)
