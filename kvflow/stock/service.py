@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Regions
 from kvflow.core.protocol import messages
@@ -33,7 +32,7 @@ logger = logger_of(__name__)
 _TALLIES_MAX = 1 << 14
 _NAME_CHARS_SHOWN = 200
 _WARN_AGAIN_S = 1.0
-_NOBODYS = "f" * LEASE_ID_CHARS
+_NOBODYS = "f" * messages.LEASE_ID_CHARS
 _MEMORY = {"cpu": "DRAM", "cuda": "VRAM"}
 
 

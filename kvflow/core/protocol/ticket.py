@@ -25,10 +25,9 @@ from msgspec import Meta
 from kvflow import checks
 from kvflow.checks import INT64_MAX, INT64_MIN, encodes, is_name, shown
 from kvflow.config import HOST_CHARS_MAX, PORT_MAX, RANKS_MAX, is_host, rank_offset
-from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.cache.groups import GROUPS_MAX, GroupFacts
 from kvflow.core.plan.topology import Parallelism, Rank
-from kvflow.core.protocol.messages import NO_LEASE_ID, PROTOCOL_VERSION, digest_of
+from kvflow.core.protocol.messages import LEASE_ID_CHARS, NO_LEASE_ID, PROTOCOL_VERSION, digest_of
 from kvflow.core.protocol.spare import CHARS_MAX, MARK, without_spare
 from kvflow.errors import RequestError
 from kvflow.limits import REQUEST_ID_CHARS_MAX

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvflow import checks
-from kvflow.core.bounds import LEASE_ID_CHARS
 from kvflow.core.plan import topology
 from kvflow.core.plan.descriptors import count_block_ids
 from kvflow.core.plan.topology import parallelism_of
@@ -143,7 +142,7 @@ class Serving:
         if self._book.serving(request.request_id) is not None:
             raise RequestError(f"request {request.request_id!r}: it is being served already")
         digest = offered_digest(request.request_id, request.prompt, request.num_tokens)
-        lease_id, what = self._context.token_hex(LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
+        lease_id, what = self._context.token_hex(messages.LEASE_ID_CHARS // 2), f"request {request.request_id!r}"
         awaited = None if request.ready is None or has_happened(request.ready, f"{what}: ready") else request.ready
         held = self._take(request, what, lease_id, awaited)
         offered_s = self._clock.now_s()
