@@ -137,6 +137,7 @@ class OfferedBlocks:
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
         if extends:
             given, counts = counts, tuple(group.blocks_needed(num_tokens) for group in self._groups)
+            self._check_fits(counts, num_tokens, what)
             self._check_room(given, counts, num_tokens, what)
         else:
             offered_tokens = self._check_counts(counts, num_tokens, what)
@@ -187,6 +188,15 @@ class OfferedBlocks:
     def holds(self, held: HeldBlocks) -> int:
         """How many tokens of the prompt the lease's blocks have room for, in all groups."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
+
+    def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
+        """RequestError if there are fewer blocks than that: nobody could ever extend the lease to its end."""
+        self._ledger.check_there(counts, f"{what}: {tokens} tokens")
+        for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
+            if count > buffers.pool.size:
+                needs = f"{count} host blocks{self._of(group)}"
+                there_are = f"there are {buffers.pool.size} (host_buffer_bytes_max)"
+                raise RequestError(f"{what}: {tokens} tokens need {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
         """RequestError if these are more blocks than a lease that is extended has in the end."""

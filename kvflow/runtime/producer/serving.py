@@ -181,6 +181,9 @@ class Serving:
             raise RequestError(f"{what}: extends: computed_tokens has to say how many of the {tokens} tokens there are")
         extends = extends or (grows and self._blocks.extends(request.block_ids, tokens, what))
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
+        if (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):  # no reader takes such a ticket
+            self._blocks.give_up(held)
+            raise RequestError(f"{what}: {tokens} tokens need {count} blocks, at most {most} (block_ids_max)")
         if computed > (holds := self._blocks.holds(held)):
             self._blocks.give_up(held)
             raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
