@@ -67,7 +67,7 @@ class HeldBlocks:
     copying: bool = False
     closed: bool = False
     failed: bool = False
-    """Whether its seal says so, until the blocks are given back."""
+    """Whether its seal says so."""
     history: History | None = None
     """Of a lease that grows: when how many tokens were computed."""
     on_error: OnError | None = None
@@ -286,7 +286,7 @@ class OfferedBlocks:
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """Free the blocks, which no read can take for good any more, once no copy reads them; then call `on_free`."""
         if held.failed:
-            self._seals.give_back(held.seal_index)
+            self._seals.retire(held.seal_index)
         held.on_free = on_free
         if not held.copying:
             self._free(held, on_free)

@@ -213,7 +213,8 @@ class Serving:
         """The open lease for a request, if it is of the same blocks and tokens."""
         entry = self._book.serving(question.request_id)
         if entry is None:
-            return messages.NoLease(ended=self._book.served(question.request_id))
+            why = self.news.why_declined(question.request_id)
+            return messages.NoLease(ended=why is not None or self._book.served(question.request_id), failed=why)
         offer = self._offers[entry]
         same_blocks = question.blocks_digest in (offer.ticket.blocks_digest, *offer.extended_digest())
         if offer.ticket.num_tokens != question.num_tokens or not same_blocks:
