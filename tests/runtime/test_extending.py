@@ -9,10 +9,23 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, Ticket, blocking
+from kvflow import (
+    CacheGroup,
+    CacheLayout,
+    Lease,
+    LeaseOutcome,
+    LoadRequest,
+    Runtime,
+    ServeRequest,
+    StateLayout,
+    StateTensor,
+    Ticket,
+    blocking,
+)
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import BlocksBusy, LeaseExpired, PeerError, ProtocolError, RequestError, UsageError
@@ -20,10 +33,11 @@ from kvflow.testing import CacheSize, InprocCluster, InprocPair, assert_quiet, i
 from tests.budgets import examples
 from tests.group_hand_overs import GroupHandOver, Part, request_ids, run
 from tests.pairs import known
-from tests.runtime.test_groups import FAMILIES
+from tests.runtime.test_events import Event
+from tests.runtime.test_groups import FAMILIES, split_groups
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, Cleared, landed, pair_of
 from tests.scripted import ScriptedSideChannel
-from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, until
+from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
 
 
 def opened(pair: InprocPair, block_ids: Sequence[int] = (), tokens: int = 16, **more: Any) -> Lease:
@@ -212,6 +226,96 @@ async def test_extensions_that_cannot_be() -> None:
         lease.extend([3])
         assert lease.block_ids == (1, 2)
         whole.revoke()
+
+
+@each(
+    ("tokens", "block_ids", "more", "problem"),
+    [
+        (1 << 31, [], {}, "2147483648 tokens need 536870912 blocks, there are 16"),
+        (65, [], {}, "65 tokens need 17 blocks, there are 16"),
+        (65, BLOCKS, {"extends": True}, "65 tokens need 17 blocks, there are 16"),
+        (65, range(16), {"extends": True}, "65 tokens need 17 blocks, there are 16"),
+        (64, [], {"ready": Event()}, None),
+        (67, range(16), {}, None),  # full blocks only
+        (1 << 31, [], {"computed_tokens": None}, None),  # nothing is offered
+    ],
+)
+@in_virtual_time
+async def test_an_offer_that_can_never_be_complete(
+    tokens: int, block_ids: Sequence[int], more: dict[str, Any], problem: str | None
+) -> None:
+    """Nobody could extend it to its end, nor read it."""
+    async with pair_of() as pair:
+        serve = pair.producer.runtime.serve_blocks
+        request = ServeRequest("n", block_ids, **{"num_tokens": tokens, "computed_tokens": 0, **more})
+        if problem is None:
+            await serve(request).revoke()
+            return
+        with pytest.raises(RequestError, match=f"^request 'n': {problem}$"):
+            serve(request)
+        for engine in (pair.producer, pair.consumer):
+            assert_quiet(engine.runtime.statistics())
+        await serve(replace(request, num_tokens=8, block_ids=BLOCKS[:2], extends=False)).revoke()
+
+
+@in_virtual_time
+async def test_an_offer_of_more_than_the_host_buffers_or_a_ticket_can_take() -> None:
+    block_bytes = 2 * 2 * 2 * 4 * 8 * 4  # of layers, K and V, heads, tokens, and values of so many bytes
+    async with pair_of("always", host_buffer_bytes_max=3 * block_bytes) as pair:
+        with pytest.raises(RequestError, match="'req': 16 tokens need 4 host blocks, there are 3 "):
+            opened(pair)
+        assert_quiet(pair.producer.runtime.statistics())
+        await opened(pair, tokens=12).revoke()
+    world = InprocCluster().world()
+    async with inproc_pair(config=limited(CONFIG, block_ids_max=3), producer_world=world, consumer_world=world) as pair:
+        with pytest.raises(
+            RequestError, match=r"^request 'req': 16 tokens need 4 blocks, at most 3 \(block_ids_max\)$"
+        ):
+            opened(pair)
+        assert_quiet(pair.producer.runtime.statistics())
+        await opened(pair, tokens=12).revoke()
+
+
+@each(
+    ("tokens", "problem"),
+    [
+        (28, None),
+        (29, "29 tokens need 10 blocks of pool 'pages', there are 8"),
+        (1 << 31, r"2147483648 tokens need \d+ blocks of pool 'pages', there are 8"),
+    ],
+)
+@in_virtual_time
+async def test_groups_that_share_a_pool_have_room_for_all_of_them_together(tokens: int, problem: str | None) -> None:
+    """8 pages: of a window of 4 tokens one or two, and of the full group one for four tokens."""
+    config = replace(PATIENT, engine_id="prefill", listen="tcp://127.0.0.1:0")
+    async with Runtime(config, world=InprocCluster().world()) as producer:
+        await producer.register_kv_caches(split_groups(torch.zeros(8, 64)))
+        request = ServeRequest("req", {}, num_tokens=tokens, computed_tokens=0)
+        if problem is None:
+            await producer.serve_blocks(request).revoke()
+            return
+        with pytest.raises(RequestError, match=f"^request 'req': {problem}$"):
+            producer.serve_blocks(request)
+        assert_quiet(producer.statistics())
+
+
+@in_virtual_time
+async def test_a_window_and_a_state_need_no_more_blocks_of_a_longer_prompt() -> None:
+    """A group of its own pool is judged by what it has in the end: a state's one slot, the window's blocks."""
+    config = replace(PATIENT, engine_id="prefill", listen="tcp://127.0.0.1:0")
+    window, slots = {"layers.0": torch.zeros(2, 3, 4, 1, 8)}, {"layers.1": torch.zeros(1, 8)}
+    groups = [
+        CacheGroup("local", window, CacheLayout.infer(window, order="NHD", block_size=4), window=8),
+        CacheGroup("state", slots, StateLayout.infer(slots, [StateTensor(name="conv")])),
+    ]
+    async with Runtime(config, world=InprocCluster().world()) as producer:
+        await producer.register_kv_caches(groups)
+        for tokens in (8, 1 << 31):
+            request = ServeRequest("req", {}, num_tokens=tokens, computed_tokens=0, extends=True)
+            lease = producer.serve_blocks(request)
+            lease.extend({"local": [0, 1], "state": [0]})
+            lease.advance(tokens)
+            await lease.revoke()
 
 
 async def test_only_on_the_loop_that_has_the_lease() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvflow import LeaseOutcome, ServeRequest, blocking
+from kvflow import LeaseOutcome, LoadRequest, ServeRequest, blocking
 from kvflow.core.protocol.freshness import FAILED
 from kvflow.errors import LeaseExpired, PrefillFailed, RequestError, UsageError
 from kvflow.runtime.records import LeaseRecord, LoadRecord
@@ -54,10 +54,12 @@ async def test_a_prefill_that_breaks_ends_its_loads(staging: str, tokens: int) -
         pair.offer(BLOCKS, "next").revoke()
 
 
+@each("grows", [True, False])
 @in_virtual_time
-async def test_the_seal_says_so_until_the_hold_is_over() -> None:
-    async with pair_of() as pair:
-        lease = opened(pair)
+async def test_the_seal_says_so_until_its_word_is_needed(grows: bool) -> None:
+    """Whenever a reader comes: words that say so are the last that another lease gets."""
+    async with pair_of(limits=replace(CONFIG.limits, leases_max=3)) as pair:
+        lease = opened(pair) if grows else pair.offer(BLOCKS)
         seals, index = pair.producer.runtime._supervisor._seals, lease.ticket.first.seal_index
         secret = lease.ticket.first.lease_id
         lease.fail()
@@ -66,10 +68,38 @@ async def test_the_seal_says_so_until_the_hold_is_over() -> None:
         with pytest.raises(PrefillFailed):
             await late
         await lease
-        assert seals.tokens_missing(index, secret) is None
         assert seals.used == 0
+        for name in ("one", "two", "three"):
+            with pytest.raises(PrefillFailed, match=r"'req' .* could not compute the prompt"):
+                await pair.consumer.runtime.load_blocks(wanted(pair, lease))
+            pair.offer([8], name)
+        assert seals.used == 3
         with pytest.raises(LeaseExpired):
             await pair.consumer.runtime.load_blocks(wanted(pair, lease))
+        pair.producer.runtime._supervisor.cache.serving.close()
+
+
+@each("end", ["fail", "decline"])
+@in_virtual_time
+async def test_a_reader_that_has_to_ask_for_the_lease_is_told_so(end: str) -> None:
+    """Its ticket names no lease, such as one that a scheduler made; it waits for none that will not come."""
+    async with pair_of() as pair:
+        producer, began_s = pair.producer.runtime, asyncio.get_running_loop().time()
+        ticket = pair.offer([8], "hello").ticket.without_leases(
+            request_id="req", block_ids=BLOCKS, num_tokens=16, ttl_s=9.0
+        )
+        if end == "fail":
+            await opened(pair).fail("out of memory")
+        else:
+            producer.decline("req", "out of memory")
+        with pytest.raises(PrefillFailed, match=r"'req': .*'producer'.* will not compute the prompt: out of memory"):
+            await pair.consumer.runtime.load_blocks(LoadRequest("req", ticket, TAKEN))
+        assert await pair.consumer.runtime.release_blocks(ticket), "there is nothing to give back"
+        assert asyncio.get_running_loop().time() - began_s < CONFIG.limits.lease_wait_s
+        again = pair.offer(BLOCKS)
+        assert (await pair.consumer.runtime.load_blocks(LoadRequest("req", ticket, TAKEN))).tokens == 16
+        assert await again is LeaseOutcome.READ
+        producer._supervisor.cache.serving.close()
 
 
 @in_virtual_time

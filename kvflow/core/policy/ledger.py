@@ -93,6 +93,17 @@ class BlockLedger:
             found.append(own + self._first[group.pool])
         return np.concatenate(found)
 
+    def check_there(self, counts: Sequence[int], what: str) -> None:
+        """RequestError if there are fewer blocks than so many of each group, whoever uses them now."""
+        needed, there = dict.fromkeys(self._first, 0), dict.fromkeys(self._first, 0)
+        for group, count in zip(self._groups, counts, strict=True):
+            needed[group.pool] += -(-count // group.split)
+            there[group.pool] = group.num_blocks // group.split
+        for pool, count in needed.items():
+            if count > there[pool]:
+                of_pool = f" of pool {pool!r}" if len(self._groups) > 1 else ""
+                raise RequestError(f"{what} need {count} blocks{of_pool}, there are {there[pool]}")
+
     def _by_group(self, block_ids: Any, what: str) -> Sequence[Any]:
         if isinstance(block_ids, Mapping):
             by_name = checks.mapping(block_ids, what)

@@ -15,7 +15,8 @@ A producer whose device has yet to compute the prompt, or that copies its blocks
 read, opens the lease first: until all is there, the last four bytes of its word are those of the id, exclusive-or the
 number of the prompt's last tokens that are missing. What comes before those is there in all groups. So a reader that
 comes early finds out how far it may read, again without an answer from the producer. If the prompt will never be
-complete the word says so, by a number that no prompt has (`FAILED`), until the hold after the lease's end is over.
+complete the word says so, by a number that no prompt has (`FAILED`), through the hold after the lease's end and, for
+readers that come later, until the word is needed for another lease.
 
 Both arguments have two premises, which a seal cannot vouch for. What it says to be there has been computed: the
 producer's engine says so, by an event or by having waited for its device. And addresses mean the memory that they meant
@@ -37,6 +38,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -62,7 +64,7 @@ class SealTable:
         self.words: npt.NDArray[np.uint8] = np.zeros((count, SEAL_SIZE_BYTES), dtype=np.uint8)
         self._bytes = memoryview(self.words.reshape(-1).data)
         self._counts = self._bytes.cast("I")[_WORD_COUNTS - 1 :: _WORD_COUNTS]
-        self._free = list(range(count - 1, -1, -1))
+        self._free = deque(range(count - 1, -1, -1))
         self._address = int(self.words.ctypes.data)
 
     @property
@@ -88,6 +90,10 @@ class SealTable:
         """Wipe a word and make it free."""
         self.words[index] = 0
         self._free.append(index)
+
+    def retire(self, index: int) -> None:
+        """Make a word free as it is: it is the last to be taken, and says what it says until it is sealed again."""
+        self._free.appendleft(index)
 
     def seal(self, index: int, lease_id: str, tokens_missing: int = 0) -> None:
         """Write a lease's id: from now on its readers find it. So many tokens cannot be read yet."""

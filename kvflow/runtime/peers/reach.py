@@ -26,9 +26,17 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
 from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_ticket
-from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, ProtocolError, RequestError
+from kvflow.errors import (
+    KVFlowError,
+    LeaseExpired,
+    PeerError,
+    PeerIncompatible,
+    PrefillFailed,
+    ProtocolError,
+    RequestError,
+)
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism
+from kvflow.runtime.peers.peer import Connection, LocalRank, Peer, Source, check_parallelism, words
 from kvflow.runtime.peers.rendezvous import Rendezvous
 from kvflow.runtime.peers.table import Peers
 
@@ -88,9 +96,10 @@ class Reach:
         """Every rank that a load with a checked ticket reads from or reports to, its own stages' layers complete.
 
         `found` gets each one as soon as it is known, while others are still waited for. Raises a PeerError,
-        LeaseExpired if a rank has restarted or its lease is over, Overloaded if there is no room for more peers, or
-        RequestError if the ticket cannot be right, or a rank's address cannot be known. Cancelling stops the waiting;
-        handshakes that have begun go on.
+        LeaseExpired if a rank has restarted or its lease is over, PrefillFailed if a rank that is asked for its lease
+        says that there will be none, Overloaded if there is no room for more peers, or RequestError if the ticket
+        cannot be right, or a rank's address cannot be known. Cancelling stops the waiting; handshakes that have begun
+        go on.
         """
         parallelism = ticket.parallelism
         plan = self._plans.get((parallelism, ticket.dp_rank)) or self._plan(parallelism, ticket.dp_rank)
@@ -299,7 +308,7 @@ class Reach:
             pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
 
     async def _ask_for_lease(self, ticket: Ticket, peer: Peer, room: asyncio.Semaphore) -> RankLease:
-        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, or LeaseExpired."""
+        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, or PrefillFailed."""
         question = messages.LeaseRequest(
             reader=self._local.reader,
             target=peer.at.target,
@@ -316,6 +325,9 @@ class Reach:
         if isinstance(reply, messages.NoLease):
             why = "it has ended" if reply.ended else f"none within {self._config.limits.lease_wait_s} s"
             who = f"{ticket.engine_id!r} ({peer.rank}) at {peer.address}"
+            if reply.failed is not None:
+                what = f"request {ticket.request_id!r}: {who} will not compute the prompt: {words(reply.failed)}"
+                raise PrefillFailed(what, request_id=ticket.request_id, peer=peer.address)
             raise _expired(ticket, peer, f"{who} has no lease for it: {why}")
         lease = RankLease(
             pp_rank=peer.rank.pp,

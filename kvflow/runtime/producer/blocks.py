@@ -67,7 +67,7 @@ class HeldBlocks:
     copying: bool = False
     closed: bool = False
     failed: bool = False
-    """Whether its seal says so, until the blocks are given back."""
+    """Whether its seal says so."""
     history: History | None = None
     """Of a lease that grows: when how many tokens were computed."""
     on_error: OnError | None = None
@@ -137,6 +137,7 @@ class OfferedBlocks:
         counts, offered_tokens = tuple(map(len, tables)), num_tokens
         if extends:
             given, counts = counts, tuple(group.blocks_needed(num_tokens) for group in self._groups)
+            self._check_fits(counts, num_tokens, what)
             self._check_room(given, counts, num_tokens, what)
         else:
             offered_tokens = self._check_counts(counts, num_tokens, what)
@@ -187,6 +188,15 @@ class OfferedBlocks:
     def holds(self, held: HeldBlocks) -> int:
         """How many tokens of the prompt the lease's blocks have room for, in all groups."""
         return tokens_held(self._groups, tuple(map(len, held.tables)), held.counts, held.num_tokens)
+
+    def _check_fits(self, counts: tuple[int, ...], tokens: int, what: str) -> None:
+        """RequestError if there are fewer blocks than that: nobody could ever extend the lease to its end."""
+        self._ledger.check_there(counts, f"{what}: {tokens} tokens")
+        for group, count, buffers in zip(self._groups, counts, self._staging, strict=False):
+            if count > buffers.pool.size:
+                needs = f"{count} host blocks{self._of(group)}"
+                there_are = f"there are {buffers.pool.size} (host_buffer_bytes_max)"
+                raise RequestError(f"{what}: {tokens} tokens need {needs}, {there_are}")
 
     def _check_room(self, counts: tuple[int, ...], most: tuple[int, ...], tokens: int, what: str) -> None:
         """RequestError if these are more blocks than a lease that is extended has in the end."""
@@ -276,7 +286,7 @@ class OfferedBlocks:
     def give_back(self, held: HeldBlocks, on_free: Callable[[], None]) -> None:
         """Free the blocks, which no read can take for good any more, once no copy reads them; then call `on_free`."""
         if held.failed:
-            self._seals.give_back(held.seal_index)
+            self._seals.retire(held.seal_index)
         held.on_free = on_free
         if not held.copying:
             self._free(held, on_free)

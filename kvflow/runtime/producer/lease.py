@@ -48,7 +48,8 @@ class ServeRequest:
     be waited for first."""
     computed_tokens: int | None = None
     """How many of the tokens are computed by now, or once `ready` has happened; `Lease.advance` tells of more. A load
-    begins at once and reads what is there. None: all of them."""
+    begins at once and reads what is there. None: all of them. RequestError if the blocks of all tokens are more than
+    the cache has: nobody could ever complete the lease."""
     extends: bool = False
     """Whether more blocks follow by `Lease.extend`, until they hold all tokens; only with `computed_tokens`. Where they
     are fewer than the full blocks of the tokens that goes without saying."""

@@ -106,6 +106,11 @@ class Newsroom:
         """The prompt of a lease could not be computed: readers of it are told so, and those who come late."""
         self._note(request_id, messages.Declined(reason=printable(reason, _REASON_CHARS_MAX)))
 
+    def why_declined(self, request_id: str) -> str | None:
+        """Why there will be no lease for a request, or none any more; None if nobody has said so lately."""
+        noted = self._notes.get(request_id)
+        return noted.reason if isinstance(noted, messages.Declined) else None
+
     def turn_away(self, why: str) -> None:
         """No more leases are opened: tell everybody who waits for one."""
         self._turned_away = why
@@ -135,9 +140,9 @@ class Newsroom:
 
     def _news(self, question: messages.NewsRequest, found: Offered | None) -> messages.News | None:
         if found is None or found.held.lease_id != question.lease_id:
-            noted = self._notes.get(question.request_id)
-            if found is None and isinstance(noted, messages.Declined):
-                return messages.News(state=LeaseNews.FAILED, reason=noted.reason)
+            why = self.why_declined(question.request_id)
+            if found is None and why is not None:
+                return messages.News(state=LeaseNews.FAILED, reason=why)
             return messages.News(state=LeaseNews.ENDED)
         tables, known = found.held.readable, question.known
         if len(known) != len(tables) or any(not 0 <= at <= len(ids) for at, ids in zip(known, tables, strict=True)):

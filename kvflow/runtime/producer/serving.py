@@ -183,6 +183,9 @@ class Serving:
             raise RequestError(f"{what}: extends: computed_tokens has to say how many of the {tokens} tokens there are")
         extends = extends or (grows and self._blocks.extends(request.block_ids, tokens, what))
         held = self._blocks.take(request.block_ids, tokens, what, lease_id, extends=extends)
+        if (count := sum(held.counts)) > (most := self._config.limits.block_ids_max):  # no reader takes such a ticket
+            self._blocks.give_up(held)
+            raise RequestError(f"{what}: {tokens} tokens need {count} blocks, at most {most} (block_ids_max)")
         if computed > (holds := self._blocks.holds(held)):
             self._blocks.give_up(held)
             raise RequestError(f"{what}: computed_tokens is {computed}, its blocks hold {holds}")
@@ -212,7 +215,8 @@ class Serving:
         """The open lease for a request, if it is of the same blocks and tokens."""
         entry = self._book.serving(question.request_id)
         if entry is None:
-            return messages.NoLease(ended=self._book.served(question.request_id))
+            why = self.news.why_declined(question.request_id)
+            return messages.NoLease(ended=why is not None or self._book.served(question.request_id), failed=why)
         offer = self._offers[entry]
         same_blocks = question.blocks_digest in (offer.ticket.blocks_digest, *offer.extended_digest())
         if offer.ticket.num_tokens != question.num_tokens or not same_blocks:

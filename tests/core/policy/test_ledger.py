@@ -205,3 +205,20 @@ def test_some_blocks_of_a_group_are_one_of_its_pools() -> None:
         ledger.find([[3], [7]], "ids")
     ledger.release(entries)
     assert ledger.counts().free == 4
+
+
+def test_more_blocks_than_there_are_is_told_by_pool() -> None:
+    """Whoever uses them now: it is about what there can ever be."""
+    groups = [GroupBlocks("a", 12, "one", split=2), GroupBlocks("b", 6, "one"), GroupBlocks("c", 3, "two")]
+    ledger = BlockLedger(groups)
+    ledger.lease(np.arange(9))
+    for counts in ((12, 0, 3), (5, 3, 0), (0, 6, 3)):
+        ledger.check_there(counts, "req: 9 tokens")
+    for counts, problem in (
+        ((5, 4, 0), "req: 9 tokens need 7 blocks of pool 'one', there are 6"),
+        ((0, 0, 4), "req: 9 tokens need 4 blocks of pool 'two', there are 3"),
+    ):
+        with pytest.raises(RequestError, match=f"^{problem}$"):
+            ledger.check_there(counts, "req: 9 tokens")
+    with pytest.raises(RequestError, match="need 8 blocks, there are 7"):
+        BlockLedger([GroupBlocks("kv", 7, "kv", split=7)]).check_there((8,), "req: 9 tokens")

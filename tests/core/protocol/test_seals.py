@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.plan.descriptors import Piece
-from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
+from kvflow.core.protocol.freshness import FAILED, SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.messages import LEASE_ID_CHARS
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
@@ -42,6 +42,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
         self.span = self.table.span  # peers keep the address for the life of the runtime
         self.taken: dict[int, tuple[str, int] | None] = {}
         self.known: set[str] = set()
+        self.failed: set[str] = set()
 
     @rule()
     def take(self) -> None:
@@ -79,6 +80,19 @@ class SealsAgainstModel(RuleBasedStateMachine):
         self.table.give_back(index)
         del self.taken[index]
 
+    @precondition(lambda self: any(self.taken.values()))
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        """It goes on saying that its lease has failed, until it is taken and another one is written."""
+        index, (lease_id, _) = data.draw(
+            st.sampled_from([(index, held) for index, held in sorted(self.taken.items()) if held is not None])
+        )
+        self.table.seal(index, lease_id, FAILED)
+        self.table.retire(index)
+        assert self.table.tokens_missing(index, lease_id) == FAILED
+        del self.taken[index]
+        self.failed.add(lease_id)
+
     @invariant()
     def words_are_conserved(self) -> None:
         assert (self.table.count, self.table.span) == (COUNT, self.span)
@@ -94,12 +108,28 @@ class SealsAgainstModel(RuleBasedStateMachine):
                 assert self.table.holds(index, lease_id) == open_and_whole
                 assert (word_at(self.table, index) == bytes.fromhex(lease_id)) == open_and_whole
                 if lease_id[:SECRET_CHARS] != (current or "")[:SECRET_CHARS]:
-                    assert self.table.tokens_missing(index, lease_id) is None
+                    said = self.table.tokens_missing(index, lease_id)
+                    assert said is None or (said == FAILED and lease_id in self.failed)
                 elif lease_id == current:
                     assert self.table.tokens_missing(index, lease_id) == missing
 
 
 TestSealsAgainstModel = machine_test(SealsAgainstModel, 20, 80, steps=20)
+
+
+def test_what_has_failed_is_the_last_to_be_taken() -> None:
+    """And the longest ago of those is the first."""
+    table = SealTable(4)
+    ids = {index: f"{index + 1:032x}" for index in (table.take() for _ in range(4)) if index is not None}
+    for index, lease_id in ids.items():
+        table.seal(index, lease_id, FAILED)
+    first, second, third, fourth = ids
+    table.retire(third)
+    table.give_back(second)
+    table.retire(fourth)
+    table.give_back(first)
+    assert [table.take() for _ in range(5)] == [first, second, third, fourth, None]
+    assert [table.tokens_missing(index, ids[index]) for index in ids] == [None, None, FAILED, FAILED]
 
 
 def test_words_lie_side_by_side_in_the_span_that_is_registered() -> None:
