@@ -36,6 +36,14 @@ class HeldMover(PlainMover):
         self.gate.set()
         self.errors: list[Exception] = []
         """What the next moves end with; their bytes do not land."""
+        self.settles = True
+        """Whether what was lost can be stopped."""
+        self.settled = 0
+        """How often it was."""
+
+    def settle(self) -> bool:
+        self.settled += self.settles
+        return self.settles
 
     def ended(self, begun: object) -> bool:
         if not self.gate.is_set():

@@ -3,7 +3,7 @@
 All that has to do with files is a job for that one thread, in order: opening, moving, syncing, removing. So a file is
 closed after its last move, and a job that was given after another finds what that has done. A move that was posted
 cannot be taken back. It ends in one call on the loop, which says whether it has failed, and whether it is known to have
-stopped.
+stopped. What is not is settled when nothing else is under way; moves that are posted until then wait for that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,12 @@ class Direction(enum.StrEnum):
     """From a file to memory."""
 
 
-class MoveLost(TransportError):
-    """A move has failed, and it is not known whether all of it has stopped: its bytes may still land."""
+class MoveFailed(TransportError):
+    """A move was begun, and has failed: its file cannot be read, or written."""
+
+
+class MoveLost(MoveFailed):
+    """The same, and it is not known whether all of it has stopped: its bytes may still land."""
 
 
 class Mover(Protocol):
@@ -60,13 +64,17 @@ class Mover(Protocol):
         """
 
     def ended(self, begun: object) -> bool:
-        """Whether a move has ended. Raises as `begin` does."""
+        """Whether a move has ended. Raises MoveFailed, MoveLost."""
+
+    def settle(self) -> bool:
+        """Stop what was lost, while no other move is under way; whether all of it is known to have stopped."""
 
     def close(self) -> None:
         """No move is under way."""
 
 
 OnEnd = Callable[[TransportError | None], None]
+OnStopped = Callable[[], None]
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +82,7 @@ class _Move:
     descriptors: Descriptors
     direction: Direction
     on_end: OnEnd
+    on_stopped: OnStopped
     begun: object = None
 
 
@@ -86,6 +95,9 @@ class Files:
         self._mover: Mover | None = None
         self._thread: OwnerThread | None = None
         self._moving: list[_Move] = []
+        self._lost: list[_Move] = []
+        self._held_back: list[_Move] = []
+        """What was posted after a move was lost."""
         self._active_s = 0.0
         self._under_way: set[_Move] = set()
         self._last_job: Callable[[], None] | None = None
@@ -132,10 +144,13 @@ class Files:
 
         thread.submit(run)
 
-    def post(self, descriptors: Descriptors, direction: Direction, on_end: OnEnd) -> None:
-        """Start a move; `on_end` is called on the loop, once, with None or with how it has failed."""
+    def post(self, descriptors: Descriptors, direction: Direction, on_end: OnEnd, on_stopped: OnStopped) -> None:
+        """Start a move; `on_end` is called on the loop, once, with None or with how it has failed.
+
+        If it was lost, `on_stopped` is called once it is known to have stopped: a little later, or never.
+        """
         thread = self._alive()
-        move = _Move(descriptors, direction, on_end)
+        move = _Move(descriptors, direction, on_end, on_stopped)
         thread.submit(lambda: self._begin(move))
         self._under_way.add(move)
 
@@ -164,6 +179,9 @@ class Files:
     # --- on the thread
 
     def _begin(self, move: _Move) -> None:
+        if self._lost:
+            self._held_back.append(move)
+            return
         try:
             move.begun = self.mover.begin(move.descriptors, move.direction)
         except TransportError as error:
@@ -180,10 +198,12 @@ class Files:
             self._last_job = _nothing
         count = len(self._moving)
         self._moving = [move for move in self._moving if not self._ended(mover, move)]
+        if self._lost and not self._moving:
+            self._settle(mover)
         now_s = time.monotonic()
         if len(self._moving) != count:
             self._active_s = now_s
-        if self._moving:
+        if self._moving or self._lost:
             return min(max((now_s - self._active_s) / _SLEEP_SHARE, _SLEEP_MIN_S), _SLEEP_MAX_S)
         if self._last_job is not None:
             self._last_job()
@@ -201,8 +221,21 @@ class Files:
         self._tell(move, error)
         return True
 
+    def _settle(self, mover: Mover) -> None:
+        """Nothing else is under way: stop what was lost, and begin what waits for that."""
+        assert self._thread is not None, "it runs"
+        lost, self._lost = self._lost, []
+        if mover.settle():
+            for move in lost:
+                self._thread.run_on_loop(move.on_stopped)
+        held_back, self._held_back = self._held_back, []
+        for move in held_back:
+            self._begin(move)
+
     def _tell(self, move: _Move, error: TransportError | None) -> None:
         assert self._thread is not None, "it runs"
+        if isinstance(error, MoveLost):
+            self._lost.append(move)
         self._thread.run_on_loop(lambda: self._over(move, error))
 
     def _end(self, last_job: Callable[[], None]) -> None:
@@ -253,7 +286,10 @@ class PlainMover:
             for address, size, offset, fd in rows:
                 _move_all(fd, (ctypes.c_char * size).from_address(address), offset, direction)
         except OSError as error:
-            raise TransportError(f"moving {descriptors.size_bytes} bytes: {error}") from error
+            raise MoveFailed(f"moving {descriptors.size_bytes} bytes: {error}") from error
+        return True
+
+    def settle(self) -> bool:
         return True
 
     def close(self) -> None:

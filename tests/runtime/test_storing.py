@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import socket
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +33,12 @@ from kvflow.errors import (
     StoreFull,
     UsageError,
 )
+from kvflow.runtime.store.disk import EntryFile
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
-from kvflow.transport.files import MoveLost
+from kvflow.transport.files import MoveFailed, MoveLost
 from tests.storing import StoringEngine, storing
-from tests.tests_support import PATIENT, limited, small_cache, until
+from tests.tests_support import PATIENT, WAIT_S, limited, small_cache, until
 
 ENTRY_BYTES = 4096 + 3 * 2 * 2 * 256  # a header, three blocks of two layers' K and V
 BOTH = pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
@@ -208,6 +212,69 @@ async def test_a_file_of_another_key_is_not_taken_for_it(tmp_path: Path) -> None
         with pytest.raises(EntryDamaged, match="of another cache, or of another key"):
             await engine.restore("a")
         await engine.restore("b")
+
+
+def link(path: Path) -> None:
+    path.symlink_to(shutil.move(path, path.with_name("elsewhere")))
+
+
+def listen(path: Path) -> None:
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):
+        bound.bind(path.name)
+
+
+def replace_by(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.unlink()
+        make(path)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (replace_by(os.mkfifo), "prw-"),
+        (replace_by(Path.mkdir), "drwx"),
+        (listen, "No such device or address"),
+        (link, "Too many levels of symbolic links"),
+    ],
+    ids=["FIFO", "folder", "socket", "link"],
+)
+async def test_only_regular_files_are_read(tmp_path: Path, change: Callable[[Path], None], found: str) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        (path,) = engine.files
+        change(path)
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(EntryDamaged, match=f"it is no regular file: {found}"):
+                await engine.restore("a")
+        with pytest.raises(NotStored):
+            await engine.restore("a")
+        await engine.save("a")
+        await engine.restore("a")
+        await engine.quiet()
+        there = {item.name: item for item in path.parent.iterdir()}
+    assert path.name not in there or path.is_dir(), "it was removed"
+    assert change is not link or there["elsewhere"].stat().st_size == ENTRY_BYTES, "not what it points to"
+
+
+async def test_a_lock_that_is_a_link_is_refused_and_a_folder_that_is_one_is_followed(tmp_path: Path) -> None:
+    real, other = tmp_path / "real", tmp_path / "other"
+    real.mkdir()
+    (tmp_path / "named").symlink_to(real)
+    async with storing(tmp_path / "named") as engine:
+        await engine.save("a")
+    async with storing(real) as engine:
+        await engine.restore("a")
+    (lock,) = real.rglob("lock")
+    lock.unlink()
+    lock.symlink_to(other)
+    with pytest.raises(ConfigError, match="Too many levels of symbolic links"):
+        async with storing(real):
+            pass
+    assert not other.exists()
 
 
 async def test_a_file_that_somebody_has_removed_is_not_stored(tmp_path: Path) -> None:
@@ -407,25 +474,125 @@ async def test_a_move_that_fails_fails_its_request(tmp_path: Path) -> None:
         await engine.quiet()
         assert engine.files == []
         await engine.save("a")
-        engine.mover.errors = [TransportError("a bad sector")]
+        engine.mover.errors = [TransportError("no memory")]
+        with pytest.raises(StorageFailed, match="no memory"):
+            await engine.restore("a")
+        engine.mover.errors = [MoveFailed("a bad sector")]
         with pytest.raises(StorageFailed, match="a bad sector") as caught:
             await engine.restore("a")
         assert caught.value.quarantine is None
         await engine.quiet()
+        assert not engine.runtime.is_stored("a"), "a file that cannot be read is set aside"
+        with pytest.raises(NotStored):
+            await engine.restore("a")
+        assert (len(engine.files), engine.store.bytes) == (1, ENTRY_BYTES), "it may be the disk's fault"
+        await engine.save("a")
         await engine.restore("a")
-        assert (engine.store.saved, engine.store.restored, engine.store.failed) == (1, 1, 2)
+        await until(lambda: len(engine.files) == 1)
+        store = engine.store
+        assert (store.saved, store.restored, store.missed, store.failed, store.bytes) == (2, 1, 1, 3, ENTRY_BYTES)
 
 
-async def test_a_move_that_is_lost_keeps_its_blocks_until_the_cache_is_given_back(tmp_path: Path) -> None:
+@BOTH
+async def test_a_file_that_is_cut_while_it_is_read_takes_no_block_away(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = EntryFile.open
+
+    def cut_after_its_header(self: EntryFile) -> Any:
+        header = opened(self)
+        os.truncate(f"{self._directory.path}/{self.entry.file}", 4096)
+        return header
+
+    async with storing(tmp_path, transport=transport) as engine:
+        for round in range(3):  # as many blocks are lost in each as there are
+            await engine.save("a", list(range(16)))
+            with monkeypatch.context() as patched, pytest.raises(StorageFailed) as caught:
+                patched.setattr(EntryFile, "open", cut_after_its_header)
+                await engine.restore("a", list(range(16)))
+            assert caught.value.quarantine is None
+            await engine.quiet()
+            with pytest.raises(NotStored):
+                await engine.restore("a", list(range(16)))
+            assert engine.store.failed == round + 1
+        await engine.save("a", [1, 2, 3])
+        await engine.restore("a")
+        engine.assert_equal([4, 5, 6], engine.bytes_of([1, 2, 3]))
+        await until(lambda: len(engine.files) == 1)
+        await engine.quiet()
+
+
+async def test_what_is_lost_is_stopped_when_nothing_else_is_under_way_and_what_comes_waits(tmp_path: Path) -> None:
+    async with storing(tmp_path, limits=limited(PATIENT, slices_in_flight_max=1).limits) as engine:
+        await engine.save("a")
+        await engine.save("b")
+        first = await engine.held("a")
+        second = asyncio.create_task(engine.restore("b", [7, 8, 9]))
+        await until(lambda: engine.moves == 2)
+        engine.mover.errors = [MoveLost("who knows")]
+        engine.mover.gate.set()
+        with pytest.raises(StorageFailed, match="who knows") as caught:
+            await first
+        assert caught.value.quarantine is None
+        await second
+        assert engine.mover.settled == 1
+        await engine.quiet()
+
+
+async def test_an_entry_whose_read_fails_after_its_restore_has_ended_is_set_aside_too(tmp_path: Path) -> None:
     async with storing(tmp_path, cancel_grace_s=0.02) as engine:
         await engine.save("a")
+        restoring = await engine.held("a")
+        restoring.cancel()
+        await asyncio.wait([restoring])
+        (held,) = engine.runtime.quarantines
+        engine.mover.errors = [MoveLost("who knows")]
+        engine.mover.gate.set()
+        await held.settled()
+        await engine.quiet()
+        assert not engine.runtime.is_stored("a")
+
+
+async def test_the_next_runtime_tries_a_file_again_that_could_not_be_read(tmp_path: Path) -> None:
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        engine.mover.errors = [MoveFailed("no answer from the server")]
+        with pytest.raises(StorageFailed):
+            await engine.restore("a")
+    async with storing(tmp_path) as engine:
+        await engine.restore("a")
+
+
+async def test_a_header_that_cannot_be_read_is_as_blocks_that_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: int) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    async with storing(tmp_path) as engine:
+        await engine.save("a")
+        with monkeypatch.context() as patched, pytest.raises(StorageFailed, match="Input/output error"):
+            patched.setattr(os, "pread", fail)
+            await engine.restore("a")
+        with pytest.raises(NotStored):
+            await engine.restore("a")
+
+
+async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is_given_back(tmp_path: Path) -> None:
+    """As with io_uring."""
+    async with storing(tmp_path, cancel_grace_s=0.02) as engine:
+        await engine.save("a")
+        await engine.save("b")
+        engine.mover.settles = False
         engine.mover.errors = [MoveLost("who knows")]
         with pytest.raises(StorageFailed, match="who knows") as caught:
             await engine.restore("a")
         held = caught.value.quarantine
         assert held is not None
         assert engine.blocks.quarantined == 3
-        await engine.restore("a", [7, 8, 9])
+        with pytest.raises(NotStored):
+            await engine.restore("a", [7, 8, 9])
+        await engine.restore("b", [7, 8, 9])
         await engine.runtime.unregister()
         await held.settled()
         assert held.safe
@@ -447,6 +614,75 @@ async def test_a_disk_that_is_full_is_told_and_nobody_is_lost(tmp_path: Path, mo
             await engine.restore("a")
         await engine.restore("b")
         assert engine.store.bytes == ENTRY_BYTES
+
+
+async def test_a_save_that_finds_the_disk_full_leaves_a_newer_entry_of_whom_it_has_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    committing, go_on = threading.Event(), threading.Event()
+    sync, allocate = os.fsync, os.posix_fallocate
+
+    def wait(fd: int) -> None:
+        committing.set()
+        go_on.wait()
+        sync(fd)
+
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    async with storing(tmp_path, store_bytes_max=3 * ENTRY_BYTES) as engine:
+        await engine.save("a")
+        await engine.save("b")
+        engine.mover.gate.clear()
+        newer = asyncio.create_task(engine.save("a", [7, 8, 9]))
+        await until(lambda: engine.moves)
+        monkeypatch.setattr(os, "fsync", wait)
+        engine.mover.gate.set()
+        await until(committing.is_set)
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        late = asyncio.create_task(engine.save("c"))  # which "a" has to go for, as it was
+        await until(lambda: engine.store.evicted)
+        go_on.set()
+        await newer
+        with pytest.raises(StorageFailed, match="No space left on device"):
+            await late
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        await engine.quiet()
+        await engine.restore("a")
+        engine.assert_equal([4, 5, 6], engine.bytes_of([7, 8, 9]))
+        assert engine.store.entries == len(engine.files) == 2
+        assert engine.store.bytes == sum(path.stat().st_size for path in engine.files)
+
+
+@pytest.mark.parametrize("end", ["cancelled", "failed"])
+async def test_who_could_not_be_removed_to_make_room_is_an_entry_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    removing, go_on = threading.Event(), threading.Event()
+
+    def fail(path: str) -> None:
+        removing.set()
+        go_on.wait()
+        raise OSError(5, "Input/output error")
+
+    async with storing(tmp_path, store_bytes_max=2 * ENTRY_BYTES) as engine:
+        await engine.save("a")
+        await engine.save("b")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "unlink", fail)
+            saving = asyncio.create_task(engine.save("c"))
+            await until(removing.is_set)
+            assert not engine.runtime.is_stored("a")
+            if end == "cancelled":
+                saving.cancel()
+                await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.wait([saving])
+            await engine.quiet()
+        assert saving.cancelled() or isinstance(saving.exception(), StorageFailed)
+        assert engine.store.bytes == sum(path.stat().st_size for path in engine.files) == 2 * ENTRY_BYTES
+        assert (await engine.save("c")).evicted == 1
+        assert [engine.runtime.is_stored(key) for key in "abc"] == [False, True, True]
 
 
 @pytest.mark.parametrize("verb", ["unregister", "aclose"])

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,8 @@ from kvflow.core.storage.placing import FILE
 from kvflow.errors import ConfigError, TransportBroken
 from kvflow.transport.base import TransportError
 from kvflow.transport.factory import make_files
-from kvflow.transport.files import Direction, Files, MoveLost
+from kvflow.transport.files import Direction, Files, MoveFailed, MoveLost, PlainMover
+from kvflow.transport.nixl.posix import PosixMover
 from tests.tests_support import WAIT_S
 
 SIZE = 1 << 20
@@ -31,6 +32,8 @@ class Bench:
 
     def __init__(self, files: Files, buffer: np.ndarray, fd: int) -> None:
         self.files, self.buffer, self.fd = files, buffer, fd
+        self.stopped: asyncio.Queue[None] = asyncio.Queue()
+        """An item for each move that was lost and has stopped."""
 
     async def move(self, direction: Direction, *rows: tuple[int, int, int]) -> TransportError | None:
         """(offset in the buffer, offset in the file, size) triples; how it ended."""
@@ -43,7 +46,7 @@ class Bench:
             local_device=Device("cpu", 0),
             remote_device=Device(FILE, self.fd),
         )
-        self.files.post(descriptors, direction, end.set_result)
+        self.files.post(descriptors, direction, end.set_result, lambda: self.stopped.put_nowait(None))
         async with asyncio.timeout(WAIT_S):
             return await end
 
@@ -55,8 +58,9 @@ async def bench(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 @contextlib.asynccontextmanager
-async def open_bench(transport: str, tmp_path: Path) -> AsyncIterator[Bench]:
-    files = make_files(Config(engine_id="files", transport=transport, store_dir=tmp_path), "files")
+async def open_bench(transport: str, tmp_path: Path, params: Mapping[str, str] | None = None) -> AsyncIterator[Bench]:
+    config = Config(engine_id="files", transport=transport, store_dir=tmp_path, nixl_backend_params=params or {})
+    files = make_files(config, "files")
     await files.open()
     buffer = (np.arange(SIZE) % 251).astype(np.uint8)
     span = Span(address=int(buffer.ctypes.data), size_bytes=SIZE)
@@ -101,7 +105,7 @@ async def test_many_moves_at_once_end_once_each(bench: Bench) -> None:
 async def test_a_file_that_ends_early_is_an_error(bench: Bench) -> None:
     os.truncate(bench.fd, 100)
     error = await bench.move(Direction.RESTORE, (0, 50, 100))
-    assert isinstance(error, TransportError)
+    assert isinstance(error, MoveFailed)
 
 
 async def test_jobs_run_in_order_and_behind_moves_that_were_posted(bench: Bench) -> None:
@@ -123,6 +127,87 @@ async def test_what_is_closed_takes_nothing(bench: Bench) -> None:
     for verb in (lambda: bench.files.submit(lambda: None, lambda: None), lambda: bench.files._alive()):
         with pytest.raises(TransportBroken):
             verb()
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize("params", [{}, {"POSIX.use_posix_aio": "true"}, {"POSIX.use_uring": "true"}])
+async def test_what_nixl_has_lost_is_stopped_where_that_can_be_and_the_next_moves_work(
+    tmp_path: Path, params: dict[str, str]
+) -> None:
+    async with open_bench("nixl", tmp_path, params) as bench:
+        expected = bench.buffer.copy()
+        assert await bench.move(Direction.SAVE, (0, 0, SIZE // 2)) is None
+        os.truncate(bench.fd, SIZE // 2)
+        bench.buffer[:] = 0
+        for _ in range(3):
+            beyond = (SIZE // 2, SIZE // 2, 4096)
+            inside = [(at, at, 4096) for at in range(0, SIZE // 2, 4096)]
+            assert isinstance(await bench.move(Direction.RESTORE, *inside, beyond), MoveLost)
+            assert await bench.move(Direction.RESTORE, (0, 0, SIZE // 2)) is None
+        np.testing.assert_array_equal(bench.buffer[: SIZE // 2], expected[: SIZE // 2])
+        assert bench.stopped.qsize() == (0 if "POSIX.use_uring" in params else 3)
+
+
+@pytest.mark.nixl
+async def test_an_agent_that_cannot_be_made_again_fails_moves_until_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_bench("nixl", tmp_path) as bench:
+        mover = bench.files.mover
+        assert isinstance(mover, PosixMover)
+        with monkeypatch.context() as patched:
+            patched.setitem(mover._params, "ios_pool_size", "many")
+            assert await bench.files.call(mover.settle)
+            for _ in range(2):
+                error = await bench.move(Direction.SAVE, (0, 0, 8))
+                assert isinstance(error, TransportError)
+                assert not isinstance(error, MoveFailed)
+        assert await bench.move(Direction.SAVE, (0, 0, 8)) is None
+
+
+class Scripted(PlainMover):
+    """Moves end as the test says, by the size of their first piece."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, bool | MoveLost] = {}
+        self.told: list[object] = []
+
+    def begin(self, descriptors: Descriptors, direction: Direction) -> object:
+        self.told.append(descriptors.size_bytes)
+        return descriptors.size_bytes
+
+    def ended(self, begun: object) -> bool:
+        assert isinstance(begun, int)
+        end = self.ends.get(begun, False)
+        if isinstance(end, MoveLost):
+            raise end
+        return end
+
+    def settle(self) -> bool:
+        self.told.append("settled")
+        return True
+
+
+async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_waits_for_that() -> None:
+    mover = Scripted()
+    files = Files("kvflow-store scripted", lambda: mover)
+    await files.open()
+    bench = Bench(files, np.zeros(8, dtype=np.uint8), 0)
+    first, second = (asyncio.create_task(bench.move(Direction.SAVE, (0, 0, size))) for size in (1, 2))
+    await asyncio.sleep(0)
+    mover.ends[1] = MoveLost("who knows")
+    assert isinstance(await first, MoveLost)
+    third = asyncio.create_task(bench.move(Direction.SAVE, (0, 0, 3)))
+    await asyncio.sleep(0)
+    mover.ends[3] = True
+    assert await files.call(lambda: list(mover.told)) == [1, 2], "it waits"
+    assert bench.stopped.empty()
+    mover.ends[2] = True
+    assert await second is None
+    assert await third is None
+    assert mover.told == [1, 2, "settled", 3]
+    assert bench.stopped.qsize() == 1
+    await files.aclose(lambda: None)
 
 
 @pytest.mark.nixl

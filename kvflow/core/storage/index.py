@@ -1,13 +1,14 @@
 """Which entries a store has, and who makes room for whom.
 
-Entries have an order: the one that was saved or restored longest ago is the first to go. One that is being read never
-goes. What is being written counts with its whole size from the beginning, and one that was replaced while somebody read
-it counts until nobody does; so what is on disk never exceeds the bound.
+Entries have an order: the one that was saved or restored longest ago is the first to go, after those that could not be
+read, which nobody finds any more. One that is being read never goes. What is being written counts with its whole size
+from the beginning, and one that was replaced while somebody read it counts until nobody does; so what is on disk never
+exceeds the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -24,6 +25,8 @@ class Entry:
     file: str
     size_bytes: int
     readers: int = 0
+    aside: bool = False
+    """Whether it could not be read: it takes room, and is not found."""
     dropped: bool = False
     """Whether it is no entry any more: its bytes count until nobody reads it."""
 
@@ -43,7 +46,8 @@ class StoreIndex:
         return len(self._entries)
 
     def find(self, name: str) -> Entry | None:
-        return self._entries.get(name)
+        entry = self._entries.get(name)
+        return None if entry is None or entry.aside else entry
 
     def make_room(self, size_bytes: int) -> tuple[Entry, ...]:
         """Reserve so many bytes; which entries have to go for that, and are none any more. Raises NoRoom."""
@@ -66,10 +70,25 @@ class StoreIndex:
         self.used_bytes += entry.size_bytes
         return entry
 
-    def put_back(self, entry: Entry) -> None:
-        """An entry that had to go could not be removed: it is one again."""
-        entry.dropped = False
-        self.commit(self.reserved(entry))
+    def put_back(self, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """Entries that had to go could not be removed: they are entries again, the first to go.
+
+        Those that were replaced meanwhile are not, and are returned: their files are left.
+        """
+        kept = {entry.name: entry for entry in entries if entry.name not in self._entries}
+        for entry in kept.values():
+            entry.dropped = False
+            self.reserved(entry)
+        self._entries = kept | self._entries
+        return [entry for entry in entries if entry.name not in kept]
+
+    def set_aside(self, entry: Entry) -> bool:
+        """It could not be read: nobody finds it, and it is the first to go. Whether that is new."""
+        if entry.dropped or entry.aside:
+            return False
+        entry.aside = True
+        self._entries = {entry.name: entry} | self._entries
+        return True
 
     def give_back(self, size_bytes: int) -> None:
         """What was reserved is not needed."""
@@ -104,4 +123,5 @@ class StoreIndex:
     def touch(self, entry: Entry) -> None:
         """It was restored: all others go before it."""
         if not entry.dropped:
+            entry.aside = False
             self._entries[entry.name] = self._entries.pop(entry.name)

@@ -8,18 +8,23 @@ whole entry. A directory has one owner, who holds a lock on it for as long as it
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
-from collections.abc import Sequence
+import stat
 
 from kvflow.core.storage.entry import START_BYTES, EntryHeader, NotAnEntry, decode, encode, header_bytes
 from kvflow.core.storage.index import Entry
-from kvflow.transport.files import Mover
+from kvflow.transport.files import MoveFailed, Mover
 
 _LOCK = "lock"
 _NAME = re.compile(r"([0-9a-f]{40})-[0-9a-f]{16}")
 _PART = ".part"
+_NO_FILE = frozenset((errno.ELOOP, errno.ENXIO, errno.ENODEV))  # a symbolic link; a socket; a device that is not there
+
+
+_OURS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # who opens a FIFO, or a device, does not wait
 
 
 class InUse(Exception):
@@ -36,7 +41,7 @@ class Directory:
     def open(self) -> list[Entry]:
         """Lock it, remove what a crash has left, and find the entries, the first to go first. Raises InUse."""
         os.makedirs(self.path, exist_ok=True)
-        self._lock = os.open(self._at(_LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._lock = os.open(self._at(_LOCK), os.O_RDWR | os.O_CREAT | _OURS, 0o600)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -90,7 +95,19 @@ class Directory:
         return fd
 
     def open_file(self, file: str) -> int:
-        return os.open(self._at(file), os.O_RDONLY | os.O_CLOEXEC)
+        """A file to read: a regular one, which is no link. Raises NotAnEntry, FileNotFoundError; never waits."""
+        try:
+            fd = os.open(self._at(file), os.O_RDONLY | _OURS)
+        except OSError as error:
+            if error.errno in _NO_FILE:
+                raise NotAnEntry(f"it is no regular file: {error.strerror}") from error
+            raise
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            os.close(fd)
+            raise NotAnEntry(f"it is no regular file: {stat.filemode(mode)}")
+        os.set_blocking(fd, True)  # io_uring fails reads that would wait, else
+        return fd
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -108,14 +125,17 @@ class EntryFile:
         """Whether it is to be removed."""
         self.restored = False
         """Whether it was read, and so is the last to go."""
+        self.victims: list[Entry] = []
+        """Those that have to go for it, and have not yet."""
         self._directory = directory
         self._mover = mover
         self._written = False
 
-    def create(self, victims: Sequence[str]) -> None:
-        """Remove others, which makes room, then make it."""
-        for file in victims:
-            self._directory.remove(file)
+    def create(self) -> None:
+        """Remove its victims, which makes room, then make it."""
+        while self.victims:
+            self._directory.remove(self.victims[0].file)
+            del self.victims[0]
         self.fd = self._directory.create(self.entry.file, self.entry.size_bytes)
         self._written = True
         self._mover.opened(self.fd, self.entry.size_bytes)
@@ -130,13 +150,16 @@ class EntryFile:
         self.complete = True
 
     def open(self) -> EntryHeader:
-        """Open it and look at its header. Raises NotAnEntry, FileNotFoundError."""
+        """Open it and look at its header. Raises NotAnEntry, FileNotFoundError, MoveFailed."""
         self.fd = self._directory.open_file(self.entry.file)
         size_bytes = os.fstat(self.fd).st_size
-        start = os.pread(self.fd, START_BYTES, 0)
-        length = header_bytes(start)
-        if length > len(start):
-            start += os.pread(self.fd, length - len(start), len(start))
+        try:
+            start = os.pread(self.fd, START_BYTES, 0)
+            length = header_bytes(start)
+            if length > len(start):
+                start += os.pread(self.fd, length - len(start), len(start))
+        except OSError as error:
+            raise MoveFailed(f"reading its header: {error}") from error
         header = decode(start, size_bytes)
         if size_bytes != self.entry.size_bytes:
             raise NotAnEntry(f"it has {size_bytes} bytes, it had {self.entry.size_bytes}")

@@ -19,6 +19,8 @@ from kvflow.runtime.store.disk import EntryFile
 from kvflow.runtime.store.requests import PHASES, SaveRequest
 from kvflow.runtime.store.shelf import Shelf
 from kvflow.runtime.store.transit import Transit
+from kvflow.transport.base import TransportError
+from kvflow.transport.files import MoveFailed
 
 logger = logger_of(__name__)
 
@@ -148,11 +150,23 @@ class Jobs:
         if replaced is not None:
             self._remove(replaced)
 
+    def note_failure(self, job: Job, error: TransportError | None) -> None:
+        """If its file could not be read nobody is to try that again: the entry is set aside."""
+        if job.read is not None and isinstance(error, MoveFailed) and self._index.set_aside(job.read):
+            path = f"{self._directory.path}/{job.read.file}"
+            logger.warning(
+                "request %r: setting %s aside, which cannot be read: %s", job.request.request_id, path, error
+            )
+
     def _over(self, job: Job) -> None:
         """The thread does nothing for it any more: what came of its file counts."""
         if job not in self._under_way:
             return
         del self._under_way[job]
+        self.note_failure(job, job.transit.error)  # it may have ended before that was known
+        if job.file is not None and job.file.victims:  # they are still there
+            for replaced in self._index.put_back(job.file.victims):
+                self._remove(replaced)
         if job.file is not None and job.file.complete:
             self.committed(job)
         elif job.reserved is not None:

@@ -216,6 +216,7 @@ class BlockStore:
                 raise DeadlineExceeded(late, request_id=request_id, peer=path, phase=job.phase) from None
             raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
         except TransportError as error:
+            self._jobs.note_failure(job, error)
             raise StorageFailed(f"{what}: {error}", request_id=request_id) from error
 
     async def _save(self, job: Job) -> SaveReport:
@@ -235,14 +236,9 @@ class BlockStore:
         header = EntryHeader(
             **{name: getattr(header, name) for name in header.__struct_fields__} | {"digests": digests}
         )
-        victims = self._make_room(job, header)
+        evicted = self._make_room(job, header)
         assert job.file is not None, "made with its room"
-        try:
-            await self._files.call(partial(job.file.create, [entry.file for entry in victims]))
-        except OSError:
-            for entry in victims:  # whichever of them are gone are found to be when they are restored
-                self._index.put_back(entry)
-            raise
+        await self._files.call(job.file.create)
         await self._move(job, header.data_start)
         job.enter("sync", self._now_s())
         await self._files.call(partial(job.file.commit, header))
@@ -253,12 +249,12 @@ class BlockStore:
             bytes=header.file_bytes,
             blocks=sum(job.counts),
             tokens=job.request.num_tokens,
-            evicted=len(victims),
+            evicted=evicted,
             seconds=job.seconds,
         )
 
-    def _make_room(self, job: Job, header: EntryHeader) -> Sequence[Entry]:
-        """Reserve what the file takes; who has to go for that."""
+    def _make_room(self, job: Job, header: EntryHeader) -> int:
+        """Reserve what the file takes; how many have to go for that."""
         what, size_bytes = f"request {job.request.request_id!r}", header.file_bytes
         try:
             victims = self._index.make_room(size_bytes)
@@ -268,8 +264,9 @@ class BlockStore:
         name = entry_name(self._cache.fingerprint, job.key)
         job.reserved = Entry(name, f"{name}-{self._token_hex(_RANDOM_BYTES)}", size_bytes)
         job.file = EntryFile(self._directory, job.reserved, self._files.mover)
+        job.file.victims = list(victims)
         self._evicted += len(victims)
-        return victims
+        return len(victims)
 
     async def _restore(self, job: Job) -> RestoreReport:
         request_id = job.request.request_id

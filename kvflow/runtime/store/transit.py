@@ -67,7 +67,8 @@ class Transit:
         self._under_way = 0
         self._lost = 0
         self._settled = False
-        self._error: TransportError | None = None
+        self.error: TransportError | None = None
+        """What went wrong first."""
         self._progress: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -116,9 +117,9 @@ class Transit:
             posted_s = gear.now_s()
             self.queued_s += posted_s - asked_s
             try:
-                if self._error is not None:
-                    raise self._error
-                gear.files.post(descriptors, self.direction, partial(self._moved, permit, posted_s))
+                if self.error is not None:
+                    raise self.error
+                gear.files.post(descriptors, self.direction, partial(self._moved, permit, posted_s), self._stopped)
             except BaseException:
                 gear.queue.end(permit)
                 raise
@@ -162,21 +163,27 @@ class Transit:
 
     def _moved(self, permit: Permit, posted_s: float, error: TransportError | None) -> None:
         self._gear.queue.end(permit, 0.0 if error else self._gear.now_s() - posted_s)
-        if error is not None and self._error is None:
-            self._error = error
+        if error is not None and self.error is None:
+            self.error = error
         if isinstance(error, MoveLost):
             self._lost += 1
         else:
             self._under_way -= 1
         self._note_end()
 
+    def _stopped(self) -> None:
+        """A move that was lost has stopped."""
+        self._lost -= 1
+        self._under_way -= 1
+        self._note_end()
+
     async def _wait_until_below(self, count: int) -> None:
         """Wait until fewer than `count` moves are under way; raises what has gone wrong once all known ones stopped."""
-        while self._under_way - self._lost >= (1 if self._error else count):
+        while self._under_way - self._lost >= (1 if self.error else count):
             self._progress = asyncio.get_running_loop().create_future()
             await self._progress
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _note_end(self) -> None:
         if self._progress is not None and not self._progress.done():

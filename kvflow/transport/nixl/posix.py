@@ -1,13 +1,18 @@
 """NIXL's POSIX backend as a mover of bytes between memory and files.
 
 Its agent is a third one of the runtime, since a file is no peer: NIXL reaches it under the agent's own name. Several
-moves share one queue of the kernel, and an error of one may be reported for another while bytes of both are on their
-way (seen in NIXL's source, 1.5). So a move that fails is taken for lost: its handle is kept, since NIXL writes to it
-when the rest ends, and its blocks are quarantined until the agent is gone.
+moves share one queue of the kernel. With POSIX AIO an error of one is reported for all of them, while bytes of any may
+be on their way (seen in NIXL's source, 1.5), and with every queue there are errors after which it takes no move any
+more. So a move that fails is taken for lost, and its handle is kept, since NIXL writes to it when the rest ends. Once
+nothing else is under way the agent is ended: Linux AIO waits for what is in its queue (`io_destroy`), POSIX AIO is
+asked. A ring of io_uring is not known to wait; with it, what is lost has stopped when the thread has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +24,56 @@ from kvflow.transport.base import TransportError
 from kvflow.transport.files import Direction, MoveLost
 from kvflow.transport.nixl.agents import error_types, import_bindings
 
+_AIO_NOTCANCELED = 1  # of <aio.h>
+_AIO_LOOK_S = 1e-3
+
+
+class _Agent:
+    """One agent, and what it knows of memory and files."""
+
+    def __init__(self, bindings: Any, name: str, params: Mapping[str, str]) -> None:
+        """Raises what NIXL raises."""
+        config = bindings.nixlAgentConfig()
+        config.useProgThread = config.useListenThread = False
+        config.syncMode = bindings.NIXL_THREAD_SYNC_NONE
+        self._bindings = bindings
+        self.api: Any = bindings.nixlAgent(name, config)
+        self.backends = [self.api.createBackend(POSIX, dict(params))]
+        self._memory: list[Any] = []
+        self._files: dict[int, Any] = {}
+
+    def add_memory(self, spans: Sequence[Span]) -> None:
+        """Raises what NIXL raises."""
+        rows = [(span.address, span.size_bytes, 0, "") for span in spans]
+        self._memory.append(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows))
+        self.api.registerMem(self._memory[-1], self.backends)
+
+    def add_file(self, fd: int, size_bytes: int) -> None:
+        """Raises what NIXL raises."""
+        self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
+        self.api.registerMem(self._files[fd], self.backends)
+
+    def drop_file(self, fd: int) -> None:
+        self.api.deregisterMem(self._files.pop(fd), self.backends)
+
+    def end(self, lost: Sequence[object], errors: tuple[type[Exception], ...]) -> None:
+        """Wait until nothing of it runs, and end it; `lost` are handles of moves that are not known to have ended."""
+        for fd in self._files:
+            while _runs_posix_aio(fd):
+                time.sleep(_AIO_LOOK_S)
+        for handle in lost:
+            with contextlib.suppress(*errors):
+                self.api.releaseXferReq(handle)
+        for descriptors in (*self._memory, *self._files.values()):
+            with contextlib.suppress(*errors):
+                self.api.deregisterMem(descriptors, self.backends)
+        del self.api
+
+
+def _runs_posix_aio(fd: int) -> bool:
+    """Cancel what has not begun of what POSIX AIO is to do with a file; whether something has, and has not ended."""
+    return bool(ctypes.CDLL(None).aio_cancel(fd, None) == _AIO_NOTCANCELED)
+
 
 class PosixMover:
     """See `transport.files.Mover`."""
@@ -27,72 +82,96 @@ class PosixMover:
         """Raises ConfigError if the backend does not start with these parameters."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
-        config = self._bindings.nixlAgentConfig()
-        config.useProgThread = config.useListenThread = False
-        config.syncMode = self._bindings.NIXL_THREAD_SYNC_NONE
         self._name = name
-        try:
-            self._agent: Any = self._bindings.nixlAgent(name, config)
-            self._backends = [self._agent.createBackend(POSIX, dict(params))]
-        except self._errors as error:
-            raise ConfigError(f"NIXL cannot start backend {POSIX!r} as configured: {error}") from error
-        self._memory: list[Any] = []
-        self._files: dict[int, Any] = {}
+        self._params = dict(params)
+        self._spans: list[Sequence[Span]] = []
+        self._sizes: dict[int, int] = {}
+        """Of the open files, by descriptor."""
         self._kept: list[object] = []
         self._lost: list[object] = []
+        try:
+            self._agent: _Agent | None = self._start()
+        except self._errors as error:
+            raise ConfigError(f"NIXL cannot start backend {POSIX!r} as configured: {error}") from error
 
     def register(self, spans: Sequence[Span], keepalive: object) -> None:
-        rows = [(span.address, span.size_bytes, 0, "") for span in spans]
-        descriptors = self._bindings.nixlRegDList(self._bindings.DRAM_SEG, rows)
         try:
-            self._agent.registerMem(descriptors, self._backends)
+            self._running().add_memory(spans)
         except self._errors as error:
             raise TransportError(f"NIXL's {POSIX} backend cannot register {len(spans)} spans: {error}") from error
-        self._memory.append(descriptors)
+        self._spans.append(spans)
         self._kept.append(keepalive)
 
     def opened(self, fd: int, size_bytes: int) -> None:
-        descriptors = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
         try:
-            self._agent.registerMem(descriptors, self._backends)
+            self._running().add_file(fd, size_bytes)
         except self._errors as error:
             raise TransportError(f"NIXL cannot register a file of {size_bytes} bytes: {error}") from error
-        self._files[fd] = descriptors
+        self._sizes[fd] = size_bytes
 
     def closing(self, fd: int) -> None:
-        descriptors = self._files.pop(fd, None)
-        if descriptors is not None:
-            self._agent.deregisterMem(descriptors, self._backends)
+        if self._sizes.pop(fd, None) is not None and self._agent is not None:
+            self._agent.drop_file(fd)
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         api = self._bindings
         operation = api.NIXL_WRITE if direction is Direction.SAVE else api.NIXL_READ
         ours, theirs = descriptors.table
         try:
+            agent = self._running()
             local, remote = api.nixlXferDList(api.DRAM_SEG, ours), api.nixlXferDList(api.FILE_SEG, theirs)
-            handle = self._agent.createXferReq(operation, local, remote, self._name, "", self._backends)
+            handle = agent.api.createXferReq(operation, local, remote, self._name, "", agent.backends)
         except self._errors as error:
             raise TransportError(f"{type(error).__name__}: {error}") from error
         try:
-            self._agent.postXferReq(handle, "")
+            agent.api.postXferReq(handle, "")
         except self._errors as error:
             raise self._loss(handle, error) from error
         return handle
 
     def ended(self, begun: object) -> bool:
+        agent = self._running()
         try:
-            if self._agent.getXferStatus(begun) != self._bindings.NIXL_SUCCESS:
+            if agent.api.getXferStatus(begun) != self._bindings.NIXL_SUCCESS:
                 return False
         except self._errors as error:
             raise self._loss(begun, error) from error
-        self._agent.releaseXferReq(begun)
+        agent.api.releaseXferReq(begun)
+        return True
+
+    def settle(self) -> bool:
+        if "use_uring" in self._params:
+            return False
+        self._end()
         return True
 
     def close(self) -> None:
-        for descriptors in (*self._memory, *self._files.values()):
-            self._agent.deregisterMem(descriptors, self._backends)
-        del self._agent
+        self._end()
         self._kept.clear()
+
+    def _start(self) -> _Agent:
+        """An agent that knows all memory and files. Raises what NIXL raises."""
+        agent = _Agent(self._bindings, self._name, self._params)
+        try:
+            for spans in self._spans:
+                agent.add_memory(spans)
+            for fd, size_bytes in self._sizes.items():
+                agent.add_file(fd, size_bytes)
+        except BaseException:
+            agent.end([], self._errors)
+            raise
+        return agent
+
+    def _running(self) -> _Agent:
+        """The agent: another one, after one was ended. Raises what NIXL raises if it cannot be made."""
+        if self._agent is None:
+            self._agent = self._start()
+        return self._agent
+
+    def _end(self) -> None:
+        if self._agent is not None:
+            self._agent.end(self._lost, self._errors)
+        self._agent, self._lost = None, []
 
     def _loss(self, handle: object, error: Exception) -> MoveLost:
         self._lost.append(handle)

@@ -68,8 +68,46 @@ def test_what_was_found_counts_and_makes_room_for_a_smaller_bound() -> None:
     index = StoreIndex(BOUND, [entry("a", 50), entry("b", 50), entry("c", 50)])
     assert index.used_bytes == 150
     assert [one.name for one in index.make_room(0)] == ["a"]
-    index.put_back(entry("a", 50))
-    assert [one.name for one in index.make_room(10)] == ["b", "c"]
+
+
+def test_what_could_not_be_removed_is_there_again_and_the_first_to_go() -> None:
+    index = StoreIndex(BOUND)
+    a, b, c = entry("a"), entry("b"), entry("c")
+    saved(index, a, b, c)
+    assert index.make_room(60) == (a, b)
+    assert index.put_back([b]) == []
+    index.give_back(60)
+    assert (len(index), index.used_bytes) == (2, 60)
+    assert saved(index, entry("d", 60)) == ["b"]
+
+
+def test_what_was_saved_again_meanwhile_is_kept_when_the_old_one_could_not_be_removed() -> None:
+    index = StoreIndex(BOUND)
+    old, new = entry("a"), entry("a")
+    saved(index, old)
+    assert index.make_room(80) == (old,)
+    index.give_back(80)
+    saved(index, new)
+    assert index.put_back([old]) == [old]
+    assert (index.find("a"), len(index), index.used_bytes) == (new, 1, 30)
+
+
+def test_what_cannot_be_read_is_not_found_and_the_first_to_go() -> None:
+    index = StoreIndex(BOUND)
+    a, b, c = entry("a"), entry("b"), entry("c")
+    saved(index, a, b, c)
+    assert index.set_aside(b)
+    assert not index.set_aside(b), "it was"
+    assert (index.find("b"), index.used_bytes) == (None, 90), "it takes room"
+    assert saved(index, entry("d")) == ["b"]
+    assert not index.set_aside(b), "it is gone"
+    assert index.set_aside(a)
+    index.touch(a)
+    assert index.find("a") is a, "somebody could read it"
+    index.set_aside(c)
+    new = entry("c")
+    assert index.commit(index.reserved(new)) is c
+    assert (index.find("c"), index.used_bytes) == (new, 90)
 
 
 class Index(RuleBasedStateMachine):
