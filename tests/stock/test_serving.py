@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
@@ -243,10 +244,8 @@ async def test_very_many_late_reads_have_few_lines(
         for number in range(100):
             consumer.say(b"unknown-%d:1" % number)
         await wait_for(lambda: ours.runtime.statistics().serving.late_reads == 100)
-        assert [one.levelname for one in caplog.records if one.levelname in ("WARNING", "ERROR")] == [
-            "WARNING",
-            "ERROR",
-        ]
+        levels = [one.levelname for one in caplog.records if one.levelno >= logging.WARNING]
+        assert levels == ["WARNING", "ERROR"]
         await consumer.read(params, [1])
         assert await lease is LeaseOutcome.READ
 
