@@ -28,34 +28,31 @@ class _Group:
     facts: GroupFacts
     pattern: PatternCache
     layers: dict[str, torch.Tensor]
+    views: list[torch.Tensor]
+    """Of each layer, its K and its V: (block, slot, head, element)."""
     free: list[int]
     taken: set[int]
 
     def blocks(self, ids: Sequence[int]) -> torch.Tensor:
-        """(layer, K or V, block, slot, head, element)."""
+        """(layer and part, block, slot, head, element)."""
         index = torch.tensor(ids, dtype=torch.int64)
-        parts = [self.pattern.slots(layer, part)[index] for layer, part in self.places]
-        return torch.stack(parts)
-
-    @property
-    def places(self) -> list[tuple[int, int]]:
-        return [(layer, part) for layer in range(len(self.layers)) for part in range(len(self.pattern.parts))]
+        return torch.stack([view[index] for view in self.views])
 
     def write(self, ids: Sequence[int], values: torch.Tensor) -> None:
         index = torch.tensor(ids, dtype=torch.int64)
-        for place, (layer, part) in enumerate(self.places):
-            self.pattern.slots(layer, part)[index] = values[place]
+        for view, value in zip(self.views, values, strict=True):
+            view[index] = value
 
     def poison(self, ids: Sequence[int]) -> torch.Tensor:
         """What blocks hold that nobody has: each something of its own."""
-        each = (_POISON ^ torch.tensor(ids, dtype=torch.int64)).to(self.pattern.slots(0, 0).dtype)
-        return each.view(1, -1, 1, 1, 1).expand(len(self.places), -1, -1, -1, -1)
+        each = (_POISON ^ torch.tensor(ids, dtype=torch.int64)).to(self.views[0].dtype)
+        return each.view(1, -1, 1, 1, 1).expand(len(self.views), -1, -1, -1, -1)
 
     def content(self, number: int, tokens: np.ndarray) -> torch.Tensor:
         """What these tokens hold: (layer and part, token, head, element)."""
         layers = self.pattern.layout.layer_indices
-        keys = np.array([layers[layer] * 2 + part for layer, part in self.places], dtype=np.uint64)
-        slot = self.pattern.slots(0, 0)
+        keys = np.array([layer * 2 + part for layer in layers for part in (0, 1)], dtype=np.uint64)
+        slot = self.views[0]
         width = slot.shape[2] * slot.shape[3]
         mixed = (
             np.uint64(number * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
@@ -158,8 +155,8 @@ class Cache:
         for group, ids in zip(self.groups, tables, strict=True):
             tokens, blocks, slots = _where(group, ids, num_tokens, span)
             values = group.content(number, tokens)
-            for place, (layer, part) in enumerate(group.places):
-                group.pattern.slots(layer, part)[blocks, slots] = values[place]
+            for view, value in zip(group.views, values, strict=True):
+                view[blocks, slots] = value
 
     def difference(
         self, tables: _LIST, number: int, num_tokens: int, span: range | None = None, *, whole: bool = False
@@ -173,7 +170,7 @@ class Cache:
             tokens, blocks, slots = _where(group, ids, num_tokens, span)
             if not len(tokens):
                 continue
-            found = torch.stack([group.pattern.slots(layer, part)[blocks, slots] for layer, part in group.places])
+            found = torch.stack([view[blocks, slots] for view in group.views])
             wrong = (found != group.content(number, tokens)).nonzero()
             if len(wrong):
                 place, at = int(wrong[0][0]), int(wrong[0][1])
@@ -209,4 +206,6 @@ def _group(
 ) -> _Group:
     kind = GroupKind.FULL if window is None else GroupKind.SLIDING
     facts = GroupFacts(name=name, block_size=layout.block_size, kind=kind, window=window or 0)
-    return _Group(facts, PatternCache(cache, layers, layout), layers, list(range(layout.num_blocks))[::-1], set())
+    pattern = PatternCache(cache, layers, layout)
+    views = [pattern.slots(layer, part) for layer in range(len(layers)) for part in range(len(pattern.parts))]
+    return _Group(facts, pattern, layers, views, list(range(layout.num_blocks))[::-1], set())

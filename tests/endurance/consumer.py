@@ -169,16 +169,15 @@ class Consumer:
                 ending = None
                 if plan.end is End.CANCELLED:
                     ending = asyncio.get_running_loop().call_later(plan.soon_s, load.cancel)
+                report = None
                 try:
                     report = await self._report(plan, home, tables, load, legs)
-                except KVFlowError:
-                    if plan.release:
-                        with contextlib.suppress(KVFlowError):
-                            await home.runtime.release_blocks(ticket)
-                    raise
                 finally:
                     if ending is not None:
                         ending.cancel()
+                    if report is None and plan.release:
+                        with contextlib.suppress(KVFlowError):
+                            await home.runtime.release_blocks(ticket)
             if report is None:
                 return "cancelled"
             self._judge(plan, home, tables, report)

@@ -20,7 +20,7 @@ WAYS = {
     ("stock", STOCK_WIRE): 8,
 }
 """From which home of the producer to which of the consumer, and how often."""
-LONG_TTL_S, SHORT_TTL_S = 20.0, 3.0
+LONG_TTL_S, SHORT_TTL_S = 10.0, 3.0
 TOKENS_MAX = {"stock": 40, STOCK_WIRE: 40}  # blocks of four tokens
 _TOKENS_MAX = 120
 _SOON_S = 0.01
@@ -122,7 +122,9 @@ class Plan:
         """How it may end while nothing else befalls the engines."""
         if self.end is End.RELEASED:
             return {"released"}
-        certain = {"PromptMismatch"} if self.prompt == "wrong" else {"PrefillFailed"} if self.declined else set()
+        certain = {"PromptMismatch"} if self.prompt == "wrong" else set()
+        if self.declined:
+            certain |= {"PrefillFailed"}
         if self.fails:
             certain |= {"PrefillFailed", "LeaseExpired"}  # that, of who comes when it has long broken off
         if self.hit or not certain:
@@ -174,7 +176,7 @@ def draw(seed: int, number: int) -> Plan:
         priority=random.randint(-2, 2),
         keep=consumer != STOCK_WIRE and not rendezvous and chance(0.1),
         store=consumer == "plain" and chance(0.1),
-        release=chance(0.5),
+        release=end is End.NONE or consumer == "stock" or chance(0.5),
     )
 
 

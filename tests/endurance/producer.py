@@ -18,6 +18,7 @@ from tests.stock_engines import StockProducer, stock_cache
 BLOCKS = 12_288
 _STEP_S = 0.004
 _LEASE_TOKENS = 16
+_HOUR_S = 3600.0
 _LEASES_A_SECOND = 300  # those that are to run out last until all are open, also on a busy machine
 
 
@@ -147,28 +148,25 @@ class Producer:
     async def do_open_leases(self, first: int, count: int, read: int) -> dict[str, Any]:
         """Open so many leases of a block each; tickets of those that are to be read."""
         home = self.homes["plain"]
-        for index in range(count):
+        for index in sorted(range(count), key=_runs_out):
             tables = home.cache.take(_LEASE_TOKENS)
             home.cache.fill(tables, first + index, _LEASE_TOKENS, range(_LEASE_TOKENS))
-            ttl_s = 3600.0 if index % 3 else max(count / _LEASES_A_SECOND, 1.0)
+            ttl_s = max(count / _LEASES_A_SECOND, 1.0) if _runs_out(index) else _HOUR_S
             request = ServeRequest(f"lease {first + index}", tables[0], _LEASE_TOKENS, ttl_s=ttl_s)
             self._many[first + index] = home.runtime.serve_blocks(request), tables
-            if index % 20 == 0:
+            if len(self._many) % 20 == 0:
                 await asyncio.sleep(0)
         serving = home.runtime.statistics().serving
         assert serving is not None
-        every = count // read
-        wanted = [(number, lease) for number, (lease, _) in self._many.items() if number % every == 0]
-        return {
-            "open": serving.open_leases,
-            "tickets": [[number, lease.ticket.to_params()] for number, lease in wanted],
-        }
+        kept = [(number, lease) for number, (lease, _) in self._many.items() if lease.ticket.ttl_s == _HOUR_S]
+        tickets = [(number, lease.ticket.to_params()) for number, lease in kept[:: len(kept) // read]]
+        return {"open": serving.open_leases, "tickets": tickets}
 
     async def do_end_leases(self) -> dict[str, int]:
         """Revoke those that do not run out; how all have ended."""
         home, outcomes = self.homes["plain"], Counter[str]()
-        for index, (lease, _) in enumerate(self._many.values()):
-            if index % 3:
+        for lease, _ in self._many.values():
+            if lease.ticket.ttl_s == _HOUR_S:
                 lease.revoke()
         for number, (lease, tables) in self._many.items():
             outcomes[str(await lease)] += 1
@@ -252,3 +250,8 @@ class Producer:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.homes.errors.append(f"{task.get_name()}: {error!r}")
+
+
+def _runs_out(index: int) -> bool:
+    """Of many leases: those open last, so that all are open at once."""
+    return index % 3 == 0

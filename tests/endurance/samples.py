@@ -30,7 +30,9 @@ ALLOWED: Mapping[str, tuple[float, float]] = {
 def sample() -> dict[str, Any]:
     """Counted after a full collection."""
     gc.collect()
-    kinds = Counter(map(_kind, gc.get_objects()))
+    kinds = Counter[str]()
+    for kind, count in Counter(map(type, gc.get_objects())).items():
+        kinds[f"{kind.__module__}.{kind.__qualname__}"] += count
     process = psutil.Process()
     files = [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _still(name)]
     rollup = Path("/proc/self/smaps_rollup").read_text()
@@ -50,11 +52,6 @@ def sample() -> dict[str, Any]:
 
 def _still(name: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{name}")
-
-
-def _kind(thing: object) -> str:
-    kind = type(thing)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def growth(samples: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | bool]]:
