@@ -69,6 +69,7 @@ class Agent:
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
+        config.pthrDelay = 100_000  # it sleeps until something comes; with 0 it keeps a core busy
         self.native = nixl.nixlAgent(self.name, config)
         self.backends = [self.native.createBackend("UCX", {})]
         self._cache = cache

@@ -1,0 +1,169 @@
+"""The runtimes of one engine, each with its cache, by the names that plans know them by; what can be done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import psutil
+
+from kvflow import Config, Limits, Runtime
+from kvflow.stock import StockPeers, Terms
+from kvflow.testing import assert_closed, assert_quiet
+from tests.endurance.caches import Cache
+from tests.stock_engines import HASH, NAMES
+
+STOCK_LEASE_S = 10.0
+_STOCK = StockPeers(
+    hashes=(HASH,),
+    terms=Terms(lease_s=STOCK_LEASE_S, router_s=1.0),
+    serve_version="0.32.0",
+    attn_backend_name="CPU_ATTN",
+    region_names=NAMES,
+)
+_LIMITS = Limits(peer_backoff_first_s=0.05, peer_backoff_max_s=0.2)
+_WAIT_S = 60.0
+
+
+class Event:
+    """Something of a device that happens after a while; `first` is done right before."""
+
+    def __init__(self, delay_s: float, first: Callable[[], None]) -> None:
+        self._first = first
+        self._happened = asyncio.Event()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._happen)
+
+    def query(self) -> bool:
+        return self._happened.is_set()
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody blocks")
+
+    async def over(self) -> None:
+        await self._happened.wait()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _happen(self) -> None:
+        self._first()
+        self._happened.set()
+
+
+@dataclass(slots=True)
+class Home:
+    """One runtime and its cache; another runtime follows where it is reopened."""
+
+    cache: Cache
+    config: Config
+    runtime: Runtime
+
+    async def open(self) -> None:
+        await self.runtime.__aenter__()
+        await self.register()
+
+    async def register(self) -> None:
+        kv_caches, layout = self.cache.registered
+        await self.runtime.register_kv_caches(kv_caches, layout)  # type: ignore[arg-type]
+
+
+def _new_runtime(config: Config) -> Runtime:
+    return Runtime(config, foreign=_STOCK if config.model == "/m" else None)
+
+
+class Homes:
+    """All runtimes of an engine."""
+
+    def __init__(self, engine_id: str, caches: Mapping[str, Cache], store_dir: str | None) -> None:
+        self.errors: list[str] = []
+        self._homes: dict[str, Home] = {}
+        for name, cache in caches.items():
+            config = Config(
+                engine_id=f"{engine_id}-{name}",
+                listen="tcp://127.0.0.1:0",
+                model="/m" if name == "stock" else "m",
+                staging="always" if name == "staged" else "auto",
+                host_buffer_bytes_max=8 << 20,
+                drain_timeout_s=0.5,
+                cancel_grace_s=0.5,
+                handshake_timeout_s=10.0,
+                store_dir=store_dir if name == "plain" else None,
+                store_bytes_max=4 << 20,
+                limits=_LIMITS,
+            )
+            if name == "stock":
+                config = replace(config, num_kv_heads=4)
+            self._homes[name] = Home(cache, config, _new_runtime(config))
+
+    def __getitem__(self, name: str) -> Home:
+        return self._homes[name]
+
+    async def open(self) -> None:
+        for home in self._homes.values():
+            await home.open()
+
+    async def close(self) -> None:
+        for home in self._homes.values():
+            await home.runtime.aclose()
+            self._check(lambda home=home: assert_closed(home.runtime.statistics()))  # type: ignore[misc]
+
+    async def upset(self, name: str, how: str) -> None:
+        """Do something to a runtime; it works again when this returns."""
+        home = self._homes[name]
+        match how:
+            case "unregister":
+                await home.runtime.unregister()
+                await home.register()
+            case "reopen":
+                await home.runtime.drain(0.1)
+                await home.runtime.aclose()
+                self._check(lambda: assert_closed(home.runtime.statistics()))
+                home.runtime = _new_runtime(home.config)
+                await home.open()
+            case _:
+                raise ValueError(how)
+
+    async def settle(self) -> None:
+        """Wait until nothing is under way, then look at the books and at every block."""
+        for name, home in self._homes.items():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_WAIT_S):
+                    while not _quiet(home.runtime):
+                        await asyncio.sleep(0.02)
+            self._check(lambda home=home: assert_quiet(home.runtime.statistics()), name)  # type: ignore[misc]
+            home.cache.check_all_free()
+            self.errors += home.cache.errors
+            home.cache.errors.clear()
+
+    @property
+    def open_reads(self) -> int:
+        return sum(home.runtime.statistics().transport.open_reads for home in self._homes.values())
+
+    def cut_side_channels(self, ports: list[int]) -> int:
+        """Cut this process's connections to these ports, as a network does; how many."""
+        cut = 0
+        for one in psutil.Process().net_connections("tcp"):
+            if one.raddr and one.raddr.port in ports and one.fd >= 0:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(one.fd)) as copy:
+                    if copy.getpeername()[1] in ports:
+                        copy.shutdown(socket.SHUT_RDWR)
+                        cut += 1
+        return cut
+
+    def _check(self, check: Callable[[], None], name: str = "") -> None:
+        try:
+            check()
+        except AssertionError as error:
+            self.errors.append(f"{name}: {error}")
+
+
+def _quiet(runtime: Runtime) -> bool:
+    try:
+        assert_quiet(runtime.statistics())
+    except AssertionError:
+        return False
+    return True
