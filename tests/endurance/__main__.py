@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from tests.endurance.fleet import TRANSPORTS, Fleet, Found, Process
-from tests.endurance.samples import growth, grown_kinds
+from tests.endurance.samples import grown_kinds, growth
 
 LOADS = 200_000
 

@@ -201,9 +201,7 @@ def _kv_group(
     return _group(name, cache, tensors, CacheLayout.infer(tensors, order=order, block_size=block_size), window)
 
 
-def _group(
-    name: str, cache: str, layers: dict[str, torch.Tensor], layout: CacheLayout, window: int | None
-) -> _Group:
+def _group(name: str, cache: str, layers: dict[str, torch.Tensor], layout: CacheLayout, window: int | None) -> _Group:
     kind = GroupKind.FULL if window is None else GroupKind.SLIDING
     facts = GroupFacts(name=name, block_size=layout.block_size, kind=kind, window=window or 0)
     pattern = PatternCache(cache, layers, layout)

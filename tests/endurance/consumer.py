@@ -253,9 +253,7 @@ class Consumer:
             self._wire_cache.give_back(tables)
         return "loaded"
 
-    def _compare(
-        self, cache: Cache, tables: list[list[int]], number: int, tokens: int, *, whole: bool = False
-    ) -> None:
+    def _compare(self, cache: Cache, tables: list[list[int]], number: int, tokens: int, *, whole: bool = False) -> None:
         wrong = cache.difference(tables, number, tokens, whole=whole)
         if wrong:
             self._error(f"load {number}: {draw(self._seed, number)}: {wrong}")
