@@ -1,4 +1,4 @@
-"""A producer, a consumer and a second consumer that is killed now and then, over one transport, and what befalls them."""
+"""A producer, a consumer and a second one that is killed now and then, over one transport, and what befalls them."""
 
 from __future__ import annotations
 

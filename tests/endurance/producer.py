@@ -1,4 +1,4 @@
-"""The producing engine: it offers what it is asked for, computes it by and by, and looks at it when the lease is over."""
+"""The producing engine: it offers what it is asked for, computes it by and by, and looks at it at the lease's end."""
 
 from __future__ import annotations
 

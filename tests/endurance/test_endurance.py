@@ -1,4 +1,4 @@
-"""The endurance run itself, small and in one process: some hundred loads of every kind, and whether it finds what is wrong."""
+"""The endurance run itself, small and in one process: loads of every kind, and whether it finds what is wrong."""
 
 from __future__ import annotations
 
