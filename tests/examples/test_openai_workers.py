@@ -252,9 +252,7 @@ async def test_an_answer_that_is_given_up_keeps_its_blocks_until_no_byte_can_lan
         transport.perform()
     await quarantine.settled()
     await workers.idle()
-    assert (
-        sample(workers.prefill_metrics, "openai_server_leases_total", outcome="read") == 1
-    )  # given back
+    assert sample(workers.prefill_metrics, "openai_server_leases_total", outcome="read") == 1  # given back
 
 
 async def test_an_answer_that_nobody_wants_any_more_gives_its_blocks_back(workers: Workers, tiny: Model) -> None:
