@@ -59,6 +59,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log
 
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
+    "tests/testing/test_loads.py": "virtual time: what is tested is a load that goes on while some passes",
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/transport/test_lock_share.py": "virtual time, in which looks are rare; and calls that let go of a lock",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests_vllm.conftest import DECODE, PREFILL, Site
-from tests_vllm.servers import NAME, HTTPFailed, Server, hand_over, prefill
+from tests_vllm.servers import NAME, HTTPFailed, Server, flow, hand_over, introduction_of, prefill, rendezvous
 
 ALONE = {"cache_salt": "alone"}
 ENDED = "vllm:kvflow_leases_total"
@@ -119,6 +119,45 @@ def test_a_request_that_waits_for_blocks_keeps_its_prompt(site: Site, story: lis
         assert waiting.result() == expected
     consumer.wait_metric(LOADS, loads + 1)
     assert producer.metric(ENDED, outcome="expired") == expired + 1
+
+
+def test_a_flow_that_waits_for_blocks_keeps_its_prompt(site: Site, story: list[int]) -> None:
+    """The same with both sides asked at once: prefill has ended long before decode has room."""
+    producer, consumer = site.have(IMPATIENT, NARROW)
+    prompt = story[:600]
+    expected = producer.text(prompt, **ALONE)
+    expired = producer.metric(ENDED, outcome="expired")
+    introduction = introduction_of(producer, story)
+    producer.wait_metric(ENDED, expired + 1, outcome="expired")
+    loads = consumer.metric(LOADS)
+    with ThreadPoolExecutor(2) as clients:
+        other = clients.submit(consumer.text, story[300:2000], 340, ignore_eos=True)
+        consumer.wait_metric("vllm:num_requests_running", 1)
+        waiting = clients.submit(flow, producer, consumer, introduction, prompt)
+        consumer.wait_metric("vllm:num_requests_waiting", 1)
+        prefill(producer, story[1000:1100])
+        producer.wait_metric(ENDED, expired + 2, outcome="expired")
+        assert not other.done(), "the decode side had room too early for this test to mean something"
+        assert consumer.metric(LOADS) == loads
+        assert waiting.result() == expected
+    consumer.wait_metric(LOADS, loads + 1)
+    assert producer.metric(ENDED, outcome="expired") == expired + 2
+
+
+@pytest.mark.parametrize(("asked", "status"), [(500, 500), (400, 500), (2000, 500), (2100, 400)])
+def test_what_decode_does_not_read_prefill_does_not_keep(site: Site, story: list[int], asked: int, status: int) -> None:
+    """Another prompt, a longer one, one that decode refuses: prefill's blocks are not taken for the rest of 30 s."""
+    producer, consumer = site.have(PREFILL, DECODE)
+    to_compute, to_receive = rendezvous(introduction_of(producer, story))
+    read = producer.metric(ENDED, outcome="read")
+    with ThreadPoolExecutor(1) as clients:
+        computing = clients.submit(producer.complete, story[700:1200], 1, kv_transfer_params=to_compute)
+        with pytest.raises(HTTPFailed) as caught:
+            consumer.text((story + story)[:asked], 1, kv_transfer_params=to_receive, cache_salt=f"asked {asked}")
+        computing.result()
+    assert caught.value.status == status
+    producer.wait_metric(ENDED, read + 1, outcome="read")
+    assert_healthy(producer, consumer, story[:200])
 
 
 def test_tickets_used_twice_at_once(site: Site, story: list[int]) -> None:
