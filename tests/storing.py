@@ -19,7 +19,7 @@ from kvflow.runtime.world import World
 from kvflow.testing import assert_quiet
 from kvflow.testing.pair import CacheSize, open_engine
 from kvflow.transport.factory import make_files
-from kvflow.transport.files import Files, PlainMover
+from kvflow.transport.files import Files, PlainMover, Settled
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
 from tests.tests_support import PATIENT, until
 
@@ -36,13 +36,13 @@ class HeldMover(PlainMover):
         self.gate.set()
         self.errors: list[Exception] = []
         """What the next moves end with; their bytes do not land."""
-        self.settles = True
-        """Whether what was lost can be stopped."""
+        self.settles = Settled.STOPPED
+        """What becomes of what was lost."""
         self.settled = 0
         """How often it was."""
 
-    def settle(self) -> bool:
-        self.settled += self.settles
+    def settle(self) -> Settled:
+        self.settled += 1
         return self.settles
 
     def ended(self, begun: object) -> bool:

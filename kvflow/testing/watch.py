@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import starmap
 from typing import Any
 from unittest import mock
 
 import torch
 
 from kvflow.core.plan.topology import Rank
+from kvflow.core.policy.history import History, Moment
 from kvflow.errors import UsageError
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import LeaseRecord, LoadRecord
@@ -27,13 +29,81 @@ class Findings:
 
     def __init__(self) -> None:
         self._found: list[str] = []
+        self._error: Exception | None = None
 
     def add(self, what: str) -> None:
         self._found.append(what)
 
+    def fail(self, error: Exception) -> None:
+        """The watch could not do its work."""
+        self._error = self._error or error
+
     def assert_none(self) -> None:
+        if self._error is not None:
+            raise self._error
         more = f" ({len(self._found) - 1} more were found)" if len(self._found) > 1 else ""
         assert not self._found, self._found[0] + more
+
+
+class _Told(History):
+    """A lease's history; says when there is more of it."""
+
+    def __init__(self, lease: Lease, known: History, more: Callable[[Lease], None]) -> None:
+        self._lease, self._known, self._more = lease, known, more
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        return self._known.moments
+
+    def note(self, tokens: int) -> None:
+        self._known.note(tokens)
+        self._more(self._lease)
+
+
+class _Slots:
+    """The digests of one group's slots in a lease, as far as its tokens are computed."""
+
+    def __init__(self, cache: PatternCache | StateCache, first_token: int) -> None:
+        self.cache = cache
+        self.size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
+        self._first = first_token
+        self._upto = 0
+        self._digests: torch.Tensor | None = None
+
+    def tokens(self, blocks: range) -> torch.Tensor:
+        """Of the prompt, which each slot of these blocks is for: (block, slot)."""
+        start, stop = (self._first + block * self.size for block in (blocks.start, blocks.stop))
+        return torch.arange(start, stop).view(-1, self.size)
+
+    def remember(self, block_ids: Sequence[int], tokens: int) -> None:
+        """So many tokens of the prompt are computed: take the digests of those that were not before."""
+        old, upto = self._digests, self._upto
+        blocks = range(max(upto - self._first, 0) // self.size, max(-(-(tokens - self._first) // self.size), 0))
+        self._upto = max(tokens, upto)
+        if not blocks:
+            return
+        now = self.cache.digests(block_ids[blocks.start : blocks.stop])
+        if old is not None:
+            partly = old[:, :, blocks.start :]  # a block at most
+            count = partly.shape[2]
+            before = self.tokens(blocks)[:count] < upto
+            now[:, :, :count] = torch.where(before, partly, now[:, :, :count])
+            now = torch.cat([old[:, :, : blocks.start], now], dim=2)
+        self._digests = now
+
+    def changed(self, block_ids: Sequence[int]) -> tuple[int, str] | None:
+        """The first token that was overwritten, and where it is; what there is now counts from now on."""
+        if self._digests is None:
+            return None
+        count = self._digests.shape[2]
+        now = self.cache.digests(block_ids[:count])
+        wrong = (now != self._digests) & (self.tokens(range(count)) < self._upto)
+        if not (places := wrong.nonzero().tolist()):
+            return None
+        self._digests = torch.where(wrong, now, self._digests)
+        layer, part, index, slot = places[0]
+        where = self.cache.name_of(layer, part, block_ids[index], slot)
+        return self._first + index * self.size + slot, where
 
 
 class OfferWatch:
@@ -42,7 +112,7 @@ class OfferWatch:
     def __init__(self, caches: Sequence[PatternCache | StateCache]) -> None:
         self._caches = caches
         self._findings = Findings()
-        self._offered: dict[Lease, list[torch.Tensor]] = {}
+        self._offered: dict[Lease, list[_Slots]] = {}
 
     def assert_unchanged(self) -> None:
         """No offer has changed so far; AssertionError names the first place that has. Legal at any moment."""
@@ -58,40 +128,55 @@ class OfferWatch:
             watched = f"watched are the caches of {len(self._caches)}"
             raise UsageError(f"request {lease.request_id!r}: offers of {len(tables)} groups of layers, {watched}")
         if not lease.done:
-            self._offered[lease] = [cache.digests(ids) for cache, ids in zip(self._caches, tables, strict=True)]
+            held = lease._held
+            self._offered[lease] = list(
+                starmap(_Slots, zip(self._caches, _first_tokens(lease, self._caches), strict=True))
+            )
+            if held.history is not None:  # not all of it is computed
+                held.history = _Told(lease, held.history, self._remember)
+            self._remember(lease)
 
     def lease_ended(self, record: LeaseRecord) -> None:
         """See `Observer`: told in the step that gives the blocks back, before anybody else can know."""
         for lease in [lease for lease in self._offered if lease.done]:
-            self._compare(lease, f"before its lease was over ({record.outcome})")
+            try:
+                self._compare(lease, f"before its lease was over ({record.outcome})")
+            except Exception as error:  # noqa: BLE001 - whatever it is, the runtime would only log it
+                self._findings.fail(error)
             del self._offered[lease]
 
     def load_ended(self, record: LoadRecord) -> None:
         """See `Observer`."""
 
+    def _remember(self, lease: Lease) -> None:
+        held = lease._held
+        for slots, block_ids in zip(self._offered.get(lease, ()), lease.block_tables, strict=False):
+            slots.remember(block_ids, min(held.computed, held.offered_tokens))
+
     def _compare(self, lease: Lease, when: str) -> None:
-        tokens, facts = lease.ticket.offered_tokens, lease.ticket.groups
-        for group, (cache, block_ids) in enumerate(zip(self._caches, lease.block_tables, strict=True)):
-            before, now = self._offered[lease][group], cache.digests(block_ids)
-            size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
-            ends = bool(facts) and not facts[group].whole
-            first = (-(-tokens // size) - len(block_ids)) * size if ends else 0
-            found = [(first + place[2] * size + place[3], place) for place in (before != now).nonzero().tolist()]
-            inside = [(token, place) for token, place in found if token < tokens]
-            if inside:
-                token, (layer, part, index, slot) = inside[0]
-                where = cache.name_of(layer, part, block_ids[index], slot)
+        for slots, block_ids in zip(self._offered[lease], lease.block_tables, strict=True):
+            if (changed := slots.changed(block_ids)) is not None:
+                token, where = changed
                 self._findings.add(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
-                self._offered[lease][group] = now
+
+
+def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
+    """Which token of the prompt the first slot of a lease's blocks is for, by group: those of a window are its last."""
+    held, facts = lease._held, lease.ticket.groups
+    for group, cache in enumerate(caches):
+        size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
+        windowed = bool(facts) and not facts[group].whole
+        yield max(-(-held.offered_tokens // size) - held.counts[group], 0) * size if windowed else 0
 
 
 @contextlib.contextmanager
 def watch_offers(runtime: Runtime, cache: PatternCache | Sequence[PatternCache | StateCache]) -> Iterator[OfferWatch]:
     """Nothing may change in the blocks that `runtime` offers, until their lease has ended and its hold is over.
 
-    Digests of every slot are taken when `serve_blocks` returns, and compared in the step in which the blocks are given
-    back, at the end of the block, and whenever `assert_unchanged` is called. What lies behind a prompt's last token may
-    change. Works with every transport; costs a pass over the offered blocks.
+    Digests of every slot are taken as its token is computed: when `serve_blocks` returns, when `Lease.advance` covers
+    it, and where there is an event, once that has happened. They are compared in the step in which the blocks are given
+    back, at the end of the block, and whenever `assert_unchanged` is called. What is not computed yet, or lies behind a
+    prompt's last token, may change. Works with every transport; costs a pass over the offered blocks.
 
     Args:
         runtime: The producer's; its `serve_blocks` is watched from here on, under any name that is looked up later.

@@ -37,6 +37,15 @@ class Direction(enum.StrEnum):
     """From a file to memory."""
 
 
+class Settled(enum.Enum):
+    """What has become of what was lost."""
+
+    STOPPED = enum.auto()
+    NOT_YET = enum.auto()
+    NEVER = enum.auto()
+    """It is not known before the thread has ended."""
+
+
 class MoveFailed(TransportError):
     """A move was begun, and has failed: its file cannot be read, or written."""
 
@@ -66,8 +75,8 @@ class Mover(Protocol):
     def ended(self, begun: object) -> bool:
         """Whether a move has ended. Raises MoveFailed, MoveLost."""
 
-    def settle(self) -> bool:
-        """Stop what was lost, while no other move is under way; whether all of it is known to have stopped."""
+    def settle(self) -> Settled:
+        """Stop what was lost, while no other move is under way."""
 
     def close(self) -> None:
         """No move is under way."""
@@ -224,8 +233,11 @@ class Files:
     def _settle(self, mover: Mover) -> None:
         """Nothing else is under way: stop what was lost, and begin what waits for that."""
         assert self._thread is not None, "it runs"
+        settled = mover.settle()
+        if settled is Settled.NOT_YET:
+            return
         lost, self._lost = self._lost, []
-        if mover.settle():
+        if settled is Settled.STOPPED:
             for move in lost:
                 self._thread.run_on_loop(move.on_stopped)
         held_back, self._held_back = self._held_back, []
@@ -289,8 +301,8 @@ class PlainMover:
             raise MoveFailed(f"moving {descriptors.size_bytes} bytes: {error}") from error
         return True
 
-    def settle(self) -> bool:
-        return True
+    def settle(self) -> Settled:
+        return Settled.STOPPED
 
     def close(self) -> None:
         pass

@@ -36,7 +36,7 @@ from kvflow.errors import (
 from kvflow.runtime.store.disk import EntryFile
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
-from kvflow.transport.files import MoveFailed, MoveLost
+from kvflow.transport.files import MoveFailed, MoveLost, Settled
 from tests.storing import StoringEngine, storing
 from tests.tests_support import PATIENT, WAIT_S, limited, small_cache, until
 
@@ -583,7 +583,7 @@ async def test_a_move_that_cannot_be_stopped_keeps_its_blocks_until_the_cache_is
     async with storing(tmp_path, cancel_grace_s=0.02) as engine:
         await engine.save("a")
         await engine.save("b")
-        engine.mover.settles = False
+        engine.mover.settles = Settled.NEVER
         engine.mover.errors = [MoveLost("who knows")]
         with pytest.raises(StorageFailed, match="who knows") as caught:
             await engine.restore("a")

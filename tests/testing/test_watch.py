@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from kvflow import CacheGroup, CacheLayout, Config, Runtime, ServeRequest, StateLayout, StateTensor
+from kvflow import CacheGroup, CacheLayout, Config, Lease, LeaseOutcome, Runtime, ServeRequest, StateLayout, StateTensor
 from kvflow.core.cache.layout import KVStyle
 from kvflow.errors import UsageError
 from kvflow.testing import (
@@ -26,6 +27,8 @@ from kvflow.testing import (
     watch_offers,
 )
 from tests.core.caches import Cache, Recipe, recipes
+from tests.runtime.test_events import Event
+from tests.tests_support import until
 
 
 class Allocator:
@@ -97,6 +100,91 @@ async def test_an_offer_that_changes_is_found_at_any_moment(kvflow_pair: InprocP
             watch.assert_unchanged()
         await lease.revoke()
     assert "serve_blocks" not in vars(kvflow_pair.producer.runtime)
+
+
+BLOCKS = [3, 4, 5]
+GIVEN = pytest.mark.parametrize("given", [BLOCKS, [3], []], ids=["all blocks", "some blocks", "no blocks"])
+
+
+def compute(cache: PatternCache, tokens: range) -> None:
+    """A step of the prefill writes these tokens of the prompt."""
+    for token in tokens:
+        cache.slots(1, 1)[BLOCKS[token // 4], token % 4] ^= 1
+
+
+def prefill(lease: Lease, cache: PatternCache, steps: Sequence[int]) -> None:
+    """All of a prompt, in steps; blocks come as they are needed."""
+    done = 0
+    for tokens in steps:
+        more = BLOCKS[len(lease.block_ids) : -(-tokens // 4)]
+        if more:
+            lease.extend(more)
+        compute(cache, range(done, tokens))
+        lease.advance(tokens)
+        done = tokens
+
+
+@GIVEN
+@pytest.mark.parametrize("steps", [[3, 6, 6, 11], [11], [8, 11]])
+async def test_the_first_write_of_a_prefill_is_no_overwriting(
+    kvflow_pair: InprocPair, given: list[int], steps: list[int]
+) -> None:
+    producer, consumer = kvflow_pair.producer, kvflow_pair.consumer
+    with watch_offers(producer.runtime, producer.cache) as watch:
+        lease = producer.runtime.serve_blocks(ServeRequest("req", given, num_tokens=11, computed_tokens=0))
+        load = consumer.runtime.start_load(kvflow_pair.wanted(lease, [0, 1, 2]))
+        prefill(lease, producer.cache, steps)
+        watch.assert_unchanged()
+        await load
+        assert await lease is LeaseOutcome.READ
+
+
+@GIVEN
+@pytest.mark.parametrize("token", [0, 2, 4, 10])
+async def test_what_was_computed_and_is_written_again_is_found(
+    kvflow_pair: InprocPair, given: list[int], token: int
+) -> None:
+    producer = kvflow_pair.producer
+    place = f"V, block {BLOCKS[token // 4]}, slot {token % 4}: token {token} of request 'req' was overwritten"
+    with pytest.raises(AssertionError, match=place), watch_offers(producer.runtime, producer.cache):
+        lease = producer.runtime.serve_blocks(ServeRequest("req", given, num_tokens=11, computed_tokens=0))
+        prefill(lease, producer.cache, [3, 11])
+        compute(producer.cache, range(token, token + 1))
+        await lease.revoke()
+
+
+async def test_a_step_that_writes_what_an_earlier_one_has_computed_is_found(kvflow_pair: InprocPair) -> None:
+    producer = kvflow_pair.producer
+    found = pytest.raises(AssertionError, match="slot 2: token 2 of request 'req' was overwritten before")
+    with found, watch_offers(producer.runtime, producer.cache):
+        lease = producer.runtime.serve_blocks(ServeRequest("req", BLOCKS, num_tokens=11, computed_tokens=0))
+        compute(producer.cache, range(6))
+        lease.advance(6)
+        compute(producer.cache, range(2, 11))
+        lease.advance(11)
+        await lease.revoke()
+
+
+@pytest.mark.parametrize("first", [0, None])
+async def test_what_an_event_stands_for_is_computed_when_it_has_happened(
+    kvflow_pair: InprocPair, first: int | None
+) -> None:
+    producer, event = kvflow_pair.producer, Event()
+    found = pytest.raises(AssertionError, match="token 7 of request 'req' was overwritten before")
+    with found, watch_offers(producer.runtime, producer.cache) as watch:
+        request = ServeRequest(
+            "req", BLOCKS, num_tokens=11, computed_tokens=first, ready=event if first is None else None
+        )
+        lease = producer.runtime.serve_blocks(request)
+        if first is not None:
+            lease.advance(11, ready=event)
+        compute(producer.cache, range(11))
+        watch.assert_unchanged()
+        event.happen()
+        await until(lambda: lease._held.computed)
+        watch.assert_unchanged()
+        compute(producer.cache, range(7, 8))
+        await lease.revoke()
 
 
 async def test_what_follows_the_lease_or_the_last_token_may_change(kvflow_pair: InprocPair) -> None:
@@ -181,3 +269,18 @@ async def test_an_offer_of_several_groups_is_watched_as_a_whole_or_refused() -> 
                 watch.assert_unchanged()
                 tensor[where] += 1
                 await lease.revoke()
+        found = pytest.raises(AssertionError, match="conv, block 4, slot 0: token 10 of request 'growing'")
+        with found, watch_offers(runtime, [*caches, StateCache("p", state, of_state)]) as watch:
+            growing = replace(request, request_id="growing", block_ids={"full": [1], "local": [5]}, computed_tokens=0)
+            lease = runtime.serve_blocks(growing)
+            for tensor in (full["layers.0"], local["layers.1"], *state["layers.2"]):
+                tensor += 1
+            lease.advance(4)
+            full["layers.0"][:, 2:4] += 1
+            local["layers.1"] += 1  # holds tokens from the eighth on
+            state["layers.2"][0][4] += 1
+            lease.extend({"full": [2, 3], "local": [6], "state": [4]})
+            lease.advance(11)
+            watch.assert_unchanged()
+            state["layers.2"][0][4] += 1
+            await lease.revoke()

@@ -19,7 +19,7 @@ from kvflow.core.storage.placing import FILE
 from kvflow.errors import ConfigError, TransportBroken
 from kvflow.transport.base import TransportError
 from kvflow.transport.factory import make_files
-from kvflow.transport.files import Direction, Files, MoveFailed, MoveLost, PlainMover
+from kvflow.transport.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
 from kvflow.transport.nixl.posix import PosixMover
 from tests.tests_support import WAIT_S
 
@@ -157,7 +157,7 @@ async def test_an_agent_that_cannot_be_made_again_fails_moves_until_it_can(
         assert isinstance(mover, PosixMover)
         with monkeypatch.context() as patched:
             patched.setitem(mover._params, "ios_pool_size", "many")
-            assert await bench.files.call(mover.settle)
+            assert await bench.files.call(mover.settle) is Settled.STOPPED
             for _ in range(2):
                 error = await bench.move(Direction.SAVE, (0, 0, 8))
                 assert isinstance(error, TransportError)
@@ -171,6 +171,7 @@ class Scripted(PlainMover):
     def __init__(self) -> None:
         self.ends: dict[int, bool | MoveLost] = {}
         self.told: list[object] = []
+        self.settles = [Settled.NOT_YET, Settled.NOT_YET, Settled.STOPPED]
 
     def begin(self, descriptors: Descriptors, direction: Direction) -> object:
         self.told.append(descriptors.size_bytes)
@@ -183,9 +184,9 @@ class Scripted(PlainMover):
             raise end
         return end
 
-    def settle(self) -> bool:
-        self.told.append("settled")
-        return True
+    def settle(self) -> Settled:
+        self.told.append(self.settles[0])
+        return self.settles.pop(0)
 
 
 async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_waits_for_that() -> None:
@@ -205,7 +206,7 @@ async def test_a_loss_is_settled_when_the_last_move_has_ended_and_the_next_one_w
     mover.ends[2] = True
     assert await second is None
     assert await third is None
-    assert mover.told == [1, 2, "settled", 3]
+    assert mover.told == [1, 2, Settled.NOT_YET, Settled.NOT_YET, Settled.STOPPED, 3]
     assert bench.stopped.qsize() == 1
     await files.aclose(lambda: None)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +20,10 @@ from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import ConfigError
 from kvflow.transport.base import TransportError
-from kvflow.transport.files import Direction, MoveLost
+from kvflow.transport.files import Direction, MoveLost, Settled
 from kvflow.transport.nixl.agents import error_types, import_bindings
 
 _AIO_NOTCANCELED = 1  # of <aio.h>
-_AIO_LOOK_S = 1e-3
 
 
 class _Agent:
@@ -53,14 +51,16 @@ class _Agent:
         self._files[fd] = self._bindings.nixlRegDList(self._bindings.FILE_SEG, [(0, size_bytes, fd, "")])
         self.api.registerMem(self._files[fd], self.backends)
 
+    @property
+    def stoppable(self) -> bool:
+        """Whether its end finds nothing under way that it does not wait for: POSIX AIO has stopped."""
+        return not any(map(_runs_posix_aio, self._files))
+
     def drop_file(self, fd: int) -> None:
         self.api.deregisterMem(self._files.pop(fd), self.backends)
 
     def end(self, lost: Sequence[object], errors: tuple[type[Exception], ...]) -> None:
-        """Wait until nothing of it runs, and end it; `lost` are handles of moves that are not known to have ended."""
-        for fd in self._files:
-            while _runs_posix_aio(fd):
-                time.sleep(_AIO_LOOK_S)
+        """End it; `lost` are handles of moves that are not known to have ended."""
         for handle in lost:
             with contextlib.suppress(*errors):
                 self.api.releaseXferReq(handle)
@@ -139,11 +139,13 @@ class PosixMover:
         agent.api.releaseXferReq(begun)
         return True
 
-    def settle(self) -> bool:
+    def settle(self) -> Settled:
         if "use_uring" in self._params:
-            return False
+            return Settled.NEVER
+        if self._agent is not None and not self._agent.stoppable:
+            return Settled.NOT_YET
         self._end()
-        return True
+        return Settled.STOPPED
 
     def close(self) -> None:
         self._end()
