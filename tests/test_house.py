@@ -59,7 +59,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log
 
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
-    "tests/testing/test_loads.py": "virtual time: what is tested is a load that goes on while some passes",
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
     "tests/transport/test_lock_share.py": "virtual time, in which looks are rare; and calls that let go of a lock",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
@@ -73,7 +72,6 @@ SLEEPING_TESTS = {
     "tests/test_logs.py": "virtual time: leases run out, and questions find nothing, while it passes",
     "tests/observe/observed.py": "virtual time: what is observed is when tokens were computed and when they landed",
     "tests/runtime/test_cancelled_everywhere.py": "virtual time: a prompt is computed in steps, and questions run out",
-    "tests/test_embedding.py": "virtual time: what is tested is what is left when some has passed",
     "tests/testing/test_loads.py": "virtual time: what is tested is what goes on when some has passed",
     "tests/runtime/test_keeping.py": "virtual time: what is tested is what is left when much of it has passed",
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
@@ -88,7 +86,6 @@ SLEEPING_TESTS = {
 # What only keeps a test from hanging is long: no test depends on how fast a host is. A test of a bound sets kvflow's.
 BOUND_LEAST_S = 60
 SHORT_BOUNDS = {
-    "tests/test_embedding.py": "virtual time: what is tested is how long the page's program waits",
     "tests/testing/test_virtual_loop.py": "virtual time passes only when nothing else can happen",
     "tests/fuzz/attackers.py": "an attacker that does not get through goes on with the next attack",
 }
