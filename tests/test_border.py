@@ -304,6 +304,7 @@ RIGHT: dict[type, tuple[dict[str, Any], Callable[..., Any], type[InvalidInput]]]
             "full_blocks_only": False,
             "leave_last_token": False,
             "withhold_last_token": False,
+            "release_failed_loads": True,
             "produces": True,
             "consumes": True,
         },
