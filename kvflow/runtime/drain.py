@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvflow.config import Config
-from kvflow.runtime.consumer.loader import Loader
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.producer.serving import Serving
 
 logger = logging.getLogger(__name__)

@@ -22,11 +22,11 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_load
-from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
 from kvflow.runtime.foreign import Foreign
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, refused_load
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm

@@ -23,7 +23,7 @@ from kvflow.errors import (
     ProtocolError,
     RequestError,
 )
-from kvflow.runtime.consumer.load import Load
+from kvflow.runtime.load.load import Load
 from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair
 from tests.pairs import cache_of, known
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of

@@ -210,7 +210,7 @@ class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer")
 
 
 class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
-    """What has become of an open lease: is it complete, has it failed or ended, has it more blocks than these?
+    """What has become of an open lease: is it complete, has it failed or ended, more blocks than these, more tokens?
 
     It is answered as an `OfferRequest` is.
     """
@@ -222,6 +222,8 @@ class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
     known: tuple[int, ...]
     """How many of its blocks the reader knows, by group."""
     wait_s: float
+    missing_max: int = -1
+    """It is answered as well when no more of its tokens than that are missing; -1: not before its end."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +239,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.freshness`."""
+    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.proof`."""
 
     address: int
     count: int
@@ -336,7 +338,7 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
 
 
 class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.freshness`."""
+    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.proof`."""
 
     incarnation: str
     clock_s: float
