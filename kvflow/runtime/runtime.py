@@ -342,7 +342,8 @@ class Runtime:
     def _require_loader(self, request: LoadRequest) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""
         supervisor = self._supervisor
-        if supervisor.state is RuntimeState.OPEN and supervisor.cache is not None and _runs_here(supervisor.loop):
+        here = asyncio._get_running_loop() is supervisor.loop
+        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
             return supervisor.cache.loader  # the usual case, in few steps
         try:
             return self._require_cache("load_blocks").loader
@@ -351,13 +352,6 @@ class Runtime:
             if cache is not None and self.state is RuntimeState.DRAINING:
                 cache.loader.refuse(request, error)
             raise
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop | None) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 def _dropped(supervisor: Supervisor) -> None:

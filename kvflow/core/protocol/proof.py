@@ -207,6 +207,8 @@ class SealProof:
     still being computed, or staged) nothing is read beyond what its seal was seen to say.
     """
 
+    kind = "seal"
+    """What vouches, as in `LoadReport.freshness`."""
     __slots__ = (
         "_careful",
         "_not_expired_before_s",
@@ -232,11 +234,6 @@ class SealProof:
         self.looking = False
         """Whether a fetch is under way."""
         self._seen: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """What vouches, as in `LoadReport.freshness`."""
-        return "seal"
 
     @property
     def over(self) -> bool:

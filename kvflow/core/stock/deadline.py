@@ -71,6 +71,8 @@ class DeadlineProof:
     `unsent` tells how many messages could not be sent so far.
     """
 
+    kind = "deadline"
+    """See `SealProof.kind`."""
     __slots__ = (
         "_beats",
         "_now_s",
@@ -115,11 +117,6 @@ class DeadlineProof:
             if sent_s + terms.allowance_s < self.bound_s:
                 self.bound_s = max(self.bound_s, sent_s + terms.extension_s - terms.allowance_s)
         return self.bound_s
-
-    @property
-    def kind(self) -> str:
-        """See `SealProof.kind`."""
-        return "deadline"
 
     @property
     def looking(self) -> bool:

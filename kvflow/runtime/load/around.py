@@ -44,18 +44,17 @@ async def until(event: DeviceEvent, copy_thread: CopyThread, load: Load, work: W
 class Verifying:
     """Reads and compares with what the producer holds; where that differs reads once more, and compares again."""
 
-    def __init__(self, verifier: Verifier, share: float) -> None:
+    def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
-        self._share = share
 
     def check(self, cache: DigestedCache, what: str) -> None:
         """RequestError if there can be no digests of our cache."""
         if problem := cache.problem:
             raise RequestError(f"{what}: verify: {problem}")
 
-    def wanted(self, asked: bool | None) -> bool:
-        """Whether a load is verified; where its request does not say it is drawn."""
-        return self._share > 0 and self._verifier.drawn() if asked is None else asked
+    def drawn(self) -> bool:
+        """Whether one more load is of the share that is verified."""
+        return self._verifier.drawn()
 
     async def read(self, load: Load, work: Work, read: Callable[[], Awaitable[bool]]) -> bool:
         """Whether the lease has covered it. Raises ChecksumMismatch, or why a load that has to be verified is not.

@@ -31,7 +31,7 @@ from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
 from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
-from kvflow.errors import RuntimeBroken, TransportBroken
+from kvflow.errors import BlocksBusy, RuntimeBroken, TransportBroken
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.load.words import Words
 from kvflow.runtime.memory.copy_thread import CopyThread
@@ -190,7 +190,11 @@ class Flight:
         on_safe: Callable[[Flight], None],
     ) -> None:
         """Of who is admitted: each source has a word (`Words.take`), which is the flight's from now on."""
-        gear.ledger.begin_load(ids)
+        try:
+            gear.ledger.begin_load(ids)
+        except BlocksBusy:
+            gear.words.give_back(sources)
+            raise
         self.request_id = request_id
         self.state = TransferState.PENDING
         self.post_s = self.queued_s = 0.0
@@ -232,7 +236,7 @@ class Flight:
 
     def head(self, source: Source) -> Piece:
         """Where a source's seal is, and the word of ours that it is fetched to."""
-        return Piece(self._gear.words.table.address(source.word), source.seal_address, SEAL_SIZE_BYTES)
+        return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
 
     async def fly(self, reads: Iterable[Read]) -> bool:
         """Read all of it straight into the cache; whether the seals vouch for the data (`core.protocol.proof` has the
@@ -247,7 +251,9 @@ class Flight:
                 await self.below(self._gear.reads_max)
             if not await self._post(read, None):
                 break
-        return await self._vouched()
+        await self.below(1)
+        fresh, again = self._judge()
+        return await self._look_again(again) if fresh and again else fresh
 
     async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
         """The same of copy groups, each posted when it is there."""
@@ -258,7 +264,9 @@ class Flight:
                     break
         finally:
             await groups.aclose()
-        return await self._vouched()
+        await self.below(1)
+        fresh, again = self._judge()
+        return await self._look_again(again) if fresh and again else fresh
 
     def land(self) -> None:
         """Every posted byte has landed, and no more are posted."""
@@ -338,13 +346,12 @@ class Flight:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
         self._begun_s = math.inf
 
-    async def _vouched(self) -> bool:
-        """After the last post: whether every source's proof calls the read fresh, after one more look if it wants one.
+    def _judge(self) -> tuple[bool, list[Source]]:
+        """After the last read: whether no source's proof calls it stale, and which of them want one more look.
 
         A read counts from its first post on; of a lease that grows from the last look that has found it open, which may
         have been posted before anything else was.
         """
-        await self.below(1)
         now_s = self._gear.clock.now_s()
         begun_s = min(self._begun_s, now_s)
         fresh, again = True, []
@@ -354,13 +361,14 @@ class Flight:
             fresh = fresh and verdict is not Step.STALE
             if verdict is Step.FETCH:
                 again.append(source)
-        if fresh and again:
-            for source in again:
-                await self.look(source)
-            await self.below(1)
-            for source in again:
-                fresh = fresh and source.proof.after(None) is Step.FRESH
-        return fresh
+        return fresh, again
+
+    async def _look_again(self, sources: Sequence[Source]) -> bool:
+        """Whether their leases are open now, when every byte has landed."""
+        for source in sources:
+            await self.look(source)
+        await self.below(1)
+        return all(source.proof.after(None) is Step.FRESH for source in sources)
 
     async def _post_group(self, group: CopyGroup) -> bool:
         """Post a group's reads when there is room; False if a lease turned out to be over. The group ends by itself."""
@@ -385,8 +393,6 @@ class Flight:
         if step is not Step.POST and not await self._see_seal(source, step):
             return False
         await self._send(source, descriptors, running, fetches_seal=carries_seal)
-        self.descriptor_count += len(descriptors) - carries_seal
-        self.size_bytes += descriptors.size_bytes - carries_seal * SEAL_SIZE_BYTES
         if not proof.asked:
             await self.look(source)
         return True
@@ -408,7 +414,8 @@ class Flight:
     ) -> None:
         """Post it when it has a permit; raises what has gone wrong while it waited."""
         gear, agent = self._gear, source.connection.agent
-        permit = gear.queue.ask((descriptors.size_bytes, len(descriptors), 1), agent, self._priority)
+        size_bytes, count = descriptors.size_bytes, len(descriptors)
+        permit = gear.queue.ask((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
             await self._permitted(permit)
         try:
@@ -423,7 +430,11 @@ class Flight:
         if now_s < self._begun_s:
             self._begun_s = now_s
         self._under_way += 1
+        self.size_bytes += size_bytes
+        self.descriptor_count += count
         if fetches_seal:
+            self.size_bytes -= SEAL_SIZE_BYTES
+            self.descriptor_count -= 1
             source.proof.fetching()
         if running is not None:
             running.pending += 1

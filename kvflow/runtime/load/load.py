@@ -205,11 +205,13 @@ class Work:
         flight, seconds = self.flight, self.seconds
         self.enter(self.phase)
         if flight is not None:
-            for phase, took_s in (("queued", flight.queued_s), ("post", flight.post_s)):
-                moved_s = min(took_s, seconds["wire"])
-                seconds[phase] += moved_s
-                seconds["wire"] -= moved_s
-            self.phase = self.where
+            queued_s = min(flight.queued_s, seconds["wire"])
+            post_s = min(flight.post_s, seconds["wire"] - queued_s)
+            seconds["queued"] += queued_s
+            seconds["post"] += post_s
+            seconds["wire"] -= queued_s + post_s
+            if flight.waits:
+                self.phase = "queued"
 
     @property
     def freshness(self) -> str:

@@ -99,7 +99,7 @@ class Loader:
         self._gate = Gate(gear.poller)
         self._growing = GrowingLoads(context, local, reach, route)
         verifier = Verifier(context.config, local, reach, gear.digests, context.token_hex)
-        self._verifying = Verifying(verifier, context.config.verify_share)
+        self._verifying = Verifying(verifier)
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
@@ -335,7 +335,8 @@ class Loader:
         work.sources, work.tokens = plan.sources, plan.tokens
         if load.request.after is not None or not self._gear.words.take(plan.sources):
             await self._admitted(load, work)
-        flight = self._claim(load, work)
+        flight = Flight(load.request_id, work.entries, plan.sources, load.request.priority, self._gear, self._landed)
+        self._unsafe[flight], work.flight = load, flight
         try:
             fresh = await self._reading(load, work, plan, sources)
             flight.land()
@@ -369,7 +370,8 @@ class Loader:
             read: Callable[[], Awaitable[bool]] = partial(self._growing.read, load, flight, plan.matched)
         else:
             read = partial(self._route.read, flight, plan.sources, work.tables)
-        if self._verifying.wanted(load.request.verify):
+        verify = load.request.verify
+        if verify or (verify is None and self._config.verify_share and self._verifying.drawn()):
             return self._verifying.read(load, work, read)
         return read()
 
@@ -391,18 +393,6 @@ class Loader:
                 work.enter("queued")
                 await words.wait(work.sources, request.priority)
                 work.enter("plan")
-
-    def _claim(self, load: Load, work: Work) -> Flight:
-        """Claim what it needs, now that it is admitted."""
-        gear, request = self._gear, load.request
-        try:
-            flight = Flight(request.request_id, work.entries, work.sources, request.priority, gear, self._landed)
-        except KVFlowError:
-            gear.words.give_back(work.sources)
-            raise
-        self._unsafe[flight] = load
-        work.flight = flight
-        return flight
 
     async def _tell(self, load: Load, work: Work, sources: Sequence[Source]) -> LoadReport:
         """All is there, but perhaps the payload: when it has come, every rank that holds a lease for us is told."""

@@ -40,20 +40,21 @@ def planned(
     matched: dict[tuple[int, int], tuple[Chunks, ...]] = {}
     read_from, tokens = [], 0
     for source in sources:
-        connection, wanted = source.connection, False
-        given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
-        for block_map in connection.block_maps:
+        wanted = False
+        for block_map in source.connection.block_maps:
             found = matched.get(block_map.of_groups)
             if found is None:
-                found = _match(what, ticket, tables, groups, block_map, connection.whole, given)
-                matched[block_map.of_groups] = found
-                tokens = max(tokens, _tokens_of(found))
+                found = matched[block_map.of_groups] = _match(what, ticket, tables, groups, block_map, source)
+                count = 0
+                for some in found:
+                    count += len(some.local_ids) * some.tokens
+                tokens = max(tokens, count)
             wanted = wanted or len(found) > 0
         if wanted:
             source.tables = known_so_far(ticket, source)
-            for block_map in connection.block_maps:
-                ids = source.tables[block_map.remote_group]
-                source.chunks += [(block_map, some.locate(ids)) for some in matched[block_map.of_groups]]
+            for block_map in source.connection.block_maps:
+                for some in matched[block_map.of_groups]:
+                    source.chunks.append((block_map, some.locate(source.tables[block_map.remote_group])))
             read_from.append(source)
     return Plan(read_from, matched, tokens)
 
@@ -81,16 +82,13 @@ def _match(
     tables: Sequence[BlockIds],
     groups: Sequence[GroupFacts],
     block_map: BlockMap,
-    wholes: Sequence[bool],
-    given: Sequence[Sequence[int]],
+    source: Source,
 ) -> tuple[Chunks, ...]:
-    """Which chunks of one of their groups go to one of ours. RequestError if they do not go together.
-
-    `wholes` says of each of theirs whether its blocks hold the prompt from its first token on; `given` are these.
-    """
+    """Which chunks of one of their groups go to one of ours. RequestError if they do not go together."""
     ours, theirs = block_map.of_groups
-    whole = wholes[theirs]
+    whole = source.connection.whole[theirs]
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
+    given = ticket.block_tables if source.lease.block_ids is None else source.lease.block_tables
     return match_chunks(
         tables[ours],
         ticket.block_counts[theirs] if ticket.extends else len(given[theirs]),
@@ -101,7 +99,3 @@ def _match(
         whole=whole,
         what=what,
     )
-
-
-def _tokens_of(found: Sequence[Chunks]) -> int:
-    return sum(len(some.local_ids) * some.tokens for some in found)

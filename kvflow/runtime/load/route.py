@@ -29,7 +29,7 @@ from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpa
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
-from kvflow.runtime.peers.peer import Source
+from kvflow.runtime.peers.peer import Connection, Source
 
 HeadOf: TypeAlias = Callable[[Source], Piece]
 """Where a rank's seal is, and our word for it: `Flight.head`."""
@@ -80,22 +80,20 @@ class Route:
 
     def read(self, flight: Flight, sources: Sequence[Source], tables: Sequence[BlockIds]) -> Awaitable[bool]:
         """Read all of a load whose blocks are there; see `Flight.fly`."""
-        if not self.goes_straight(sources) and self.needs_buffers(parts := self.parts(sources)):
-            return flight.fly_groups(self.grouped(parts, tables, flight.head))
+        for source in sources:
+            if not source.connection.straight and not self._goes_straight(source.connection):
+                parts = self.parts(sources)
+                if self.needs_buffers(parts):
+                    return flight.fly_groups(self.grouped(parts, tables, flight.head))
+                break
         return flight.fly(self.straight(sources, flight.head))
 
-    def goes_straight(self, sources: Sequence[Source]) -> bool:
-        """Whether all of it is read straight into the cache, whatever a load wants of these ranks: known once for each
-        connection.
-        """
-        straight = True
-        for source in sources:
-            connection = source.connection
-            if connection.straight is None:
-                through_scratch = (self._permutation(one) is not None for one in connection.block_maps)
-                connection.straight = not self._staging and not any(through_scratch)
-            straight = straight and connection.straight
-        return straight
+    def _goes_straight(self, connection: Connection) -> bool:
+        """Whether all that may be read from a rank goes straight into the cache: found once for each connection."""
+        if connection.straight is None:
+            through_scratch = (self._permutation(one) is not None for one in connection.block_maps)
+            connection.straight = not self._staging and not any(through_scratch)
+        return connection.straight
 
     def parts(self, sources: Sequence[Source]) -> list[Part]:
         """What is read of each set of each rank's layers, and whether through scratch memory."""

@@ -21,6 +21,8 @@ class Words:
     def __init__(self, count: int) -> None:
         self.table = SealTable(count)
         """What has been fetched."""
+        self.address = self.table.address(0)
+        """Of the first word."""
         self._free = list(range(count - 1, -1, -1))
         self._queue: list[tuple[int, int, Sequence[Source], asyncio.Future[None]]] = []
         """A heap."""
