@@ -349,7 +349,7 @@ def plan_slices(
         step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):
-            plan = plan_read(groups, some if stop - start >= len(some) else some.select(slice(start, stop)), head)
+            plan = plan_read(groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head)
             start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
             if head is None:
                 yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
