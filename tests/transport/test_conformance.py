@@ -21,7 +21,6 @@ from kvflow.errors import ConfigError, TransportBroken
 from kvflow.limits import Limits
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from kvflow.transport.nixl.lock_share import Pace
 from kvflow.transport.nixl.loop import NixlTransport
 
 CPU = Device("cpu", 0)
@@ -366,8 +365,7 @@ async def test_nixl_tells_of_ends_however_often_its_thread_is_called() -> None:
     async with two_ends(make_nixl()) as ends:
         await read_ended(ends, (0, 0, SIZE))
         agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
-        agents._pace = Pace()
-        agents._pace.called = True
+        agents._called = lambda: True
         await read_ended(ends, (0, 0, SIZE))
         await read_ended(ends, (0, 0, 8))
 

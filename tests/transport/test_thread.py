@@ -6,7 +6,7 @@ import threading
 
 from tests_support import WAIT_S
 
-from kvflow.transport.nixl.owner import OwnerThread
+from kvflow.transport.thread import OwnerThread
 
 
 async def test_jobs_that_wait_are_all_done_before_the_crank_turns() -> None:
