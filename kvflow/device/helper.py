@@ -1,4 +1,4 @@
-"""A helper: a second thread that does a share of the copy thread's work, on another core."""
+"""A helper: a second thread that does a share of the copy thread's work."""
 
 from __future__ import annotations
 

@@ -370,6 +370,38 @@ async def test_nixl_tells_of_ends_however_often_its_thread_is_called() -> None:
         await read_ended(ends, (0, 0, 8))
 
 
+class Watched:
+    """An agent of NIXL: the names of its calls go to `log`."""
+
+    def __init__(self, native: Any, log: list[str]) -> None:
+        self._native = native
+        self._log = log
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self._log.append(name)
+        call: Callable[..., Any] = getattr(self._native, name)
+        return call
+
+
+@pytest.mark.nixl
+async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again() -> None:
+    """Every call of NIXL lets go of Python's lock, and beside a busy loop waits for it: none is between landing and
+    telling. Only what has landed is told of before its handle is released.
+    """
+    log: list[str] = []
+    async with two_ends(make_nixl()) as ends:
+        await read_ended(ends, (0, 0, SIZE))
+        agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
+        put, native = agents._put, agents._reading.native
+        agents._put = lambda event: (log.append("told"), put(event))
+        agents._reading.native = Watched(native, log)
+        await read_ended(ends, (0, 0, 8))
+        agents._reading.native = native
+    calls = [name for name in log if name not in ("getNotifs", "getXferStatus")]
+    assert calls == ["createXferReq", "postXferReq", "told", "releaseXferReq"]
+    assert log[log.index("told") - 1] in ("postXferReq", "getXferStatus")
+
+
 @pytest.mark.nixl
 async def test_nixl_is_behind_while_many_reads_wait_to_be_started() -> None:
     async with two_ends(make_nixl()) as ends:
