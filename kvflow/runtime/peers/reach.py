@@ -283,7 +283,7 @@ class Reach:
             pause_s = min(2 * pause_s, _ASK_AGAIN_MOST_S)
 
     async def _ask_for_lease(self, ticket: Ticket, peer: Peer, room: asyncio.Semaphore) -> RankLease:
-        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired, or PrefillFailed."""
+        """Ask a rank that the ticket does not name for its lease. Raises a PeerError, LeaseExpired or PrefillFailed."""
         question = messages.LeaseRequest(
             reader=self._local.reader,
             target=peer.at.target,
