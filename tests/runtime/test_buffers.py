@@ -22,6 +22,7 @@ from kvflow.errors import (
     ConfigError,
     DeadlineExceeded,
     LeaseExpired,
+    PrefillFailed,
     RequestError,
     RuntimeBroken,
     RuntimeClosed,
@@ -286,7 +287,7 @@ async def test_a_failed_copy_to_the_host_revokes_the_lease(far: FarPair) -> None
     far.saved.problem = FIRE
     lease = far.offer([3])
     assert await lease is LeaseOutcome.FAILED
-    await far.fails(LeaseExpired, lease)
+    await far.fails(PrefillFailed, lease)
     far.saved.problem = None
     await far.load(far.offer([3]))
 

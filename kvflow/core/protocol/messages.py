@@ -370,7 +370,7 @@ class NoLease(msgspec.Struct, frozen=True, kw_only=True, tag="no_lease"):
     """There is no such open lease. `ended` if there was one or will be none: else the rank may be about to open it."""
 
     ended: bool
-    failed: str | None = None
+    failed: Reason | None = None
     """Why its prompt will never be there, if that is so."""
 
 

@@ -521,9 +521,12 @@ class Engine:
 
     async def release(self, offer: Offer, ticket: Ticket) -> None:
         """Give an offer up unread, as for a request that was aborted before it was decoded."""
+        opens_s = (
+            min(ticket.ttl_s, self._base.lease_lifetime_s) if ticket.awaited else 0.0
+        )  # a rendezvous is waited for
         for rank in list(self.ranks):
             try:
-                with self._bounded(f"release of {offer.request_id}", self._base.handshake_timeout_s):
+                with self._bounded(f"release of {offer.request_id}", self._base.handshake_timeout_s + opens_s):
                     told = await rank.runtime.release_blocks(ticket.to_params())
             except KVFlowError as error:
                 self._judge_refusal(offer.request_id, error)
