@@ -345,8 +345,15 @@ def meddling(tree: ast.AST) -> list[int]:
     found = set()
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=ast.Name("time"), attr="sleep") | ast.Attribute(
-                attr="sched_setaffinity" | "sched_setscheduler" | "sched_yield" | "setpriority" | "setswitchinterval"
+            case (
+                ast.Attribute(value=ast.Name("time"), attr="sleep")
+                | ast.Attribute(
+                    attr="sched_setaffinity"
+                    | "sched_setscheduler"
+                    | "sched_yield"
+                    | "setpriority"
+                    | "setswitchinterval"
+                )
             ):
                 found.add(node.lineno)
             case ast.ImportFrom(module="time", names=names) if any(one.name == "sleep" for one in names):

@@ -13,6 +13,10 @@ from kvflow.errors import TransportBroken
 from kvflow.transport.thread import OwnerThread
 
 
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(WAIT_S)
+
+
 async def test_jobs_that_wait_are_all_done_before_the_crank_turns() -> None:
     """The crank may start something that takes milliseconds; what is to go first must be known by then."""
     log: list[str] = []
@@ -34,7 +38,7 @@ async def test_jobs_that_wait_are_all_done_before_the_crank_turns() -> None:
 
 async def test_it_is_woken_once_for_all_jobs_that_wait() -> None:
     """Waking it costs the loop a system call, and the thread a wait for Python's lock."""
-    running, gate, ending = threading.Event(), threading.Event(), threading.Event()
+    running, gate, ending = (threading.Event() for _ in range(3))
     cranks: list[int] = []
     done: list[int] = []
 
@@ -44,7 +48,7 @@ async def test_it_is_woken_once_for_all_jobs_that_wait() -> None:
 
     def hold() -> None:
         running.set()
-        assert gate.wait(WAIT_S)
+        assert_set(gate)
 
     thread = OwnerThread("kvflow-test", crank, lambda cause: None)
     thread.submit(hold)
@@ -66,7 +70,7 @@ async def test_who_waits_for_a_thread_that_dies_is_told_why() -> None:
     causes: list[BaseException] = []
     gate = threading.Event()
     thread = OwnerThread("kvflow-test", lambda: WAIT_S, causes.append)
-    thread.submit(lambda: None if gate.wait(WAIT_S) else None)
+    thread.submit(lambda: assert_set(gate))
     thread.submit(lambda: sys.exit("no more"))
     waiting = asyncio.ensure_future(thread.call(lambda: None))
     await asyncio.sleep(0)
