@@ -39,8 +39,8 @@ class OwnerThread:
         self._jobs: deque[Job] = deque()
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry wakes the thread for all jobs that came until it has taken it: putting one costs a system call."""
-        self.called = False
-        """Whether there are jobs of which the thread has not heard yet."""
+        self._called = False
+        """Whether there is an entry that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
@@ -49,6 +49,11 @@ class OwnerThread:
         self._cause: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def called(self) -> bool:
+        """Whether jobs wait that the thread has not taken yet."""
+        return bool(self._jobs)
 
     @property
     def orphaned(self) -> bool:
@@ -101,8 +106,8 @@ class OwnerThread:
 
     def _give(self, job: Job) -> None:
         self._jobs.append(job)
-        if not self.called:
-            self.called = True
+        if not self._called:
+            self._called = True
             self._calls.put(None)
 
     def _require_alive(self) -> None:
@@ -126,7 +131,7 @@ class OwnerThread:
             except queue.Empty:
                 pass
             else:
-                self.called = False  # before any job is done: one that comes now calls again
+                self._called = False  # before any job is done: one that comes now calls again
                 if self._jobs:
                     self._jobs.popleft()()
                 for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long

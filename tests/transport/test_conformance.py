@@ -391,12 +391,19 @@ async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again(
     log: list[str] = []
     async with two_ends(make_nixl()) as ends:
         await read_ended(ends, (0, 0, SIZE))
-        agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
+        thread, agents = ends.reader.transport._alive()  # type: ignore[attr-defined]
         put, native = agents._put, agents._reading.native
-        agents._put = lambda event: (log.append("told"), put(event))
-        agents._reading.native = Watched(native, log)
+
+        def tell(event: Event) -> None:
+            log.append("told")
+            put(event)
+
+        def watch() -> None:
+            agents._put, agents._reading.native = tell, Watched(native, log)
+
+        await thread.call(watch)
         await read_ended(ends, (0, 0, 8))
-        agents._reading.native = native
+        await thread.call(lambda: setattr(agents._reading, "native", native))
     calls = [name for name in log if name not in ("getNotifs", "getXferStatus")]
     assert calls == ["createXferReq", "postXferReq", "told", "releaseXferReq"]
     assert log[log.index("told") - 1] in ("postXferReq", "getXferStatus")
