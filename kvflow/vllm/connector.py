@@ -37,7 +37,7 @@ from vllm.v1.request import RequestStatus
 
 from kvflow.blocking import Runtime
 from kvflow.connector.parameters import OWN_DIALECT
-from kvflow.connector.scheduler import ConnectorScheduler, Scheduled, Sharing
+from kvflow.connector.scheduler import ConnectorScheduler, Scheduled
 from kvflow.connector.step import Step
 from kvflow.connector.worker import ConnectorWorker
 from kvflow.core.policy.events import DeviceEvent
