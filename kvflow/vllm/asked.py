@@ -67,7 +67,8 @@ class Asked:
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        return self.request.kv_transfer_params
+        params: Mapping[str, Any] | None = self.request.kv_transfer_params
+        return params
 
     @property
     def prompt_token_ids(self) -> Sequence[int] | None:
