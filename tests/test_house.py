@@ -65,6 +65,10 @@ SLEEPING_TESTS = {
     "tests/bench/test_clocks.py": "what is tested measures how long the loop was blocked",
     "tests/nixl/engine_main.py": "loads begin at random moments around the end of their leases",
     "tests/bench/test_child.py": "waits for the kernel to change the state of a process, with a bound",
+    "tests/endurance/consumer.py": "a run of an hour: loads are begun and ended at random moments",
+    "tests/endurance/fleet.py": "a run of an hour: faults come at random moments, processes stand still for random times",
+    "tests/endurance/homes.py": "a run of an hour: looks now and then whether all is quiet",
+    "tests/endurance/producer.py": "a run of an hour: prompts are computed at random speeds",
 }
 
 # What only keeps a test from hanging is long: no test depends on how fast a host is. A test of a bound sets kvflow's.

@@ -105,7 +105,7 @@ class Consumer:
         return self.homes.cut_side_channels(ports)
 
     async def do_freeze(self) -> None:
-        """Stop this process while no read of it is under way: over tcp one that is killed can take its producer along."""
+        """Stop this process while no read of it is under way: over tcp its death can take its producer along."""
         while self.homes.open_reads:
             await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -253,9 +253,7 @@ class Consumer:
             self._wire_cache.give_back(tables)
         return "loaded"
 
-    def _compare(
-        self, cache: Cache, tables: list[list[int]], number: int, tokens: int, *, whole: bool = False
-    ) -> None:
+    def _compare(self, cache: Cache, tables: list[list[int]], number: int, tokens: int, *, whole: bool = False) -> None:
         wrong = cache.difference(tables, number, tokens, whole=whole)
         if wrong:
             self._error(f"load {number}: {draw(self._seed, number)}: {wrong}")
@@ -266,7 +264,7 @@ class Consumer:
 
 
 class _Legs:
-    """Where a load's ticket comes from: an offer that was made before, or a rendezvous, of which either leg is first."""
+    """Where a load's ticket comes from: an offer made before, or a rendezvous, of which either leg is first."""
 
     def __init__(self, producer: Client, plan: Plan) -> None:
         self._producer = producer
