@@ -365,11 +365,11 @@ class ConnectorScheduler:
             )
 
     def _check_prompt(self, request_id: str, ticket: Ticket, prompt: Sequence[int]) -> None:
-        """PromptMismatch if the ticket is of another prompt: nobody reads what it offers, if no request has had it."""
+        """PromptMismatch if the ticket is of another prompt: nobody will read what it offers then."""
         try:
             check_prompt(ticket, prompt, f"request {request_id!r}")
         except PromptMismatch:
-            if self._config.release_failed_loads and (ticket.engine_id, ticket.request_id) not in self._used:
+            if self._config.release_failed_loads:
                 self._next.release.append(Release(request_id=request_id, ticket=ticket))
             raise
 

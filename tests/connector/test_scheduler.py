@@ -226,19 +226,6 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
     assert step.release == []
 
 
-def test_a_ticket_that_a_request_has_is_not_given_back_for_another_prompt() -> None:
-    """Who comes with somebody else's ticket ends nobody's load."""
-    ticket = INTRODUCTION.without_leases(
-        request_id="remote", block_ids=[0, 1], num_tokens=8, ttl_s=9.0, prompt_digest=prompt_digest("remote", range(8))
-    )
-    connector = scheduler()
-    connector.add(Request("right", 8, ticket.to_params(), range(8)))
-    step_of(connector)
-    with pytest.raises(PromptMismatch):
-        connector.add(Request("wrong", 8, ticket.to_params(), range(1, 9)))
-    assert step_of(connector).release == []
-
-
 @each("again", [False, True])
 def test_a_ticket_of_another_prompt_is_given_back_unless_it_may_be_tried_again(again: bool) -> None:
     ticket = INTRODUCTION.without_leases(
