@@ -59,7 +59,7 @@ from kvflow.core.policy.states import (
 )
 from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
+from kvflow.errors import ConfigError, RequestError, UsageError
 
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
@@ -344,7 +344,7 @@ class ConnectorScheduler:
             ticket = self._dialect.read_ticket(params)
             known = None if ticket.awaited or ticket.num_tokens > num_prompt_tokens else request.prompt_token_ids
             if known is not None:
-                self._check_prompt(request_id, ticket, known)
+                check_prompt(ticket, known, f"request {request_id!r}")  # whose it is may come, so nothing is given back
             use = self._use(ticket, request_id, sharing)
             most = num_prompt_tokens - 1 if self._config.leaves_last_token else num_prompt_tokens
             consumer = _Consumer(request_id=request_id, ticket=ticket, use=use, offered_tokens=0)
@@ -363,15 +363,6 @@ class ConnectorScheduler:
                 prompt=request.prompt_token_ids,
                 serve_id=rendezvous_in(params),
             )
-
-    def _check_prompt(self, request_id: str, ticket: Ticket, prompt: Sequence[int]) -> None:
-        """PromptMismatch if the ticket is of another prompt: nobody will read what it offers then."""
-        try:
-            check_prompt(ticket, prompt, f"request {request_id!r}")
-        except PromptMismatch:
-            if self._config.release_failed_loads:
-                self._next.release.append(Release(request_id=request_id, ticket=ticket))
-            raise
 
     def reject(self, request: EngineRequest) -> None:
         """A request with a ticket was refused before it could be added, or is over: nobody will read what is offered.

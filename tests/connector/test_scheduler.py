@@ -23,7 +23,7 @@ from kvflow.connector.scheduler import (
     SchedulingConfig,
     Sharing,
 )
-from kvflow.connector.step import Grow, Release, Step
+from kvflow.connector.step import Grow, Step
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.prompts import prompt_digest
@@ -227,20 +227,23 @@ def test_a_second_request_with_a_ticket_is_computed(monkeypatch: pytest.MonkeyPa
 
 
 @each("again", [False, True])
-def test_a_ticket_of_another_prompt_is_given_back_unless_it_may_be_tried_again(again: bool) -> None:
+def test_a_ticket_of_another_prompt_is_left_to_whose_it_is(again: bool) -> None:
+    """A list of prompts has one ticket: the others' requests may come before the right one, and after."""
     ticket = INTRODUCTION.without_leases(
         request_id="remote", block_ids=[0, 1], num_tokens=8, ttl_s=9.0, prompt_digest=prompt_digest("remote", range(8))
     )
     connector = scheduler(release_failed_loads=not again)
     with pytest.raises(PromptMismatch):
         connector.add(Request("r", 8, ticket.to_params(), range(1, 9)))
-    released = [] if again else [Release(request_id="r", ticket=Ticket.from_params(ticket.to_params()))]
-    assert step_of(connector) == Step(release=released)
+    assert step_of(connector) == Step()
     assert connector.open_requests == 0
     connector.add(Request("right", 8, ticket.to_params(), range(8)))
     connector.update_after_alloc("right", [7, 8], 8)
-    (receive,) = step_of(connector).receive
-    assert receive.release_if_failed is not again
+    with pytest.raises(PromptMismatch):
+        connector.add(Request("other", 8, ticket.to_params(), range(1, 9)))
+    step = step_of(connector)
+    assert step.release == []
+    assert [receive.release_if_failed for receive in step.receive] == [not again]
 
 
 WAIT, ALL, REST, NOTHING = Matched(None, False), Matched(10, True), Matched(2, True), Matched(0, False)
