@@ -1,7 +1,8 @@
 """Records: what became of each load and each lease, told once, when it is over, to whoever observes a runtime.
 
 A record is complete and final. Observers run on the event loop, in the step that ends the load or lease: they are to be
-quick. One that raises is logged and changes nothing.
+quick. One that raises is logged and changes nothing; of many failures of one the 1st, 2nd, 4th, 8th ... are, and how
+many were left out. In tests its error is raised, too, when the runtime is closed (`World.forgives`).
 """
 
 from __future__ import annotations
@@ -100,11 +101,16 @@ class Observer(Protocol):
 class Observers:
     """The observers of one runtime."""
 
-    def __init__(self, observers: Sequence[Observer]) -> None:
+    def __init__(self, observers: Sequence[Observer], *, forgiven: bool = True) -> None:
         listed = checks.answer(lambda: tuple(observers))
         if listed is None or not all(map(_listens, listed)):
             raise ConfigError(f"observers: {_EXPECTED}, got {checks.shown(observers)}")
         self.all = listed
+        self._forgiven = forgiven
+        self._failures: dict[int, _Failures] = {}
+        """Of each that has raised, by its id."""
+        self._error: Exception | None = None
+        """The first, if it is not forgiven."""
 
     def one_more(self, observer: Observer) -> AbstractContextManager[None]:
         """Tell another observer, too, inside the block. UsageError, at once, if it is none."""
@@ -119,23 +125,55 @@ class Observers:
             yield
         finally:
             self.all = tuple(other for other in self.all if other is not observer)
+            self._log_rest(id(observer))
 
     def load_ended(self, record: LoadRecord) -> None:
         for observer in self.all:
-            _tell(observer.load_ended, record)
+            self._tell(observer, observer.load_ended, record)
 
     def lease_ended(self, record: LeaseRecord) -> None:
         for observer in self.all:
-            _tell(observer.lease_ended, record)
+            self._tell(observer, observer.lease_ended, record)
+
+    def close(self) -> None:
+        """No record comes any more. Raises what an observer has raised first, unless that is forgiven, or was told."""
+        for observer in list(self._failures):
+            self._log_rest(observer)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _tell(self, observer: Observer, listen: Callable[[RecordT], None], record: RecordT) -> None:
+        try:
+            listen(record)
+        except Exception as error:
+            failures = self._failures.setdefault(id(observer), _Failures())
+            failures.count += 1
+            if not failures.left_out:
+                more = f" ({failures.count // 2 - 1} failures of it were left out)" if failures.count > 2 else ""
+                logger.exception("an observer failed on %s%s", record, more)
+            if self._error is None and not self._forgiven:
+                error.add_note(f"an observer failed on {record}")
+                self._error = error
+
+    def _log_rest(self, observer: int) -> None:
+        failures = self._failures.pop(observer, None)
+        if failures is not None and failures.left_out:
+            logger.warning("an observer failed %s times; the last %s were left out", failures.count, failures.left_out)
+
+
+@dataclass(slots=True)
+class _Failures:
+    """How often one observer has raised."""
+
+    count: int = 0
+
+    @property
+    def left_out(self) -> int:
+        """How many came after the last one that was logged."""
+        return self.count - (1 << self.count.bit_length() - 1)
 
 
 def _listens(observer: object) -> bool:
     methods = [checks.answer(partial(getattr, observer, name)) for name in ("load_ended", "lease_ended")]
     return all(map(callable, methods))
-
-
-def _tell(listen: Callable[[RecordT], None], record: RecordT) -> None:
-    try:
-        listen(record)
-    except Exception:
-        logger.exception("an observer failed on %s", record)

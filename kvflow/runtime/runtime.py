@@ -62,7 +62,7 @@ class Runtime:
     ) -> None:
         checks.instance(config, Config, "config", error=ConfigError)
         world = World() if world is None else checks.instance(world, World, "world", error=ConfigError)
-        self._observers = Observers(observers)
+        self._observers = Observers(observers, forgiven=world.forgives)
         if foreign is not None and not checks.answer(lambda: isinstance(foreign, Foreign)):
             raise ConfigError(f"foreign: expected such as StockPeers, got {checks.shown(foreign)}")
         self._supervisor = Supervisor(config, self._observers, world, foreign)
@@ -134,6 +134,7 @@ class Runtime:
                 require_loop(loop, "aclose()")
             self._drop.detach()
             await self._supervisor.aclose()
+            self._observers.close()
 
     async def register_kv_caches(
         self,

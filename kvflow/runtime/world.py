@@ -36,5 +36,7 @@ class World:
     token_hex: Callable[[int], str] = secrets.token_hex
     """So many random bytes, in hexadecimal: incarnations and lease ids, which must not be guessed."""
     copier: Callable[[str], CopyThread] = CopyThread
+    forgives: bool = True
+    """Whether an observer that raises is logged and no more. If not, as in tests, closing raises its error, too."""
     real: bool = True
     """Whether a runtime that is dropped, or that Python's end meets, is closed. A simulated process just crashes."""

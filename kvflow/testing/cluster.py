@@ -107,13 +107,14 @@ class InprocCluster:
     def world(self, *, clock: Callable[[], Clock] = LoopClock) -> World:
         """What a runtime needs to be part of the cluster. Copies run on the event loop: keep caches small."""
         if self._faults is not None:
-            return replace(self._faults.world(clock), transport=self._make)
+            return replace(self._faults.world(clock), transport=self._make, forgives=False)
         return World(
             transport=self._make,
             side_channel=lambda config: InprocSideChannel(self._exchange, config),
             clock=clock,
             copier=InlineCopier,
             own_host=own_host,
+            forgives=False,
         )
 
     def transport(self, engine_id: str, rank: Rank = _FIRST_RANK) -> InprocTransport:

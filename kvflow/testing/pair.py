@@ -164,7 +164,8 @@ async def open_engine(
         made.append(make(config, agent_name))
         return made[-1]
 
-    async with Runtime(config, observers=observers, world=replace(world, transport=make_and_keep)) as runtime:
+    strict = replace(world, transport=make_and_keep, forgives=False)
+    async with Runtime(config, observers=observers, world=strict) as runtime:
         await runtime.register_kv_caches(kv_caches, cache.layout)
         yield Engine(runtime=runtime, transports=made, kv_caches=kv_caches, layout=cache.layout, cache=cache)
     assert_closed(runtime.statistics())

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 from tests_support import each, in_virtual_time, until
 
-from kvflow import LoadRequest, ServeRequest
+from kvflow import Config, LoadRequest, Runtime, ServeRequest
 from kvflow.core.plan.topology import Rank
 from kvflow.errors import RequestError, RuntimeDraining
-from kvflow.runtime.records import LeaseRecord, LoadRecord
-from kvflow.testing import inproc_pair
+from kvflow.runtime.records import LeaseRecord, LoadRecord, Observers
+from kvflow.testing import CacheSize, InprocCluster, inproc_pair
 from tests.observe.observed import TRACEPARENT, grown, observed
 
 
@@ -105,12 +106,63 @@ async def test_a_cancelled_load_has_a_record() -> None:
 
 async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     notebook = Notebook()
-    with caplog.at_level(logging.ERROR):
+    with caplog.at_level(logging.ERROR), pytest.raises(ValueError, match=r"no (loads|leases), please") as caught:
         async with observed([Saboteur(), notebook]):
             pass
+    assert caught.value.__notes__[0].startswith("an observer failed on L")
     assert len(notebook.loads) == len(notebook.leases) == 2
     failed = [record.getMessage().removeprefix("an observer failed on ").split("(")[0] for record in caplog.records]
     assert sorted(failed) == ["LeaseRecord", "LeaseRecord", "LoadRecord", "LoadRecord"]
+
+
+async def test_in_a_test_an_observers_error_is_the_tests() -> None:
+    """However the engine was opened, and whoever watches."""
+    cluster = InprocCluster()
+    with pytest.raises(ValueError, match="no leases, please"):
+        async with cluster.engine("a") as engine:
+            with engine.runtime.observed_by(Saboteur()):
+                await engine.runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
+    config = Config(engine_id="b", listen="tcp://127.0.0.1:0")
+    kv_caches, cache = CacheSize(layers=1).make("b")
+    runtime = Runtime(config, observers=[Saboteur()], world=cluster.world())
+    with pytest.raises(ValueError, match="no leases, please"):
+        async with runtime:
+            await runtime.register_kv_caches(kv_caches, cache.layout)
+            await runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
+    await runtime.aclose()  # it is told once
+
+
+async def test_a_real_runtime_forgives(caplog: pytest.LogCaptureFixture) -> None:
+    config = Config(engine_id="b", listen="tcp://127.0.0.1:0", transport="inproc")
+    kv_caches, cache = CacheSize(layers=1).make("b")
+    with caplog.at_level(logging.ERROR):
+        async with Runtime(config, observers=[Saboteur()]) as runtime:
+            await runtime.register_kv_caches(kv_caches, cache.layout)
+            await runtime.serve_blocks(ServeRequest("req", [1], num_tokens=4)).revoke()
+    assert len(caplog.records) == 1
+
+
+def test_an_observer_that_always_raises_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    facts: dict[str, Any] = dict.fromkeys(("engine_id", "request_id", "traceparent"), "") | {"rank": Rank(0, 0, 0)}
+    counts: dict[str, Any] = dict.fromkeys(("blocks", "tokens", "readers"), 0)
+    record = LeaseRecord(outcome="read", blocks_by_group={}, seconds={}, **facts, **counts)
+    saboteur, now_and_then = Saboteur(), Saboteur()
+    observers = Observers([saboteur])
+    for _ in range(1000):
+        observers.lease_ended(record)
+    with observers.one_more(now_and_then):
+        observers.lease_ended(record)
+    observers.close()
+    logged = [line.getMessage() for line in caplog.records if line.exc_info]
+    assert len(logged) == 10 + 1, "1, 2, 4 ... 512, and the other's first"
+    assert "left out" not in logged[1]
+    assert logged[3].endswith(" (3 failures of it were left out)")
+    assert logged[9].endswith(" (255 failures of it were left out)")
+    assert logged[10].startswith("an observer failed on LeaseRecord(")
+    rest = [line.getMessage() for line in caplog.records if not line.exc_info]
+    assert rest == ["an observer failed 1001 times; the last 489 were left out"]
+    observers.close()
+    assert len(caplog.records) == 12
 
 
 @each("staging", ["never", "always"])
