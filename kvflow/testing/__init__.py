@@ -7,7 +7,16 @@ from kvflow.testing.cancel import cancel_everywhere
 from kvflow.testing.clock import LoopClock, ManualClock
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.loads import LoadWatch, watch_loads
-from kvflow.testing.pair import CacheSize, InprocPair, NixlPair, Pair, TestEngine, inproc_pair, nixl_pair
+from kvflow.testing.pair import (
+    CacheSize,
+    InprocPair,
+    NixlPair,
+    Pair,
+    TestEngine,
+    block_by_block,
+    inproc_pair,
+    nixl_pair,
+)
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.virtual_loop import Deadlock, VirtualLoop, new_virtual_loop, run_virtual
 from kvflow.testing.watch import BlockWatch, OfferWatch, watch_blocks, watch_offers
@@ -39,6 +48,7 @@ __all__ = [
     "assert_conserved",
     "assert_loaded",
     "assert_quiet",
+    "block_by_block",
     "cancel_everywhere",
     "compare_blocks",
     "inproc_pair",

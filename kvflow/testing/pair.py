@@ -95,6 +95,17 @@ class Pair(Generic[TransportT]):
         assert_loaded(self.consumer.cache, local_ids, self.producer.cache, remote_ids)
 
 
+def block_by_block(config: Config) -> Config:
+    """`config` with reads of a block each, so that loads of leases that grow do in small caches what they do in large
+    ones. For the consumer.
+
+    A load takes what is computed once it is worth a read, 128 KiB or more, and at most a slice. All of a test's cache
+    is less, so nothing would land before the last step, and one `Progress` would be told. Here each block is read as
+    it is computed (or several, if they come together), and told of.
+    """
+    return replace(config, limits=replace(config.limits, slice_bytes_max=1))
+
+
 _QUICK, _WORLD, _SIZE = Config(engine_id="any", drain_timeout_s=1.0), World(), CacheSize()
 
 TestEngine: TypeAlias = Engine[InprocTransport]

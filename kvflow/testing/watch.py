@@ -18,6 +18,7 @@ import torch
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.history import History, Moment
 from kvflow.errors import UsageError
+from kvflow.runtime.producer.blocks import HeldBlocks
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
@@ -128,7 +129,7 @@ class OfferWatch:
             watched = f"watched are the caches of {len(self._caches)}"
             raise UsageError(f"request {lease.request_id!r}: offers of {len(tables)} groups of layers, {watched}")
         if not lease.done:
-            held = lease._held
+            held = _held(lease)
             self._offered[lease] = list(
                 starmap(_Slots, zip(self._caches, _first_tokens(lease, self._caches), strict=True))
             )
@@ -149,7 +150,7 @@ class OfferWatch:
         """See `Observer`."""
 
     def _remember(self, lease: Lease) -> None:
-        held = lease._held
+        held = _held(lease)
         for slots, block_ids in zip(self._offered.get(lease, ()), lease.block_tables, strict=False):
             slots.remember(block_ids, min(held.computed, held.offered_tokens))
 
@@ -160,9 +161,15 @@ class OfferWatch:
                 self._findings.add(f"{where}: token {token} of request {lease.request_id!r} was overwritten {when}")
 
 
+def _held(lease: Lease) -> HeldBlocks:
+    held = lease._held
+    assert isinstance(held, HeldBlocks), "a runtime has opened it"
+    return held
+
+
 def _first_tokens(lease: Lease, caches: Sequence[PatternCache | StateCache]) -> Iterator[int]:
     """Which token of the prompt the first slot of a lease's blocks is for, by group: those of a window are its last."""
-    held, facts = lease._held, lease.ticket.groups
+    held, facts = _held(lease), lease.ticket.groups
     for group, cache in enumerate(caches):
         size = cache.layout.block_size if isinstance(cache, PatternCache) else 1
         windowed = bool(facts) and not facts[group].whole

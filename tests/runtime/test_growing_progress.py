@@ -13,12 +13,21 @@ from hypothesis import strategies as st
 
 from kvflow import Lease, Load, LoadRequest, Progress, ServeRequest, blocking
 from kvflow.errors import LeaseExpired, PrefillFailed
-from kvflow.testing import CacheSize, InprocCluster, InprocPair, Weather, inproc_pair, run_virtual
+from kvflow.testing import (
+    CacheSize,
+    InprocCluster,
+    InprocPair,
+    Weather,
+    block_by_block,
+    inproc_pair,
+    nixl_pair,
+    run_virtual,
+)
 from tests.budgets import examples
 from tests.group_hand_overs import GroupHandOver, run
 from tests.runtime.test_groups import FAMILIES
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
-from tests.tests_support import WAIT_S, each, in_virtual_time
+from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time
 
 
 async def follow(load: Load, seen: list[int]) -> None:
@@ -47,6 +56,21 @@ async def test_tokens_as_they_land(staging: str) -> None:
         assert (await load).tokens == 16
         assert sorted(seen) == [4, 4, 8, 8, 12, 12, 16, 16]
         assert [one async for one in load] == [Progress(16, 16)], "what is over has a last progress"
+
+
+@pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
+async def test_a_small_cache_grows_block_by_block_if_it_is_told_to(transport: str) -> None:
+    """Each step waits for what it has computed to land: with reads of the usual size nothing would before the last."""
+    config = block_by_block(replace(PATIENT, listen="tcp://127.0.0.1:0"))
+    async with nixl_pair(config=config) if transport == "nixl" else inproc_pair(config=config) as pair:
+        lease, seen = opened(pair), list[int]()
+        load = pair.consumer.runtime.start_load(wanted(pair, lease))
+        lease.advance(4)
+        async with asyncio.timeout(WAIT_S):
+            async for progress in load:
+                seen.append(progress.tokens)
+                lease.advance(min(progress.tokens + 4, 16))
+        assert seen == [4, 8, 12, 16]
 
 
 @in_virtual_time

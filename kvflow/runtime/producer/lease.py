@@ -12,7 +12,6 @@ from kvflow import checks
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
-from kvflow.core.policy.history import History
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.freshness import FAILED
@@ -119,19 +118,8 @@ class ServingStatistics:
 class Held(Protocol):
     """What a lease has taken; see `blocks.HeldBlocks`."""
 
-    history: History | None
-
     @property
     def tables(self) -> Sequence[BlockIds]: ...
-
-    @property
-    def computed(self) -> int: ...
-
-    @property
-    def offered_tokens(self) -> int: ...
-
-    @property
-    def counts(self) -> tuple[int, ...]: ...
 
 
 class LeaseKeeper(Protocol):
