@@ -12,7 +12,8 @@ from pairs import EnginePair, open_pair
 from tests_support import PATIENT, altered, limited
 
 from kvflow import LeaseOutcome, RuntimeState, ServeRequest
-from kvflow.errors import RequestError
+from kvflow.errors import PromptMismatch, RequestError
+from kvflow.testing import assert_blocks_equal
 
 LISTS = "expected a flat list of whole numbers"
 SERVE: list[tuple[dict[str, Any], str]] = [
@@ -71,6 +72,48 @@ async def test_load_requests_that_cannot_be_right(
     pair.assert_loaded([], [])
     await pair.load(lease, [0, 1])
     assert await lease is LeaseOutcome.READ
+
+
+ROOM: list[tuple[dict[str, Any], type[RequestError] | None, str]] = [
+    # 10 tokens are offered, in three blocks of 4. A cached prefix needs no blocks.
+    ({"block_ids": [0, 1, 2], "num_tokens": 10}, None, ""),
+    ({"block_ids": [1, 2], "num_tokens": 10, "prompt": range(10)}, None, ""),
+    ({"block_ids": [], "num_tokens": 10}, None, ""),
+    ({"block_ids": [1, 2], "prompt": range(50)}, None, ""),
+    ({"block_ids": [0, 1, 2, 4], "num_tokens": 10}, RequestError, "4 local blocks of 4 tokens, but the 10 .* fill 3"),
+    ({"block_ids": [0, 1, 2, 4], "prompt": range(50)}, RequestError, "the 10 tokens that 'producer' at .* fill 3"),
+    ({"block_ids": [0, 1], "num_tokens": 8}, PromptMismatch, "8 tokens are expected, 'producer' at .* offers 10"),
+    ({"block_ids": [0, 1, 2, 4], "num_tokens": 16}, PromptMismatch, "16 tokens are expected, .* offers 10"),
+    ({"block_ids": [0, 1], "prompt": range(8)}, PromptMismatch, "its prompt has 8 tokens, 'producer' at .* offers 10"),
+    ({"block_ids": [], "prompt": range(9)}, PromptMismatch, "its prompt has 9 tokens, .* offers 10"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), ROOM, ids=range(len(ROOM)))
+async def test_blocks_that_do_not_fit_what_the_request_says(
+    pair: EnginePair, options: dict[str, Any], error: type[RequestError] | None, message: str
+) -> None:
+    """Refused before anybody is asked."""
+    lease = pair.writer.serve_blocks(ServeRequest("req", [3, 7, 9], num_tokens=10))
+    if error is None:
+        wanted = options["block_ids"]
+        report = await pair.load(lease, **options)
+        assert report.tokens == max(10 - 4 * (3 - len(wanted)), 0) * (len(wanted) > 0)
+        ours, theirs = pair.consumer.cache, pair.producer.cache
+        assert_blocks_equal(ours, wanted, theirs, [3, 7, 9][3 - len(wanted) :], num_tokens=report.tokens)
+    else:
+        await pair.fails(error, lease, match=f"^request 'req': .*{message}", **options)
+        assert pair.reader.statistics().peers == ()
+        assert (pair.loading.refused, pair.wanting.in_flight) == (1, 0)
+        await pair.load(lease, [0, 1, 2])
+    assert await lease is LeaseOutcome.READ
+
+
+async def test_an_offer_of_nothing_fits_whatever_room_there_is(pair: EnginePair) -> None:
+    """A prompt that is shorter than a block, of an engine that offers full blocks only: the request goes on."""
+    lease = pair.writer.serve_blocks(ServeRequest("req", [], num_tokens=3))
+    assert (await pair.load(lease, [0], prompt=range(3))).tokens == 0
+    await lease
 
 
 @pytest.mark.parametrize("as_dict", [True, False], ids=["dict", "Ticket"])

@@ -227,6 +227,58 @@ async def test_an_offer_of_another_length(grows: bool, expected: int) -> None:
         await lease.revoke()
 
 
+@each(
+    ("prompt", "blocks", "expected", "problem"),
+    [
+        # 16 tokens are offered, in four blocks of 4: the blocks that are given end with the prompt.
+        (16, TAKEN, None, ""),
+        (16, TAKEN[:2], None, ""),
+        (18, TAKEN[:3], 16, ""),
+        (18, [], None, ""),
+        (13, TAKEN[:2], None, "its prompt has 13 tokens, .* offers 16"),
+        (18, TAKEN[:3], None, "3 local blocks of 4 tokens end a prompt of 18 tokens, 'producer' at .* offers 16"),
+        (99, TAKEN[:3], None, "3 local blocks of 4 tokens end a prompt of 99 tokens, .* offers 16"),
+        (18, TAKEN[:3], 18, "18 tokens are expected, .* offers 16"),
+    ],
+)
+@in_virtual_time
+async def test_an_offer_that_ends_in_another_block(
+    prompt: int, blocks: list[int], expected: int | None, problem: str
+) -> None:
+    """Of the last blocks of a longer prompt each would get the tokens of another one."""
+    async with pair_of() as pair:
+        given = range(100, 100 + prompt)
+        load = start(pair, rendezvous(pair), block_ids=blocks, prompt=given, num_tokens=expected)
+        lease = offer(pair)  # whose engine does not say which prompt it is of
+        if problem:
+            with pytest.raises(PromptMismatch, match=f"^request 'local': .*{problem}"):
+                await load
+            assert landed(pair) == []
+            lease.revoke()
+        else:
+            await load
+            pair.assert_loaded(blocks, BLOCKS[4 - len(blocks) :])
+        await lease
+
+
+@each("known", [True, False])
+@in_virtual_time
+async def test_more_blocks_than_there_are_tokens_for(known: bool) -> None:
+    """Of a prompt that the request gives that is plain before anybody is asked."""
+    async with pair_of() as pair:
+        said = {"prompt": range(12)} if known else {"num_tokens": 12}
+        load = start(pair, rendezvous(pair), block_ids=TAKEN, **said)
+        assert load.done == known
+        whose = "of its prompt" if known else "that 'producer' at .* offers"
+        lease = offer(pair, block_ids=BLOCKS[:3], num_tokens=12)
+        with pytest.raises(
+            RequestError, match=f"^request 'local': 4 local .* of 4 tokens, but the 12 tokens {whose} fill 3"
+        ):
+            await load
+        assert landed(pair) == []
+        await lease.revoke()
+
+
 @each("end", ["drain", "unregister", "close", "revoke"])
 @in_virtual_time
 async def test_what_waits_is_told_when_the_producer_goes(end: str) -> None:

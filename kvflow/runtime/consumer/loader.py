@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 
-from kvflow.checks import said
+from kvflow.checks import count, said
 from kvflow.config import Config
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
+from kvflow.core.plan.room import check_end, check_room
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.history import History
 from kvflow.core.policy.queue import FairQueue, Permit, PermitState
@@ -81,11 +82,17 @@ _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post an
 
 def _check_offer(ticket: Ticket, request: LoadRequest) -> None:
     """PromptMismatch if a ticket is not of the prompt that its reader has made room for, as far as both say."""
+    what, offers = f"request {request.request_id!r}", f"{_whose(ticket)} offers {ticket.offered_tokens}"
     if request.prompt is not None:
-        check_prompt(ticket, request.prompt, f"request {request.request_id!r}")
+        check_prompt(ticket, request.prompt, what)
+        if len(request.prompt) < ticket.offered_tokens:
+            raise PromptMismatch(f"{what}: its prompt has {len(request.prompt)} tokens, {offers}")
     if request.num_tokens is not None and request.num_tokens != ticket.offered_tokens:
-        what = f"request {request.request_id!r}: {request.num_tokens} tokens are expected"
-        raise PromptMismatch(f"{what}, {ticket.engine_id!r} at {ticket.address} offers {ticket.offered_tokens}")
+        raise PromptMismatch(f"{what}: {request.num_tokens} tokens are expected, {offers}")
+
+
+def _whose(ticket: Ticket) -> str:
+    return f"{ticket.engine_id!r} at {ticket.address}"
 
 
 def _tell_nobody(_: Sequence[Source]) -> None:
@@ -278,11 +285,14 @@ class Loader:
             plain = checked_load_request(request, chars_max, ids_max)
             what = f"request {plain.request_id!r}"
             ticket = self._read_ticket(plain.ticket, ids_max)
-            if (plain.prompt is not None or plain.num_tokens is not None) and not ticket.awaited:
+            says_tokens = plain.prompt is not None or plain.num_tokens is not None
+            if says_tokens and not ticket.awaited:
                 _check_offer(ticket, plain)
             if plain.verify and (problem := self._gear.digests.own.problem):
                 raise RequestError(f"{what}: verify: {problem}")
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
+            if says_tokens:
+                self._check_room(plain, ticket, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
@@ -305,6 +315,25 @@ class Loader:
         if ends_s < self._look_s and not self._closed:
             self._look_at(ends_s)
         return load
+
+    def _check_room(self, request: LoadRequest, ticket: Ticket, tables: Sequence[BlockIds]) -> None:
+        """RequestError if there are more blocks than the tokens fill, as far as these are known by now."""
+        what, groups, tokens = f"request {request.request_id!r}", self._local.groups, ticket.offered_tokens
+        if not ticket.awaited and tokens:
+            check_room(groups, tables, tokens, what, f"the {tokens} tokens that {_whose(ticket)} offers")
+        elif ticket.awaited and request.prompt is not None:
+            tokens = count(request.prompt, f"{what}: prompt")
+            check_room(groups, tables, tokens, what, f"the {tokens} tokens of its prompt")
+
+    def _check_met(self, load: _Load) -> None:
+        """As a load whose offer was known; and PromptMismatch if its blocks end with a prompt that goes on."""
+        request, ticket = load.request, load.ticket
+        _check_offer(ticket, request)
+        if request.prompt is not None or request.num_tokens is not None:
+            self._check_room(request, ticket, load.tables)
+        if request.prompt is not None and request.num_tokens is None and not ticket.offers_nothing:
+            sizes, what = (len(request.prompt), ticket.offered_tokens), f"request {request.request_id!r}"
+            check_end(self._local.groups, load.tables, *sizes, what, _whose(ticket))
 
     def _look_at(self, when_s: float) -> None:
         """Look for loads past their deadline then, and no earlier. There is one timer for all: most loads are quick."""
@@ -388,7 +417,7 @@ class Loader:
         if load.ticket.awaited:
             load.watch.enter("handshake")
             load.ticket = await self._reach.meet(load.ticket, partial(self._keep, load))
-            _check_offer(load.ticket, load.request)
+            self._check_met(load)
         return load.ticket.offers_nothing
 
     def _keep(self, load: _Load, source: Source, ttl_s: float) -> None:
