@@ -29,7 +29,7 @@ from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.descriptors import GivenBlockIds
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.policy.states import LeaseState
-from kvflow.core.protocol.ticket import Ticket, read_ticket
+from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime import runtime as asynchronous
@@ -445,9 +445,8 @@ class Runtime:
 
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
-        asked = read_ticket(ticket, self.config.limits.block_ids_max)
-        opens_s = min(asked.ttl_s, self.config.lease_lifetime_s) if asked.awaited else 0.0
-        bound_s = opens_s + self.config.handshake_timeout_s + self._call_timeout_s
+        # It has a shorter bound of its own, but for a rendezvous, whose offer is waited for.
+        bound_s = self.config.lease_lifetime_s + self.config.handshake_timeout_s + self._call_timeout_s
         return self._host.call(lambda runtime: runtime.release_blocks(ticket), bound_s)
 
     def save_blocks(self, request: SaveRequest) -> SaveReport:

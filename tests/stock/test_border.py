@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests_support import TICKET, each
+from stock_engines import HASH, layout_of, stock_cache
+from tests_support import PATIENT, TICKET, each
 from wrong_values import Hostile, HostileDict, HostileList
 
+from kvflow import blocking
 from kvflow.core.stock.params import read_stock, stock_params
 from kvflow.core.stock.versions import UnknownLine
 from kvflow.errors import InvalidInput, RequestError
@@ -104,3 +107,12 @@ def test_a_moment_that_is_none_is_not_compared_with_any(arrived: Any) -> None:
     with pytest.raises(RequestError, match="arrived"):
         read(arrived)
     assert read(Arrival("m", 1.0)).arrived == Arrival("m", 1.0)
+
+
+def test_an_engine_that_is_no_asyncio_program_gives_a_stock_prompt_back() -> None:
+    """Nobody listens there: it is no error that the producer cannot be told."""
+    config = replace(PATIENT, listen="tcp://127.0.0.1:0", transport="inproc", handshake_timeout_s=0.05)
+    with blocking.Runtime(config, foreign=StockPeers(hashes=(HASH,))) as runtime:
+        cache = stock_cache(4)
+        runtime.register_kv_caches(cache, layout_of(cache))
+        assert not runtime.release_blocks(PARAMS)
