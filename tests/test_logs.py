@@ -133,6 +133,9 @@ async def test_no_path_of_a_request_lets_it_forge(written: Written) -> None:
             pair.transport.faults.flip_next = 1
             await pair.reader.load_blocks(request(serve("bits"), verify=True))
             await pair.writer.drain(0.5)
+        for runtime in (pair.reader, pair.writer):
+            with pytest.raises(ValueError, match="forged"):  # which a test is told of at the end
+                runtime._observers.close()
     written.assert_plain(" read: offered -> read", "load failed in phase", "refused a load", "could not compute")
     written.assert_plain("-> expired", "-> revoked", "-> failed", "will not be computed", "leases could not be kept")
     written.assert_plain("nothing to give back", "it will not serve it", "an observer failed", "read once more")

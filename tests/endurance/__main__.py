@@ -36,6 +36,8 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level="DEBUG" if options.verbose else "INFO", format="%(message)s")
     transports = list(TRANSPORTS) if options.transport == "both" else [options.transport]
     with tempfile.TemporaryDirectory(prefix="kvflow-endurance-") as folder:
+        for transport in transports:
+            (Path(folder) / transport).mkdir()
         found = asyncio.run(_run_all(options, transports, Path(folder)))
     verdict = judge(found)
     options.json.write_text(json.dumps({"options": vars(options), **verdict}, indent=1, default=str))
@@ -50,7 +52,6 @@ async def _run_all(options: argparse.Namespace, transports: list[str], folder: P
 
 
 async def _run_one(options: argparse.Namespace, transport: str, loads: int, folder: Path) -> Found:
-    folder.mkdir()
     common = {"seed": options.seed, "workers": options.workers}
     names = {"producer": "producer", "consumer": "consumer", "side": "consumer"}
     engines = {name: Process(folder, name, role, TRANSPORTS[transport]) for name, role in names.items()}

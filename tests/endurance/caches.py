@@ -104,7 +104,7 @@ class Cache:
         ]
         return made, None
 
-    def given(self, tables: _LIST) -> object:
+    def given(self, tables: _LIST) -> list[int] | _LIST:
         """Block ids as requests have them."""
         return tables[0] if len(self.groups) == 1 else tables
 
@@ -183,7 +183,9 @@ class Cache:
         return ""
 
 
-def _where(group: _Group, ids: Sequence[int], num_tokens: int, span: range) -> tuple[np.ndarray, ...]:
+def _where(
+    group: _Group, ids: Sequence[int], num_tokens: int, span: range
+) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
     """Of the tokens of `span` those that the blocks hold, with their blocks and slots."""
     size = group.facts.block_size
     first = -(-num_tokens // size) - len(ids)

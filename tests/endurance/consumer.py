@@ -105,7 +105,7 @@ class Consumer:
         return self.homes.cut_side_channels(ports)
 
     async def do_freeze(self) -> None:
-        """Stop this process while no read of it is under way: over tcp its end could take the producer along."""
+        """Stop this process while no read of it is under way: over tcp its death can take its producer along."""
         while self.homes.open_reads:
             await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -264,7 +264,7 @@ class Consumer:
 
 
 class _Legs:
-    """Where a load's ticket comes from: an earlier offer, or a rendezvous, of which either leg is first."""
+    """Where a load's ticket comes from: an offer made before, or a rendezvous, of which either leg is first."""
 
     def __init__(self, producer: Client, plan: Plan) -> None:
         self._producer = producer

@@ -25,6 +25,7 @@ TRANSPORTS: Mapping[str, Mapping[str, str]] = {"shm": {}, "tcp": {"UCX_TLS": "tc
 START_S, WAIT_S = 300.0, 300.0
 _HOMES = ("plain", "staged", "windowed")
 _LEASES_READ = 500
+_SIGNALS = ("stop", "kill")
 _GONE = ["LeaseExpired", "PeerNotReady", "PeerUnreachable", "TransferFailed", "PrefillFailed"]
 _NOT_OFFERED = ["CacheUnregistered", "RuntimeDraining", "RuntimeClosed", "UsageError"]
 _ANY = [*_GONE, *_NOT_OFFERED, "DeadlineExceeded", "ProtocolError", "not released", "BlocksBusy"]
@@ -82,7 +83,7 @@ class Process:
         """`quiet`: while no read of it is under way."""
         if quiet:
             freezing = asyncio.create_task(self._client.call("freeze"))
-            while Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+            while not _stands_still(self._process.pid):
                 await asyncio.sleep(0.01)
             freezing.cancel()
         self._process.kill()
@@ -226,4 +227,5 @@ class Fleet:
         await self._consumer.call("over", key=key)
 
 
-_SIGNALS = ("stop", "kill")
+def _stands_still(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

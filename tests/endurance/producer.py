@@ -1,4 +1,4 @@
-"""The producing engine: it offers what it is asked for, computes it by and by, and looks at it at the lease's end."""
+"""The producing engine: it offers what it is asked for, computes it by and by, and looks at it when it is over."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class Producer:
             await asyncio.sleep(0.02)
         await self.homes.settle()
         self._wire_cache.check_all_free()
-        for heard in (*self._wire.freed, self._wire.unknown, self._wire.beats, self._wire.asked):
-            heard.clear()
+        for heard in (self._wire.unknown, self._wire.beats, self._wire.asked):
+            del heard[:]
         errors = [*self.homes.errors, *self._wire_cache.errors]
         if self._wire.died is not None:
             errors.append(f"a stock producer would have died: {self._wire.died!r}")
