@@ -103,7 +103,7 @@ def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
     """All records as one trace, as the JSON object that Perfetto opens."""
     processes: dict[tuple[str, Rank], int] = {}
     leases: dict[_Offer, list[_Moment]] = {}
-    loads: list[tuple[_Offer, _Moment]] = []
+    loads: list[tuple[_Offer, _Moment, float]] = []
     events: list[TraceEvent] = []
     for number, line in enumerate(lines, 1):
         process = processes.setdefault((line.engine_id, line.rank), len(processes) + 1)
@@ -114,7 +114,7 @@ def timeline(lines: Iterable[Line]) -> dict[str, list[TraceEvent]]:
             leases.setdefault((line.engine_id, line.request_id), []).append((process, begin_s))
         else:
             offer = (str(line.details["peer_engine_id"]), str(line.details["remote_request_id"]))
-            loads.append((offer, (process, begin_s)))
+            loads.append((offer, (process, begin_s), line.ended_s))
     events += _arrows(leases, loads)
     names = [
         {"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"{engine_id} {rank}"}}
@@ -176,13 +176,15 @@ def overlap(lines: Iterable[Line]) -> dict[str, float]:
     return found
 
 
-def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment]]) -> Iterator[TraceEvent]:
-    """To each load from the latest lease of what it loads that began before it."""
-    for number, (offer, (process, begin_s)) in enumerate(loads, 1):
-        before = [moment for moment in leases.get(offer, []) if moment[1] <= begin_s]
+def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment, float]]) -> Iterator[TraceEvent]:
+    """To each load from the latest lease of what it loads that began before the load ended: a load that asks by name may
+    begin before its lease does, and when a line was written is known less exactly than its phases.
+    """
+    for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):
+        before = [moment for moment in leases.get(offer, []) if moment[1] <= ended_s]
         if not before:
             continue
         producer, offered_s = max(before, key=lambda moment: moment[1])
         common: TraceEvent = {"cat": "ticket", "name": "ticket", "id": number}
         yield {**common, "ph": "s", "pid": producer, "tid": producer, "ts": offered_s * _US}
-        yield {**common, "ph": "f", "bp": "e", "pid": process, "tid": process, "ts": begin_s * _US}
+        yield {**common, "ph": "f", "bp": "e", "pid": process, "tid": process, "ts": max(begin_s, offered_s) * _US}

@@ -86,6 +86,17 @@ def line(kind: str, begun_s: float, moments: list[Moment], **more: str) -> Line:
     )
 
 
+def test_an_arrow_leads_from_the_latest_lease_that_began_before_the_load_ended() -> None:
+    def arrow(*leases_begin_s: float) -> list[float]:
+        lines = [line("lease", begin_s, []) for begin_s in leases_begin_s]
+        events = timeline([*lines, line("load", 102.0, [])])["traceEvents"]
+        return [event["ts"] / 1e6 for event in events if event["ph"] in "sf"]
+
+    assert arrow(100.0, 101.0, 120.0) == [101.0, 102.0]
+    assert arrow(102.001) == [102.001, 102.001], "an arrow never leads back in time"
+    assert arrow(120.0) == []
+
+
 def test_the_overlap_is_what_had_landed_when_all_was_computed(tmp_path: Path) -> None:
     lease = line("lease", 100.0, [Moment(1.0, 8), Moment(4.0, 16)])
     other_rank = line("lease", 101.0, [Moment(4.0, 16)])
