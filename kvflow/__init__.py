@@ -12,8 +12,8 @@ from kvflow.core.cache.state import Segment, StateLayout, StateTensor
 from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket, merge_tickets
 from kvflow.limits import Limits
-from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, Progress
 from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, Progress
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime

@@ -33,8 +33,10 @@ from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, Quarantine, RuntimeBroken, RuntimeClosed, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime import runtime as asynchronous
-from kvflow.runtime.consumer.load import Load as AsyncLoad
-from kvflow.runtime.consumer.load import (
+from kvflow.runtime.drain import DrainReport
+from kvflow.runtime.foreign import Foreign
+from kvflow.runtime.load.load import Load as AsyncLoad
+from kvflow.runtime.load.load import (
     LoadReport,
     LoadRequest,
     Progress,
@@ -42,8 +44,6 @@ from kvflow.runtime.consumer.load import (
     refused_load,
     request_name,
 )
-from kvflow.runtime.drain import DrainReport
-from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed
 from kvflow.runtime.producer.lease import Lease as AsyncLease

@@ -42,7 +42,7 @@ LOOKING_AGAIN = {
     "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
     "kvflow/runtime/peers/reach.py": "a rank may open its lease a moment after the reader asked for it",
     "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
-    "kvflow/runtime/consumer/news.py": "a rank may have no room for one more question that waits",
+    "kvflow/runtime/load/news.py": "a rank may have no room for one more question that waits",
     "kvflow/transport/nixl/lock_share.py": "a thread gets Python's lock from a loop that sleeps",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
@@ -176,7 +176,7 @@ def test_core_is_pure() -> None:
 def test_core_loads_without_torch_zmq_nixl_and_asyncio() -> None:
     """Also what core imports indirectly is pure."""
     modules = [path.removesuffix(".py").replace("/", ".") for path in SOURCES if part_of(path) == "core"]
-    assert {"kvflow.core.cache.layout", "kvflow.core.protocol.freshness"} <= set(modules)
+    assert {"kvflow.core.cache.layout", "kvflow.core.protocol.proof"} <= set(modules)
     code = f"""
 import sys, types
 package = types.ModuleType("kvflow")

@@ -22,7 +22,7 @@ from kvflow.core.policy.events import DeviceEvent
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
-from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest
 from kvflow.runtime.producer.lease import Lease, LeaseOutcome, ServeRequest
 from kvflow.runtime.runtime import Runtime
 

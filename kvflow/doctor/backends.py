@@ -23,7 +23,7 @@ from kvflow.bench.loads import QUIET
 from kvflow.config import STORE_BACKEND, Config
 from kvflow.core.cache.regions import Device, Span
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.core.protocol.freshness import HOST
+from kvflow.core.protocol.proof import HOST
 from kvflow.core.storage.placing import FILE
 from kvflow.doctor.findings import Finding, ok, warn
 from kvflow.errors import KVFlowError

@@ -22,21 +22,21 @@ from kvflow.core.cache.state import StatePart
 from kvflow.core.plan.topology import CacheShare, Rank, cache_share_of
 from kvflow.core.policy.ledger import BlockLedger, GroupBlocks
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.freshness import HOST, SealTable
+from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered
-from kvflow.runtime.consumer.flight import Gear, Poller
-from kvflow.runtime.consumer.loader import Loader, reads_in_flight
-from kvflow.runtime.consumer.remote_leases import RemoteLeases
-from kvflow.runtime.consumer.seal_watch import SealWatches
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign, Ways
+from kvflow.runtime.load.flight import Gear, Poller
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.loader import Loader, reads_in_flight
+from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.words import Words
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
-from kvflow.runtime.memory.route import Route
 from kvflow.runtime.memory.scratch import Scratch
 from kvflow.runtime.peers.handshake import Handshakes
 from kvflow.runtime.peers.peer import LocalRank
@@ -251,7 +251,7 @@ async def _register(
     layers = [layer for one in sets for layer in one.caches.items()]
     await transport.register(map_spans(layers), regions[0].device, [groups, *layers], _USES[config.role])
     await transport.register([seals.span], HOST, seals, MemoryUse.SERVED)
-    await transport.register([gear.seals.span], HOST, gear.seals, MemoryUse.READ_INTO)
+    await transport.register([gear.words.span], HOST, gear.words, MemoryUse.READ_INTO)
     own = messages.Target(config.engine_id, *context.identity.rank)
     local = LocalRank(
         reader=context.identity.agent_name,
@@ -280,15 +280,13 @@ def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory:
 
     own = DigestedCache(memory.own)
     queue = reads_in_flight(context.config, grows=grows)
-    seals = SealTable(2 * context.config.limits.loads_max)  # for each read, and for each look at a lease that grows
     return Gear(
         ledger=BlockLedger(
             [GroupBlocks(group.name, group.num_blocks, str(group.pool), group.split) for group in memory.groups]
         ),
-        seals=seals,
+        words=Words(context.config.limits.loads_max),
         queue=queue,
         poller=poller,
-        watches=SealWatches(poller, queue, seals, context.clock),
         copy_thread=copy_thread,
         clock=context.clock,
         reads_max=context.config.limits.slices_in_flight_max,

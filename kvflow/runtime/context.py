@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.core.plan.topology import Rank
-from kvflow.core.protocol.freshness import SealTable
+from kvflow.core.protocol.proof import SealTable
 from kvflow.runtime.channel.protocol import SideChannel
 from kvflow.runtime.clock import Clock
 from kvflow.runtime.records import Observers

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from kvflow.config import Config
 from kvflow.logs import logger_of
-from kvflow.runtime.consumer.loader import Loader
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.producer.serving import Serving
 
 logger = logger_of(__name__)

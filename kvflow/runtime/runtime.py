@@ -22,11 +22,11 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, KVFlowError, RuntimeUnavailable, UsageError
 from kvflow.runtime.assembly import RegisteredCache
-from kvflow.runtime.consumer.load import Load, LoadReport, LoadRequest, refused_load
-from kvflow.runtime.consumer.loader import Loader
 from kvflow.runtime.drain import DrainReport
 from kvflow.runtime.errand import seen
 from kvflow.runtime.foreign import Foreign
+from kvflow.runtime.load.load import Load, LoadReport, LoadRequest, refused_load
+from kvflow.runtime.load.loader import Loader
 from kvflow.runtime.memory.host_buffers import BlockCopier
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.peers.prewarm import PeerAddress, Prewarmed, prewarm
@@ -352,7 +352,8 @@ class Runtime:
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""
         supervisor = self._supervisor
-        if supervisor.state is RuntimeState.OPEN and supervisor.cache is not None and _runs_here(supervisor.loop):
+        here = asyncio._get_running_loop() is supervisor.loop
+        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
             return supervisor.cache.loader  # the usual case, in few steps
         try:
             return self._require_cache(what).loader
@@ -367,13 +368,6 @@ class Runtime:
         require_loop(self._supervisor.loop, "keep_leases")
         with kept:
             yield
-
-
-def _runs_here(loop: asyncio.AbstractEventLoop | None) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 def _dropped(supervisor: Supervisor) -> None:

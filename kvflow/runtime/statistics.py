@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvflow.core.policy.ledger import BlockCounts
 from kvflow.runtime.channel.protocol import ListenerStatistics
-from kvflow.runtime.consumer.load import LoadingStatistics
+from kvflow.runtime.load.load import LoadingStatistics
 from kvflow.runtime.peers.table import PeerStatistics
 from kvflow.runtime.producer.lease import ServingStatistics
 from kvflow.runtime.store.requests import StoreStatistics

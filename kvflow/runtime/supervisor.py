@@ -25,7 +25,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.tensors import KVCaches
 from kvflow.core.plan.topology import Rank
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.freshness import SealTable
+from kvflow.core.protocol.proof import SealTable
 from kvflow.errors import (
     CacheUnregistered,
     RuntimeBroken,

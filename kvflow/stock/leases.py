@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.core.stock.deadline import Deadline
+from kvflow.core.stock.deadline import DeadlineProof
 from kvflow.core.stock.params import StockTicket, is_stock
 from kvflow.core.stock.texts import heartbeat_texts
 from kvflow.errors import KVFlowError
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
-from kvflow.runtime.consumer.remote_leases import keeping
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.leases import keeping
 from kvflow.runtime.peers.peer import Keeping, Source
 from kvflow.stock.reach import StockReach, StockSource
 from kvflow.stock.sights import Sights
@@ -125,10 +125,10 @@ class StockLeases:
     def _beat(self) -> None:
         """The timer: one heartbeat to each rank for all that is needed of it."""
         self._timer = None
-        needed: dict[AgentName, dict[str, Deadline | None]] = {}
+        needed: dict[AgentName, dict[str, DeadlineProof | None]] = {}
         for source in (source for sources in self._kept.values() for source in sources):
             source.peer.used_s = self._clock.now_s()
-            deadline = source.deadline if isinstance(source.deadline, Deadline) else None
+            deadline = source.proof if isinstance(source.proof, DeadlineProof) else None
             needed.setdefault(source.connection.agent, {})[source.sight.request_id] = deadline
         for agent, requests in needed.items():
             for deadline in filter(None, requests.values()):

@@ -30,7 +30,7 @@ from kvflow.stock.kin import KinReach
 from kvflow.stock.sights import Sight, Sights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class StockSource(Source):
     """One rank of a stock producer, connected, and how long it may be believed."""
 
@@ -136,7 +136,7 @@ class BothReach:
         self._stock = stock
         self.walk, self.when_served, self.ask_digests = own.walk, own.when_served, own.ask_digests
         self.meet, self.ask_patiently = own.meet, own.ask_patiently
-        self.hold, self.release, self.succeeded, self.failed = own.hold, own.release, own.succeeded, own.failed
+        self.succeeded, self.failed = own.succeeded, own.failed
 
     def read_ticket(self, ticket: Ticket | Mapping[str, Any], block_ids_max: int) -> Ticket:
         """A ticket of either kind, checked. RequestError names what is wrong with it."""
@@ -149,6 +149,10 @@ class BothReach:
     def parse_ticket(self, ticket: Ticket | Mapping[str, Any]) -> Ticket:
         """The same, within the bounds of this runtime."""
         return self.read_ticket(ticket, self._stock.block_ids_max)
+
+    def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None:
+        """See `Reach.reach_at_once`. A stock producer may have restarted: it is looked at first."""
+        return None if isinstance(ticket, StockTicket) else self._own.reach_at_once(ticket, found)
 
     async def reach(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source]:
         """See `Reach.reach`."""

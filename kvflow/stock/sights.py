@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvflow.core.plan.topology import Rank
-from kvflow.core.stock.deadline import Deadline, Terms
+from kvflow.core.stock.deadline import DeadlineProof, Terms
 from kvflow.core.stock.params import StockTicket
 from kvflow.errors import LeaseExpired
 from kvflow.runtime.context import RankContext
@@ -25,7 +25,7 @@ class Sight:
     arrived_s: float
     lives: dict[Rank, str] = field(default_factory=dict)
     """The NIXL agent of each rank when we first met it for this request: another one is another life."""
-    deadlines: dict[Rank, Deadline] = field(default_factory=dict)
+    deadlines: dict[Rank, DeadlineProof] = field(default_factory=dict)
     told: bool = False
     """Whether its producer was told that it was read, or is not needed: it holds nothing for us any more."""
 
@@ -58,7 +58,7 @@ class Sights:
             raise expired(ticket, "its producer was told that it has been read")
         return sight
 
-    def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> Deadline:
+    def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> DeadlineProof:
         """How long a rank may be believed for this request.
 
         LeaseExpired if it is another life of that rank, or may be one: parameters can have been made `router_s` before
@@ -69,7 +69,7 @@ class Sights:
         if sight.arrived_s < self._met_s(ticket, peer, life) + self.terms.router_s:
             raise expired(ticket, f"{peer.label} has restarted: its parameters may be of before")
         if peer.rank not in sight.deadlines:
-            sight.deadlines[peer.rank] = Deadline(sight.arrived_s, self.terms, self._clock.now_s, self._unsent)
+            sight.deadlines[peer.rank] = DeadlineProof(sight.arrived_s, self.terms, self._clock.now_s, self._unsent)
         return sight.deadlines[peer.rank]
 
     def _met_s(self, ticket: StockTicket, peer: Peer, life: str) -> float:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvflow.cli.app import app
-from kvflow.core.protocol.freshness import SealTable
+from kvflow.core.protocol.proof import SealTable
 
 runner = CliRunner()
 

@@ -28,7 +28,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.memory import route
+from kvflow.runtime.load import route
 from kvflow.runtime.memory.copies import block_rows, copy_blocks, on_host
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.memory.pool import Pool

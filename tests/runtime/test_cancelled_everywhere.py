@@ -13,7 +13,7 @@ import pytest
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest, Ticket
 from kvflow.errors import KVFlowError
-from kvflow.runtime.consumer.load import Load
+from kvflow.runtime.load.load import Load
 from kvflow.testing import InprocPair, assert_quiet, cancel_everywhere
 from tests.pairs import cache_of
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, pair_of

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvflow import Lease, LeaseOutcome, LoadRequest, ServeRequest, blocking
 from kvflow.core.plan.descriptors import Descriptors
-from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES
 from kvflow.errors import CacheUnregistered, LeaseExpired, RequestError, RuntimeClosed, UsageError
 from kvflow.testing import (
     CacheSize,

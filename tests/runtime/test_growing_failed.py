@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvflow import LeaseOutcome, LoadRequest, ServeRequest, blocking
-from kvflow.core.protocol.freshness import FAILED
+from kvflow.core.protocol.proof import FAILED
 from kvflow.errors import LeaseExpired, PrefillFailed, RequestError, UsageError
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import CacheSize, assert_quiet, inproc_pair

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
+from kvflow.runtime.consumer import seal_watch
+from kvflow.runtime.consumer.seal_watch import LOOK_EVERY_S, SealWatches
 
 from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
-from kvflow.runtime.consumer import seal_watch
-from kvflow.runtime.consumer.news import Follower
-from kvflow.runtime.consumer.seal_watch import LOOK_EVERY_S, SealWatches
+from kvflow.runtime.load.news import Follower
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
 from tests.runtime.test_growing import pair_of

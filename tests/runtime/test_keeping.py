@@ -14,8 +14,8 @@ from tests_support import PATIENT, in_virtual_time, limited
 from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState
 from kvflow.runtime.clock import SystemClock
-from kvflow.runtime.consumer.remote_leases import RemoteLeases
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers

@@ -13,7 +13,7 @@ import pytest
 from kvflow import Lease, LoadRequest, ServeRequest, Ticket, errors
 from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError, LoadError, PeerError
-from kvflow.runtime.consumer.load import Load
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import InprocCluster, InprocPair, inproc_pair
 from kvflow.transport.base import TransportError

@@ -24,7 +24,7 @@ from kvflow.errors import (
     ProtocolError,
     RequestError,
 )
-from kvflow.runtime.consumer.load import Load
+from kvflow.runtime.load.load import Load
 from kvflow.runtime.producer.serving import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair

@@ -32,7 +32,7 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.consumer.load import Verification
+from kvflow.runtime.load.load import Verification
 from kvflow.runtime.memory.digests import DigestedCache
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.world import World

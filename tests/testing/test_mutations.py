@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kvflow.runtime.consumer.seal_watch import OnEnd, SealWatches, WatchedSeal
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks, match_chunks
@@ -17,18 +18,17 @@ from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
-from kvflow.core.protocol.freshness import FAILED, Freshness, SealTable
-from kvflow.runtime.consumer import loader, verifying
-from kvflow.runtime.consumer.flight import Flight, Poller
-from kvflow.runtime.consumer.loader import Loader
-from kvflow.runtime.consumer.news import Following
-from kvflow.runtime.consumer.remote_leases import RemoteLeases
-from kvflow.runtime.consumer.seal_watch import OnEnd, SealWatches, WatchedSeal
-from kvflow.runtime.consumer.verifying import Comparison
+from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.runtime.incarnation import Incarnation
+from kvflow.runtime.load import loader, verifying
+from kvflow.runtime.load.flight import Flight, Poller
+from kvflow.runtime.load.lanes import Lane, PromptSpan
+from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.loader import Loader
+from kvflow.runtime.load.news import Following
+from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import TokenBlocks
-from kvflow.runtime.memory.lanes import Lane, PromptSpan
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
@@ -141,8 +141,8 @@ def serve_before_computed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def read_past_the_watermark(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load of a lease that grows reads what is still to come."""
-    real = Freshness.there
-    monkeypatch.setattr(Freshness, "there", lambda self, num_tokens: min(real(self, num_tokens) + 3, num_tokens))
+    real = SealProof.there
+    monkeypatch.setattr(SealProof, "there", lambda self, num_tokens: min(real(self, num_tokens) + 3, num_tokens))
 
 
 def tell_of_more_than_has_landed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from kvflow import Config
 from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.core.protocol import messages
-from kvflow.core.protocol.freshness import HOST
+from kvflow.core.protocol.proof import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
 from kvflow.testing.side_channel import InprocSideChannel
 from kvflow.testing.simulator.network import Flight, Host, Network

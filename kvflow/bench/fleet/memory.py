@@ -15,7 +15,7 @@ import tracemalloc
 from kvflow.bench.fleet.results import MemorySample
 from kvflow.config import Config
 from kvflow.limits import Limits
-from kvflow.runtime.consumer.load import LoadRequest
+from kvflow.runtime.load.load import LoadRequest
 from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.testing.cluster import InprocCluster

@@ -18,7 +18,7 @@ import torch
 from kvflow.bench.fleet.channel import Costs, Wires
 from kvflow.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, first_of, limits_of
 from kvflow.errors import KVFlowError
-from kvflow.runtime.consumer.load import LoadRequest
+from kvflow.runtime.load.load import LoadRequest
 from kvflow.testing.virtual_loop import VirtualLoop
 
 HOP_S = 0.002

@@ -29,6 +29,7 @@ _PLANNED_AT_ONCE = 1 << 13  # descriptors; a slice alone costs some 15 us, and m
 
 
 _MANY = 1 << 10  # block ids, from which on array operations are faster
+_FEW = 1 << 5  # chunks, up to which they are slower
 
 
 @dataclass(slots=True)
@@ -271,21 +272,21 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
     first_rows = pairs.rows() if pairs.first_rows is None else pairs.first_rows
     _, regions, _, pieces, _ = first_rows.shape
     size_bytes = count * pairs.chunk_size_bytes
-    sizes: Int64Array | None = None
+    sizes: Int64Array | int = size
     if pieces == 1 and count > 1:
-        follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
-        if follows.any():
-            starts = np.flatnonzero(np.concatenate(([True], ~follows)))
-            sizes = size * np.diff(starts, append=count)
-            local, remote, count = local[starts], remote[starts], len(starts)
+        if count <= _FEW:
+            local, remote, sizes = _joined_few(local.tolist(), remote.tolist(), size)
+        else:
+            local, remote, sizes = _joined(local, remote, size)
+        count = len(local)
     first = 0 if head is None else 1
     table = np.empty((2, first + regions * count * pieces, 3), dtype=np.int64)
     grid = table[:, first:].reshape(2, regions, count, pieces, 3)  # a view: only an axis is split
     grid[:] = first_rows
     grid[0, ..., 0] += local[:, None]
     grid[1, ..., 0] += remote[:, None]
-    if sizes is not None:
-        grid[..., 1] = sizes[:, None]
+    if sizes is not size:
+        grid[..., 1] = np.asarray(sizes).reshape(-1, 1)
     if head is not None:
         table[0, 0] = head.local, head.size_bytes, pairs.local_device.number
         table[1, 0] = head.remote, head.size_bytes, pairs.remote_device.number
@@ -296,6 +297,28 @@ def _cross(pairs: RegionMap, chunks: Chunks, head: Piece | None) -> Descriptors:
         local_device=pairs.local_device,
         remote_device=pairs.remote_device,
     )
+
+
+def _joined(local: Int64Array, remote: Int64Array, size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
+    """Pieces of `size` bytes with those joined that follow each other on both sides: starts, and the size of each."""
+    follows = (local[1:] - local[:-1] == size) & (remote[1:] - remote[:-1] == size)
+    if not follows.any():
+        return local, remote, size
+    starts = np.flatnonzero(np.concatenate(([True], ~follows)))
+    return local[starts], remote[starts], size * np.diff(starts, append=len(local))
+
+
+def _joined_few(local: list[int], remote: list[int], size: int) -> tuple[Int64Array, Int64Array, Int64Array | int]:
+    """The same for a few, where each operation on arrays takes longer than all of it."""
+    ours, theirs, sizes = [local[0]], [remote[0]], [size]
+    for at in range(1, len(local)):
+        if local[at] == ours[-1] + sizes[-1] and remote[at] == theirs[-1] + sizes[-1]:
+            sizes[-1] += size
+        else:
+            ours.append(local[at])
+            theirs.append(remote[at])
+            sizes.append(size)
+    return np.array(ours), np.array(theirs), np.array(sizes)
 
 
 def plan_slices(
@@ -313,7 +336,7 @@ def plan_slices(
     """
     for block_map, some in reads:
         groups = block_map.groups[some.tokens]
-        if len(some) > 1:
+        if len(some) > 1 and not _ascends(some):
             parts = some.remote_parts
             keys = some.remote_ids if parts is None else some.remote_ids * (1 << 32) + parts
             short = len(some) > _MANY and keys.max() < 1 << 16  # numpy sorts these by radix, ten times as fast
@@ -326,7 +349,7 @@ def plan_slices(
         step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):
-            plan = plan_read(groups, some.select(slice(start, stop)), head)
+            plan = plan_read(groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head)
             start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
             if head is None:
                 yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
@@ -338,6 +361,14 @@ def plan_slices(
                 yield plan.part(0, 1, head.size_bytes).join(next(slices))
                 yield from slices
             head = None
+
+
+def _ascends(chunks: Chunks) -> bool:
+    """Whether a few chunks are in the order of the peer's memory already."""
+    if len(chunks.remote_ids) > _FEW or chunks.remote_parts is not None:
+        return False
+    ids = chunks.remote_ids.tolist()
+    return ids == sorted(ids)
 
 
 def cut_slices(descriptors: Descriptors, *, bytes_max: int, descriptors_max: int) -> Iterator[Descriptors]:

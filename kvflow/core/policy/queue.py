@@ -70,12 +70,13 @@ class _Room:
     """Of the first thing that is bounded, since the peer has permits."""
 
 
-def _fits(permits: int, used: Amount, more: Amount, limits: Amount) -> bool:
-    """Whether there is room for so much more. A permit that wants more than there is goes alone."""
-    if permits:
-        for taken, wanted, most in zip(used, more, limits, strict=True):
-            if taken + wanted > most:
-                return False
+def _fits(more: Amount, *rooms: _Room) -> bool:
+    """Whether there is room for so much more in each. A permit that wants more than there is goes alone."""
+    for room in rooms:
+        if room.permits:
+            for taken, wanted, most in zip(room.used, more, room.limits, strict=True):
+                if taken + wanted > most:
+                    return False
     return True
 
 
@@ -117,11 +118,7 @@ class FairQueue:
             if peer in self._speeds:
                 room.limits = (int(self._speeds[peer] * self._ahead_s), *self._peer_limits[1:])
         every = self._room
-        if (
-            not self.waiting
-            and _fits(room.permits, room.used, amount, room.limits)
-            and _fits(every.permits, every.used, amount, every.limits)
-        ):
+        if not self.waiting and _fits(amount, room, every):
             self._begin(permit)
             return permit
         self._asked += 1
@@ -183,12 +180,12 @@ class FairQueue:
         able = []
         for head in heads:
             room = self._peers[head.permit.peer]
-            if _fits(room.permits, room.used, head.permit.amount, room.limits):
+            if _fits(head.permit.amount, room):
                 able.append(head)
         if not able:
             return None
         permit, every = min(able).permit, self._room
-        return permit if _fits(every.permits, every.used, permit.amount, every.limits) else None
+        return permit if _fits(permit.amount, every) else None
 
     def _begin(self, permit: Permit) -> None:
         """It is under way."""

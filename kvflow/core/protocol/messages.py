@@ -253,7 +253,7 @@ class OfferRequest(msgspec.Struct, frozen=True, kw_only=True, tag="await_offer")
 
 
 class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
-    """What has become of an open lease: is it complete, has it failed or ended, has it more blocks than these?
+    """What has become of an open lease: is it complete, has it failed or ended, more blocks than these, more tokens?
 
     It is answered as an `OfferRequest` is.
     """
@@ -265,6 +265,8 @@ class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)]
     """How many of its blocks the reader knows, by group."""
     wait_s: Wait
+    missing_max: Annotated[int, Meta(ge=-1, le=COUNT_MAX)] = -1
+    """It is answered as well when no more of its tokens than that are missing; -1: not before its end."""
 
 
 class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,7 +282,7 @@ class RegionTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SealLocation(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.freshness`."""
+    """Where a producer keeps the seals of its leases, in host memory: see `core.protocol.proof`."""
 
     address: Size
     count: SealCount
@@ -381,7 +383,7 @@ class Released(msgspec.Struct, frozen=True, kw_only=True, tag="released"):
 
 
 class ClockShown(msgspec.Struct, frozen=True, kw_only=True, tag="clock"):
-    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.freshness`."""
+    """What the rank's clock shows. It means nothing on another machine: see `core.protocol.proof`."""
 
     incarnation: Incarnation
     clock_s: ClockTime

@@ -75,7 +75,7 @@ class RankLease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One rank's lease, and where that rank's side channel listens.
 
     `expires_s` is when the lease ends on the clock of that incarnation of the rank, and means nothing to anybody
-    who does not know that clock (`core.protocol.freshness`). `block_ids` are set if the rank's differ from the
+    who does not know that clock (`core.protocol.proof`). `block_ids` are set if the rank's differ from the
     engine's: it offers host buffers. In a ticket's dict the first rank has no host and port: they are where routers
     look for them. With an empty `lease_id` the rank has to be asked.
     """
@@ -168,7 +168,7 @@ class Ticket(_Offer, frozen=True, kw_only=True, dict=True):
 
     `block_ids` are the producer's, in prompt order; `num_tokens` says how far the last one counts. `ttl_s` is the time
     that the lease had left when the ticket was made, and what each renewal gives it anew; it is a hint, readers trust
-    the seal (`core.protocol.freshness`).
+    the seal (`core.protocol.proof`).
     `ranks` are those whose leases it names, all of replica `dp_rank`. `kv_heads` are those of one rank,
     `model_kv_heads` the model's or 0 if unknown. With `fixed_ports` the ports of the other ranks follow from the
     first one's. An engine with several groups of layers (`CacheGroup`) has a block table for each: `block_ids` is the

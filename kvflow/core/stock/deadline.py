@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvflow import checks
-from kvflow.core.protocol.freshness import Step
+from kvflow.core.protocol.proof import Step
 from kvflow.errors import ConfigError
 
 
@@ -65,12 +65,14 @@ class Terms:
         return max(self.lease_s / 6, 0.05)
 
 
-class Deadline:
-    """What one load's read knows of a stock producer's lease: it stands where `Freshness` stands for one with a seal.
+class DeadlineProof:
+    """What one load's read knows of a stock producer's lease: it stands where `SealProof` stands for one with a seal.
 
     `unsent` tells how many messages could not be sent so far.
     """
 
+    kind = "deadline"
+    """See `SealProof.kind`."""
     __slots__ = (
         "_beats",
         "_now_s",
@@ -117,6 +119,11 @@ class Deadline:
         return self.bound_s
 
     @property
+    def looking(self) -> bool:
+        """There is nothing to look at."""
+        return False
+
+    @property
     def over(self) -> bool:
         """Nothing tells of it before the end."""
         return False
@@ -130,15 +137,15 @@ class Deadline:
         """All was computed before its parameters left."""
         return num_tokens
 
-    def next_step(self, now_s: float) -> Step:
-        """See `Freshness.next_step`."""
+    def before(self, now_s: float) -> Step:
+        """See `SealProof.before`."""
         return Step.POST if now_s < self.surely_until_s() else Step.STALE
 
-    def judge(self, read_s: float | None) -> Step:
-        """See `Freshness.judge`: right after the last byte."""
+    def after(self, read_s: float | None) -> Step:
+        """See `SealProof.after`: right after the last byte."""
         return Step.FRESH if self._now_s() < self.surely_until_s() else Step.STALE
 
-    def anew(self) -> Deadline:
+    def anew(self) -> DeadlineProof:
         """For another read under the same lease."""
         return self
 
@@ -146,10 +153,6 @@ class Deadline:
         """No seal is ever fetched."""
         raise AssertionError("a stock producer has no seals")
 
-    def fetched(self, tokens_missing: int | None) -> None:
-        """See `fetching`."""
-        self.fetching()
-
-    def watched(self, tokens_missing: int | None, posted_s: float) -> None:
+    def heard(self, tokens_missing: int | None, posted_s: float) -> None:
         """See `fetching`."""
         self.fetching()

@@ -16,7 +16,7 @@ from kvflow.core.plan import topology
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, SetPair
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.freshness import RemoteClock
+from kvflow.core.protocol.proof import RemoteClock
 from kvflow.errors import (
     PeerError,
     PeerIncompatible,

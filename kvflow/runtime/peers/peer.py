@@ -7,20 +7,21 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from kvflow.checks import printable, shown
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.cache.regions import Regions
 from kvflow.core.plan.block_map import BlockMap
+from kvflow.core.plan.descriptors import BlockIds, Chunks
 from kvflow.core.plan.topology import CacheShare, Parallelism, ReportShare, layers_of, parallelism_of
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.policy.contacts import Contact
 from kvflow.core.policy.states import PEER_TABLE, PeerEvent, PeerState, fire
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.freshness import HOST, RemoteClock, Vouching, quick_read_max_s
+from kvflow.core.protocol.proof import HOST, Proof, RemoteClock, quick_read_max_s
 from kvflow.core.protocol.ticket import RankLease, Ticket
 from kvflow.errors import PeerIncompatible
 from kvflow.logs import logger_of
@@ -89,16 +90,21 @@ class Connection:
         )
         self.seals = metadata.seals
         self.users = 0
-        """Loads that keep the transport's side of it alive: `Reach.hold`."""
-        self.unused = asyncio.Event()
-        self.unused.set()
+        """Loads that keep the transport's side of it alive."""
+        self.left: asyncio.Event | None = None
+        """Set when the last of them has left, once somebody waits for that."""
+        self.straight: bool | None = None
+        """Whether what is read from it goes straight into the cache, whatever it is; None: not known yet."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {self.users} loads>"
 
     async def idle(self) -> None:
         """Wait until no load holds it."""
-        await self.unused.wait()
+        while self.users:
+            if self.left is None or self.left.is_set():
+                self.left = asyncio.Event()
+            await self.left.wait()
 
 
 @dataclass(slots=True, eq=False)
@@ -182,9 +188,9 @@ class Peer:
         return self.current if self.current.incarnation == incarnation else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Source:
-    """One rank of the producer, connected, and its lease for a load."""
+    """One rank of the producer in one load: connected, its lease, and what vouches for what is read of it."""
 
     peer: Peer
     connection: Connection
@@ -193,8 +199,13 @@ class Source:
     """On our clock: before this the lease cannot have run out, but it may have been ended."""
     seal_address: int
     """Where the producer keeps the lease's seal."""
-    deadline: Vouching | None = None
-    """What stands for the seal where the producer keeps none."""
+    proof: Proof
+    tables: Sequence[BlockIds] = ()
+    """The lease's blocks, by group, if some of them are read."""
+    chunks: list[tuple[BlockMap, Chunks]] = field(default_factory=list)
+    """What is read, with that rank's block ids, group after group."""
+    word: int = -1
+    """The word of ours that its seal is fetched to."""
 
 
 class PeerTable(Protocol):
@@ -229,9 +240,7 @@ class Reaching(Protocol):
         self, peer: Peer, question: messages.DigestRequest
     ) -> messages.Digests | messages.NoLease: ...
 
-    def hold(self, sources: Sequence[Source]) -> None: ...
-
-    def release(self, sources: Sequence[Source]) -> None: ...
+    def reach_at_once(self, ticket: Ticket, found: Callable[[Source], None]) -> list[Source] | None: ...
 
     def succeeded(self, sources: Sequence[Source]) -> None: ...
 
@@ -239,7 +248,7 @@ class Reaching(Protocol):
 
 
 class Keeping(Protocol):
-    """How leases of other engines are kept open and given back; see `remote_leases.RemoteLeases`."""
+    """How leases of other engines are kept open and given back; see `load.leases.RemoteLeases`."""
 
     @property
     def sent(self) -> int: ...

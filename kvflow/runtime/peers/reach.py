@@ -24,7 +24,7 @@ from kvflow.core.plan.topology import Parallelism, Rank
 from kvflow.core.policy.circuit import NEVER_FAILED
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.addresses import Address
-from kvflow.core.protocol.freshness import SEAL_SIZE_BYTES
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealProof
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, read_ticket
 from kvflow.errors import (
     KVFlowError,
@@ -101,34 +101,24 @@ class Reach:
         cannot be right, or a rank's address cannot be known. Cancelling stops the waiting; handshakes that have begun
         go on.
         """
-        parallelism = ticket.parallelism
-        plan = self._plans.get((parallelism, ticket.dp_rank)) or self._plan(parallelism, ticket.dp_rank)
-        reached = self._reach_at_once(ticket, plan.ranks, found)
-        if reached is None:
-            await self.check(ticket)
-            reached = await self._reach_in_steps(ticket, found)
-        stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
-        sources: list[Source] = []
-        for peer, connection, source in reached:
-            stages[peer.rank.pp] = connection.layers
-            if source is not None:
-                sources.append(source)
-        for part, ours in self._layers.items():
-            theirs = []
-            for layers in stages.values():
-                theirs.append(layers.get(part, ()))
-            problem = _missing_layers(ours, tuple(theirs), whole=self._config.pp_size == 1)
-            if problem:
-                raise self._incompatible(ticket, [f"{part}: {problem}" if part else problem])
-        return sources
+        await self.check(ticket)
+        reached = await self._reach_in_steps(ticket, found)
+        self._check_layers(ticket, [(peer, connection) for peer, connection, _ in reached])
+        return [source for *_, source in reached if source is not None]
 
-    def _reach_at_once(self, ticket: Ticket, ranks: Sequence[Rank], found: Found) -> list[_Reached] | None:
-        """The short way: the ticket names the lease of every rank, and all are connected. None if it is not so."""
-        leases, engine_id, known = ticket.leases, ticket.engine_id, self._peers.known
-        parallelism, now_s = ticket.parallelism, self._clock.now_s()
-        reached: list[_Reached] = []
-        for rank in ranks:
-            lease = leases.get((rank.pp, rank.tp))
+    def reach_at_once(self, ticket: Ticket, found: Found) -> list[Source] | None:
+        """The same where nothing has to be waited for: the ticket names the lease of every rank, and all are connected.
+
+        None, and `found` was not called, if it is not so, or if anything is wrong.
+        """
+        parallelism, engine_id, known = ticket.parallelism, ticket.engine_id, self._peers.known
+        plan = self._plans.get((parallelism, ticket.dp_rank))
+        if plan is None or not plan.ranks:
+            return None
+        reached: list[tuple[Peer, Connection]] = []
+        sources: list[Source] = []
+        for rank in plan.ranks:
+            lease = ticket.leases.get((rank.pp, rank.tp))
             peer = known.get((engine_id, rank, lease.address)) if lease is not None and lease.lease_id else None
             connection = peer.current if peer is not None else None
             if lease is None or peer is None or connection is None or connection.incarnation != lease.incarnation:
@@ -137,18 +127,27 @@ class Reach:
                 return None
             if not 0 <= lease.seal_index < connection.seals.count:
                 return None
-            source, surely_s = None, -math.inf
+            reached.append((peer, connection))
             if connection.report_share.numerator > 0:
-                if peer.clock is not None:
-                    surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s)
-                address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
-                source = Source(peer, connection, lease, surely_s, address)
-            reached.append(_Reached(peer, connection, source))
-        for peer, _, source in reached:
+                sources.append(_source(peer, connection, lease))
+        self._check_layers(ticket, reached)
+        now_s = self._clock.now_s()
+        for peer, _ in reached:
             peer.used_s = now_s
-            if source is not None:
-                found(source)
-        return reached or None
+        for source in sources:
+            found(source)
+        return sources
+
+    def _check_layers(self, ticket: Ticket, reached: Sequence[tuple[Peer, Connection]]) -> None:
+        """PeerIncompatible unless these ranks have all layers of ours."""
+        stages = {peer.rank.pp: connection.layers for peer, connection in reached}
+        for part, ours in self._layers.items():
+            theirs = []
+            for layers in stages.values():
+                theirs.append(layers.get(part, ()))
+            problem = _missing_layers(ours, tuple(theirs), whole=self._config.pp_size == 1)
+            if problem:
+                raise self._incompatible(ticket, [f"{part}: {problem}" if part else problem])
 
     async def _reach_in_steps(self, ticket: Ticket, found: Found) -> list[_Reached]:
         """Connect all ranks, then ask those for their leases that the ticket does not name."""
@@ -221,9 +220,7 @@ class Reach:
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
         if not 0 <= lease.seal_index < connection.seals.count:
             raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
-        surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s) if peer.clock else -math.inf
-        address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
-        return Source(peer, connection, lease, surely_s, address)
+        return _source(peer, connection, lease)
 
     def told(
         self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease, tables: Sequence[Sequence[int]]
@@ -241,18 +238,6 @@ class Reach:
             return self.source(ticket, peer, connection, lease)
         except RequestError as error:
             raise _wrong_lease(peer, error) from error
-
-    def hold(self, sources: Sequence[Source]) -> None:
-        """Keep the transport's side of their connections alive until `release`."""
-        for source in sources:
-            source.connection.users += 1
-            source.connection.unused.clear()
-
-    def release(self, sources: Sequence[Source]) -> None:
-        for source in sources:
-            source.connection.users -= 1
-            if not source.connection.users:
-                source.connection.unused.set()
 
     def succeeded(self, sources: Sequence[Source]) -> None:
         """Bytes were read from all of them: whatever failed before is over."""
@@ -352,6 +337,20 @@ class Reach:
     def _incompatible(self, ticket: Ticket, problems: Sequence[str]) -> PeerIncompatible:
         what = f"engine {ticket.engine_id!r} at {ticket.address}: it is not compatible"
         return PeerIncompatible(f"{what}: {'; '.join(problems)}", peer=ticket.address, engine_id=ticket.engine_id)
+
+
+def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
+    """A connected rank and its lease, with what vouches for it."""
+    surely_s = -math.inf
+    if peer.clock is not None:
+        surely_s = peer.clock.not_expired_before_s(lease.incarnation, lease.expires_s)
+    proof = SealProof(
+        grows=connection.staged or lease.pending,
+        not_expired_before_s=surely_s,
+        quick_read_max_s=connection.quick_read_max_s,
+    )
+    address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
+    return Source(peer, connection, lease, surely_s, address, proof)
 
 
 def first_to_ask(ticket: Ticket, ranks: Sequence[Address]) -> Address:

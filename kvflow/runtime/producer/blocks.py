@@ -22,7 +22,7 @@ from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.events import DeviceEvent, Watch
 from kvflow.core.policy.history import History
 from kvflow.core.policy.ledger import BlockLedger
-from kvflow.core.protocol.freshness import FAILED, SealTable
+from kvflow.core.protocol.proof import FAILED, SealTable
 from kvflow.errors import RequestError
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
@@ -73,7 +73,7 @@ class HeldBlocks:
     on_error: OnError | None = None
     """Told why what is missing will never be there."""
     on_there: Callable[[], None] | None = None
-    """Told when all of it can be read."""
+    """Told when more of it can be read."""
     on_free: Callable[[], None] | None = None
     """Set once they are to be given back."""
 
@@ -307,7 +307,7 @@ class OfferedBlocks:
 
     def _seal(self, held: HeldBlocks) -> None:
         self._seals.seal(held.seal_index, held.lease_id, held.missing)
-        if held.on_there is not None and not held.missing:
+        if held.on_there is not None:
             held.on_there()
 
     def _stage_next(self, held: HeldBlocks) -> None:

@@ -14,7 +14,7 @@ from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_id
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
-from kvflow.core.protocol.freshness import FAILED
+from kvflow.core.protocol.proof import FAILED
 from kvflow.core.protocol.ticket import Ticket, checked_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop

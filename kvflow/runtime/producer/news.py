@@ -3,7 +3,7 @@
 Two questions wait for that. A reader with a rendezvous asks what is offered of a request, perhaps before the engine
 has heard of it: it is answered when a lease is opened, or when the engine says that there will be none (`decline`). A
 reader of a lease that grows asks for news of it: it is answered when the lease is complete, with its payload, when it
-has ended, and when there are blocks that the reader does not know.
+has ended, when there are blocks that the reader does not know, and when no more tokens are missing than it says.
 
 The second one only makes things faster, but for blocks and a payload that the reader knows from nowhere else: whether a
 lease has covered a read its seal says, not this.
@@ -35,6 +35,9 @@ class Held(Protocol):
 
     @property
     def readable(self) -> tuple[BlockIds, ...]: ...
+
+    @property
+    def missing(self) -> int: ...
 
 
 class Offered(Protocol):
@@ -150,7 +153,9 @@ class Newsroom:
         more = tuple(tuple(ids[at:].tolist()) for at, ids in zip(known, tables, strict=True))
         if found.complete:
             return messages.News(state=LeaseNews.COMPLETE, more_block_ids=more, payload=found.payload or b"")
-        return messages.News(state=LeaseNews.OPEN, more_block_ids=more) if any(more) else None
+        if any(more) or found.held.missing <= question.missing_max:
+            return messages.News(state=LeaseNews.OPEN, more_block_ids=more)
+        return None
 
 
 def _offer(found: Offered, lease: messages.LeaseFound | None) -> messages.Offer:

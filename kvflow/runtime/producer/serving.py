@@ -10,7 +10,7 @@ has failed. Late, duplicate and malformed notifications are counted and change n
 Why no read that reports success can touch blocks that were given back: such a read found the seal intact. Either after
 its last byte had landed: then the wipe came later, the blocks later still. Or it found the seal at a moment t of the
 read, and the whole read took less than half of the hold: the wipe came after t, so the blocks came back a hold after t
-at the earliest, when the read had ended (`core.protocol.freshness`). That needs a hold that is never shorter than
+at the earliest, when the read had ended (`core.protocol.proof`). That needs a hold that is never shorter than
 promised, so the one timer for all leases, which a loop may round, only has the book look at the clock. Reads that lose
 this race may take as long as they like: their memory stays registered, what they see is thrown away, and their load is
 LeaseExpired.

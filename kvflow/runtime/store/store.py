@@ -17,7 +17,7 @@ import numpy as np
 from kvflow import checks
 from kvflow.core.cache.groups import GroupFacts, LayerSet
 from kvflow.core.cache.regions import Regions, map_spans
-from kvflow.core.protocol.freshness import HOST
+from kvflow.core.protocol.proof import HOST
 from kvflow.core.storage.entry import EntryHeader, NotAnEntry, checked_key, entry_name, fingerprint_of
 from kvflow.core.storage.index import Entry, NoRoom
 from kvflow.core.storage.placing import data_bytes, plan_file
@@ -35,8 +35,9 @@ from kvflow.errors import (
     StoreFull,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.consumer.flight import Gear
+from kvflow.runtime.load.flight import Gear
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.flight import Gear
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks
 from kvflow.runtime.peers.peer import LocalRank
 from kvflow.runtime.store.disk import EntryFile

@@ -28,8 +28,8 @@ from kvflow.errors import (
     RuntimeBroken,
     RuntimeUnavailable,
 )
-from kvflow.runtime.consumer.load import Load as Handle
-from kvflow.runtime.consumer.load import LoadReport, LoadRequest, Verification
+from kvflow.runtime.load.load import Load as Handle
+from kvflow.runtime.load.load import LoadReport, LoadRequest, Verification
 from kvflow.runtime.peers.prewarm import PeerAddress
 from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.runtime.runtime import Runtime

@@ -107,7 +107,7 @@ class Shape:
     scratch: str
     clock_offset_s: float
     clock_rate: float
-    """Mostly within what `core.protocol.freshness` takes for granted; freshness must not depend on that."""
+    """Mostly within what `core.protocol.proof` takes for granted; freshness must not depend on that."""
 
     @property
     def num_ranks(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.freshness import DRIFT_MAX, RemoteClock
+from kvflow.core.protocol.proof import DRIFT_MAX, RemoteClock
 
 # Rates against true time; two clocks of these drift apart by DRIFT_MAX at most.
 _RATES = st.fractions(1 - Fraction(9, 100_000), 1 + Fraction(9, 100_000))

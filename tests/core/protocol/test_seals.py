@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.plan.descriptors import Piece
-from kvflow.core.protocol.freshness import FAILED, SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
+from kvflow.core.protocol.proof import FAILED, SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.messages import LEASE_ID_CHARS
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
 from tests.budgets import machine_test
@@ -100,7 +101,7 @@ class SealsAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def a_word_holds_its_open_lease_and_no_other(self) -> None:
-        """Freshness (invariant I2) rests on this: an id that was wiped or overwritten is found nowhere."""
+        """SealProof (invariant I2) rests on this: an id that was wiped or overwritten is found nowhere."""
         for index in range(COUNT):
             current, missing = self.taken.get(index) or (None, 0)
             for lease_id in self.known:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.freshness import Step
-from kvflow.core.stock.deadline import Deadline, Terms
+from kvflow.core.protocol.proof import Step
+from kvflow.core.stock.deadline import DeadlineProof, Terms
 from kvflow.errors import ConfigError
 
 TERMS = Terms()
@@ -19,18 +19,18 @@ class Watch:
         self.now_s = 100.0
         self.unsent = 0
 
-    def deadline(self, terms: Terms = TERMS) -> Deadline:
-        return Deadline(100.0, terms, lambda: self.now_s, lambda: self.unsent)
+    def deadline(self, terms: Terms = TERMS) -> DeadlineProof:
+        return DeadlineProof(100.0, terms, lambda: self.now_s, lambda: self.unsent)
 
 
 def test_without_heartbeats_it_is_the_lease_without_the_routers_share() -> None:
     watch = Watch()
     deadline = watch.deadline()
     watch.now_s = 124.9
-    assert (deadline.next_step(watch.now_s), deadline.judge(1.0)) == (Step.POST, Step.FRESH)
+    assert (deadline.before(watch.now_s), deadline.after(1.0)) == (Step.POST, Step.FRESH)
     watch.now_s = 125.0
-    assert (deadline.next_step(watch.now_s), deadline.judge(1.0)) == (Step.STALE, Step.STALE)
-    assert deadline.judge(None) is Step.STALE, "what it was is what it stays"
+    assert (deadline.before(watch.now_s), deadline.after(1.0)) == (Step.STALE, Step.STALE)
+    assert deadline.after(None) is Step.STALE, "what it was is what it stays"
 
 
 def test_heartbeats_move_it_once_the_producer_knows_of_the_request() -> None:
@@ -56,7 +56,7 @@ def test_a_gap_ends_it_for_good() -> None:
     deadline.beat()
     watch.now_s = 135.0
     assert deadline.surely_until_s() == 125.0
-    assert deadline.judge(1.0) is Step.STALE
+    assert deadline.after(1.0) is Step.STALE
 
 
 def test_one_message_that_was_not_sent_ends_it_for_good() -> None:
@@ -99,7 +99,7 @@ def test_it_never_outlives_what_the_producer_holds(
             on_the_way.remove(arrives_s)
             if arrives_s >= 100.0 + knows_after_s and arrives_s < held_until_s:
                 held_until_s = max(held_until_s, arrives_s + TERMS.extension_s)
-        if deadline.judge(0.0) is Step.FRESH:
+        if deadline.after(0.0) is Step.FRESH:
             assert watch.now_s < held_until_s
         assert deadline.surely_until_s() <= max([held_until_s, *(at + TERMS.extension_s for at in on_the_way)])
         deadline.beat()

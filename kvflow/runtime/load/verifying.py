@@ -22,9 +22,8 @@ from kvflow.core.plan.topology import CacheShare, heads_held, kv_heads_of_model
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.digests import DEFINITION
 from kvflow.errors import PeerError, ProtocolError
-from kvflow.runtime.consumer.flight import SourceRead
 from kvflow.runtime.memory.digests import DigestGear, Digesting, HeadSpan, TokenBlocks
-from kvflow.runtime.peers.peer import LocalRank, Reaching
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
 
 _DRAWN_OF = 1 << 32
 
@@ -62,7 +61,7 @@ class Verifier:
 
     @asynccontextmanager
     async def asking(
-        self, request_id: str, reads: Sequence[SourceRead], tables: Sequence[BlockIds]
+        self, request_id: str, reads: Sequence[Source], tables: Sequence[BlockIds]
     ) -> AsyncIterator[Comparison]:
         """Ask the ranks for their digests while the block reads from them, as far as their blocks are there already.
 
@@ -83,8 +82,8 @@ class Verifier:
         except Exception as error:  # noqa: BLE001 - of the memory, or of who computes on it
             raise NotCompared(f"no digests of our cache: {error}") from None
 
-    async def _ask(self, request_id: str, read: SourceRead, parts: Sequence[_Compared]) -> Sequence[int]:
-        peer, lease = read.origin.peer, read.origin.lease
+    async def _ask(self, request_id: str, read: Source, parts: Sequence[_Compared]) -> Sequence[int]:
+        peer, lease = read.peer, read.lease
         question = messages.DigestRequest(
             reader=self._local.reader,
             target=peer.at.target,
@@ -105,15 +104,15 @@ class Verifier:
             raise NotCompared(str(wrong)) from wrong
         return reply.values
 
-    def _parts(self, read: SourceRead, tables: Sequence[BlockIds]) -> Iterator[_Compared]:
+    def _parts(self, read: Source, tables: Sequence[BlockIds]) -> Iterator[_Compared]:
         """What was read from one rank, for each pair of sets of layers."""
-        for block_map in read.origin.connection.block_maps:
+        for block_map in read.connection.block_maps:
             chunks = [some for its_map, some in read.chunks if its_map is block_map and len(some)]
             if chunks:
                 yield self._part(read, block_map, chunks, tables)
 
     def _part(
-        self, read: SourceRead, block_map: BlockMap, chunks: Sequence[Chunks], tables: Sequence[BlockIds]
+        self, read: Source, block_map: BlockMap, chunks: Sequence[Chunks], tables: Sequence[BlockIds]
     ) -> _Compared:
         size = block_map.chunk_tokens
         start = min(some.first * size for some in chunks)
@@ -141,12 +140,12 @@ class _Theirs:
     """A rank's digests, asked for."""
 
     def __init__(
-        self, read: SourceRead, parts: Sequence[_Compared], ask: Callable[[], Coroutine[Any, Any, Sequence[int]]]
+        self, read: Source, parts: Sequence[_Compared], ask: Callable[[], Coroutine[Any, Any, Sequence[int]]]
     ) -> None:
         self.read = read
         self.parts = parts
         self._ask = ask
-        self._answer = None if read.freshness.grows else asyncio.ensure_future(ask())
+        self._answer = None if read.proof.grows else asyncio.ensure_future(ask())
 
     async def digests(self) -> Sequence[int]:
         """They, once they are there. Of blocks that were not there before the read they are asked for now."""
@@ -179,13 +178,13 @@ class Comparison:
         return "; ".join(text for text in found if text)
 
 
-def _their_share(read: SourceRead, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
+def _their_share(read: Source, mine: CacheShare, layers: Sequence[int]) -> CacheShare:
     """The producer's share that holds these layers."""
-    shares = read.origin.connection.cache_shares
+    shares = read.connection.cache_shares
     return next(one for one in shares if one.part == mine.part and set(layers) <= set(one.layers))
 
 
-def _differences(read: SourceRead, parts: Sequence[_Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
+def _differences(read: Source, parts: Sequence[_Compared], ours: Sequence[int], theirs: Sequence[int]) -> str:
     """Which layers differ, with the first one's digests."""
     named = [(part.asked, layer) for part in parts for layer in part.asked.layers]
     wrong = [at for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)) if mine != other]
@@ -195,4 +194,4 @@ def _differences(read: SourceRead, parts: Sequence[_Compared], ours: Sequence[in
     asked, layer = named[first]
     what = f"layer {layer}{asked.part and ' ' + asked.part}, tokens {asked.start} to {asked.stop}"
     digests = f"ours {ours[first]:016x}, theirs {theirs[first]:016x}"
-    return f"{read.origin.peer.label}: {len(wrong)} of {len(ours)} layers differ, the first: {what}: {digests}"
+    return f"{read.peer.label}: {len(wrong)} of {len(ours)} layers differ, the first: {what}: {digests}"

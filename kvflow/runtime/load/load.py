@@ -6,31 +6,29 @@ import asyncio
 import builtins
 import contextlib
 import enum
-import heapq
-import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from kvflow import checks
 from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
+from kvflow.core.policy.history import History
 from kvflow.core.protocol.ticket import Ticket
-from kvflow.errors import KVFlowError, RequestError, UsageError
-from kvflow.runtime.clock import Clock
-from kvflow.runtime.consumer.flight import Flight, Poller
+from kvflow.errors import KVFlowError, LoadError, RequestError, UsageError
+from kvflow.runtime.load.flight import Flight
+from kvflow.runtime.load.news import News
 from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.peers.peer import Source
 
 PHASES = ("queued", "handshake", "plan", "post", "wire", "notify")
 VERIFY = "verify"
 """The phase between "wire" and "notify" of a load that is verified; no other has it."""
 
+_LABEL_OF = attrgetter("peer.label")
 _USUAL_PRIORITY = 0
-TURN_S = 1e-3
-"""More loads than a few in so short a time wait for their turn."""
-_TURN_LOADS = 3
-_PAUSE_MAX_S = 5e-3
 _NAME_CHARS_MAX = 512
 
 
@@ -111,83 +109,143 @@ class Verification(enum.StrEnum):
     """They could not be compared: the producer does not answer such questions, or not now."""
 
 
-class Stopwatch:
-    """Which phase a load is in, and how long each took. A phase can be entered again: `queued` is, for every permit."""
+class Work:
+    """What the loader knows of a load under way: what was asked, how far it is, and what it holds."""
 
-    def __init__(self, clock: Clock, begun_s: float) -> None:
-        self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.phase = "queued"
-        self._now_s = clock.now_s
+    __slots__ = (
+        "_now_s",
+        "_since_s",
+        "begun_s",
+        "cancelling",
+        "ends_s",
+        "entries",
+        "flight",
+        "grown",
+        "landed",
+        "news",
+        "overdue",
+        "payload",
+        "phase",
+        "seconds",
+        "sources",
+        "tables",
+        "task",
+        "ticket",
+        "tokens",
+        "verification",
+    )
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        tables: tuple[BlockIds, ...],
+        entries: BlockIds,
+        now_s: Callable[[], float],
+        begun_s: float,
+    ) -> None:
+        """`entries` are the local blocks as the ledger counts them, `tables` the same by group."""
+        self.ticket = ticket
+        self.tables = tables
+        self.entries = entries
         self.begun_s = self._since_s = begun_s
+        self.ends_s = math.inf
+        """Its deadline, by the loop's clock."""
+        self.phase = "queued"
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.task: asyncio.Task[Any] | None = None
+        """Who carries it out, once it has begun."""
+        self.cancelling = 0
+        """How often that task had been cancelled before."""
+        self.overdue = False
+        """Whether the loader has cancelled it: its deadline has passed, or the loader closes."""
+        self.sources: Sequence[Source] = ()
+        """The ranks that are read from, once there is a plan."""
+        self.tokens = 0
+        """How many tokens are read."""
+        self.flight: Flight | None = None
+        self.news: News | None = None
+        """What it asks of leases that are still to come to an end."""
+        self.grown: Callable[[Source], None] | None = None
+        """Told of each answer, while what grows is read."""
+        self.landed: History | None = None
+        """Of leases that grow: when how many tokens had landed."""
+        self.verification = Verification.OFF
+        self.payload = b""
+        self._now_s = now_s
 
     def enter(self, phase: str) -> None:
+        """A phase begins. One can be entered again: `queued` is, for every permit."""
         now_s = self._now_s()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
+
+    def begin(self) -> None:
+        """The task that calls carries it out."""
+        task = self.task = asyncio.current_task()
+        assert task is not None, "loads are carried out by tasks"
+        self.cancelling = task.cancelling()
+
+    def end_now(self) -> None:
+        """Its time is over: whatever it waits for, it ends. Once; one that has yet to begin finds out then."""
+        if self.task is not None and not self.overdue:
+            self.overdue = True
+            self.task.cancel()
+
+    def was_late(self) -> bool:
+        """Whether a cancellation of its task was only `end_now`; that one is taken back."""
+        return self.overdue and self.task is not None and self.task.uncancel() <= self.cancelling
+
+    def failure(self, load: Load, kind: Callable[..., LoadError], why: str, **facts: str) -> LoadError:
+        """What went wrong with it, as an error that names it."""
+        ticket, request_id = self.ticket, load.request_id
+        what = f"request {request_id!r} from {ticket.engine_id!r} at {ticket.address}"
+        return kind(f"{what}: {why}", request_id=request_id, peer=ticket.address, **facts)
+
+    @property
+    def where(self) -> str:
+        """The phase that it is in, or was in when it ended: a flight that waits for a permit is queued."""
+        return "queued" if self.flight is not None and self.flight.waits else self.phase
+
+    def end_phases(self) -> None:
+        """It is over. What its flight has spent waiting for permits, and in posting, was neither on the wire."""
+        flight, seconds = self.flight, self.seconds
+        self.enter(self.phase)
+        if flight is not None:
+            queued_s = min(flight.queued_s, seconds["wire"])
+            post_s = min(flight.post_s, seconds["wire"] - queued_s)
+            seconds["queued"] += queued_s
+            seconds["post"] += post_s
+            seconds["wire"] -= queued_s + post_s
+            if flight.waits:
+                self.phase = "queued"
+
+    @property
+    def freshness(self) -> str:
+        """What vouches for its bytes, as in a `LoadReport`; "" before it is known from whom they are."""
+        return self.sources[0].proof.kind if self.sources else ""
+
+    def report(self, request_id: str, *, notified: bool = False) -> LoadReport:
+        flight = self.flight
+        self.end_phases()
+        return LoadReport(
+            request_id=request_id,
+            bytes=flight.size_bytes if flight else 0,
+            blocks=sum(map(len, self.tables)) if flight else 0,
+            tokens=self.tokens,
+            descriptors=flight.descriptor_count if flight else 0,
+            sources=tuple(map(_LABEL_OF, self.sources)),
+            notified=notified,
+            seconds=self.seconds,
+            verification=self.verification,
+            freshness=self.freshness or "seal",
+            payload=self.payload,
+        )
 
 
 def said_priority(request: LoadRequest) -> int:
     """Of a request that was not checked yet: the usual one if what it says is none, which is about to be refused."""
     found = checks.answer(lambda: checks.whole(request.priority, "priority"))
     return _USUAL_PRIORITY if found is None else found
-
-
-class Turns:
-    """How many loads start at once: a burst of them starts over many turns of the loop, and never holds it.
-
-    Starting one takes a tenth of a millisecond, in which nothing else runs. Who comes alone does not notice. While many
-    reads wait to be started no more loads begin, so that the loop is idle at times: the thread that starts them gets
-    Python's lock from an idle loop, and waits a tenth of a second for it beside one that goes from turn to turn.
-    """
-
-    def __init__(self, poller: Poller) -> None:
-        self.paused = False
-        """Whether loads wait until fewer reads do: `resume` once that may be so."""
-        self._poller = poller
-        self._next_turn: asyncio.Handle | None = None
-        self._since_s = -math.inf
-        self._left = 0
-        """How many more may start at once, until `TURN_S` after `_since_s`."""
-        self._waiting: list[tuple[int, int, int, asyncio.Future[None]]] = []
-        """A heap: by priority, then who had a turn before, then who came first."""
-        self._numbers = itertools.count()
-
-    def at_once(self, now_s: float) -> bool:
-        """Whether a load may start now; else its turn has to `come`."""
-        if self._waiting:
-            return False
-        if now_s - self._since_s >= TURN_S:
-            self._since_s, self._left = now_s, _TURN_LOADS
-        self._left -= 1
-        return self._left >= 0
-
-    async def come(self, priority: int, *, again: bool = False) -> None:
-        """Return when it is the load's turn. A smaller `priority` goes first; of equals, who had a turn before."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if not self._waiting:
-            self._next_turn = asyncio.get_running_loop().call_soon(self._next)
-        heapq.heappush(self._waiting, (priority, not again, next(self._numbers), turn))
-        await turn
-
-    def _next(self) -> None:
-        """A turn of the loop: what else is ready runs between this one and the next."""
-        for _ in range(min(_TURN_LOADS, len(self._waiting))):
-            *_, turn = heapq.heappop(self._waiting)
-            if not turn.done():
-                turn.set_result(None)
-        loop, self.paused = asyncio.get_running_loop(), False
-        if not self._waiting:
-            return
-        if self._poller.behind:
-            self.paused, self._next_turn = True, loop.call_later(_PAUSE_MAX_S, self._next)
-        else:
-            self._next_turn = loop.call_soon(self._next)
-
-    def resume(self) -> None:
-        """While `paused`: a load is over."""
-        if not self._poller.behind and self._next_turn is not None:
-            self._next_turn.cancel()
-            self._next_turn, self.paused = asyncio.get_running_loop().call_soon(self._next), False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +307,13 @@ class Load:
     cancelled in the loop's body has to `cancel` the load itself, best in its `finally`.
     """
 
-    def __init__(self, request_id: str, tables: Sequence[BlockIds]) -> None:
-        self.request_id = request_id
+    def __init__(self, request: LoadRequest, tables: Sequence[BlockIds] = (), work: Work | None = None) -> None:
+        self.request_id = request.request_id
+        self.request = request
+        self.work = work
+        """Only for the loader and its carriers; None of a load that was refused."""
         self._tables = tables
         self._task: asyncio.Task[LoadReport] | None = None
-        self.flight: Flight | None = None
-        """Only for `Loader`: what it has posted."""
         self._outcome: LoadReport | BaseException | None = None
         self.followed = False
         """Whether somebody has asked how far it is."""
@@ -294,7 +353,7 @@ class Load:
     @property
     def safe(self) -> bool:
         """Whether it has ended and no byte can land in its blocks any more. May be asked from any thread."""
-        return self.done and (self.flight is None or self.flight.safe)
+        return self.done and (self.work is None or self.work.flight is None or self.work.flight.safe)
 
     def cancel(self) -> None:
         """Ask it to end: awaiting it raises CancelledError within Config.cancel_grace_s. No effect once it is done.
@@ -315,14 +374,14 @@ class Load:
         if self._task is not None and not self._task.done():
             require_loop(self._task.get_loop(), f"request {self.request_id!r}: settled()")
             await asyncio.wait([self._task])
-        if self.flight is not None and not self.flight.safe:
-            await self.flight.settled()
+        if self.work is not None and self.work.flight is not None:
+            await self.work.flight.settled()
 
     def follow(self) -> None:
         """Ask for its progress from now on."""
         self.followed = True
-        if self.flight is not None:
-            self.flight.followed = True
+        if self.work is not None and self.work.flight is not None:
+            self.work.flight.nudge()
 
     async def progressed(self, tokens: int) -> Progress | None:
         """Wait until more than `tokens` tokens have landed; how many. None once it has ended without that.
@@ -397,7 +456,7 @@ class _Steps:
 
 def refused_load(request: LoadRequest, error: KVFlowError) -> Load:
     """A load that was over before it began: awaiting it raises `error`."""
-    load = Load(request_name(request), ())
+    load = Load(LoadRequest(request_name(request), {}, ()))
     load.end(error)
     return load
 

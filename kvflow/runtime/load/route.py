@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,22 +24,15 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
-from kvflow.core.policy.history import History
-from kvflow.runtime.consumer.flight import NOTHING_YET, CopyFailed, CopyGroup, Read, SourceRead
+from kvflow.runtime.load.flight import CopyFailed, CopyGroup, Flight, Read
+from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpan, by_group, by_source
 from kvflow.runtime.memory.copy_thread import CopyThread, run_all
 from kvflow.runtime.memory.host_buffers import CopyDirection, HostBuffers
-from kvflow.runtime.memory.lanes import (
-    Frontier,
-    Grouping,
-    GroupSpan,
-    Growth,
-    Lane,
-    Part,
-    PromptSpan,
-    by_group,
-    by_source,
-)
 from kvflow.runtime.memory.scratch import Permutation, Scratch, ScratchBuffer
+from kvflow.runtime.peers.peer import Connection, Source
+
+HeadOf: TypeAlias = Callable[[Source], Piece]
+"""Where a rank's seal is, and our word for it: `Flight.head`."""
 
 _OWN_CORE_BYTES = 1 << 20  # of a group; a copy thread takes its core in some 50 us
 
@@ -61,7 +54,6 @@ class Route:
         self._scratch = scratch
         self._staging = staging
         self._copier = copier
-        self._growing_loads = 0
         self._permutations: WeakKeyDictionary[BlockMap, Permutation | None] = WeakKeyDictionary()
 
     @property
@@ -86,41 +78,42 @@ class Route:
         assert isinstance(layout, CacheLayout), "state is opaque"
         return Permutation(caches, layout, block_map, whole, self._scratch.device)
 
-    def groups(
-        self,
-        sources: Sequence[SourceRead],
-        tables: Sequence[BlockIds],
-        num_tokens: int,
-        tell: Callable[[int, int], None] | None = None,
-        history: History | None = None,
-    ) -> AsyncGenerator[CopyGroup, None]:
-        """Everything to read for a load into these blocks of each group, in groups that take buffers when asked for.
-
-        `num_tokens` is how many the leases have. What of them is still to come is read in the order in which it comes:
-        `NOTHING_YET` stands where the next group has to wait for it, and `tell` is given how many tokens have landed,
-        and of how many.
-        """
-        parts = []
-        straight, grows = not self._staging, False
+    def read(self, flight: Flight, sources: Sequence[Source], tables: Sequence[BlockIds]) -> Awaitable[bool]:
+        """Read all of a load whose blocks are there; see `Flight.fly`."""
         for source in sources:
-            grows = grows or source.freshness.grows
-            for block_map in source.origin.connection.block_maps:
-                chunks = []
-                for its_map, some in source.chunks:
-                    if its_map is block_map:
-                        chunks.append(some)
+            if not source.connection.straight and not self._goes_straight(source.connection):
+                parts = self.parts(sources)
+                if self.needs_buffers(parts):
+                    return flight.fly_groups(self.grouped(parts, tables, flight.head))
+                break
+        return flight.fly(self.straight(sources, flight.head))
+
+    def _goes_straight(self, connection: Connection) -> bool:
+        """Whether all that may be read from a rank goes straight into the cache: found once for each connection."""
+        if connection.straight is None:
+            through_scratch = (self._permutation(one) is not None for one in connection.block_maps)
+            connection.straight = not self._staging and not any(through_scratch)
+        return connection.straight
+
+    def parts(self, sources: Sequence[Source]) -> list[Part]:
+        """What is read of each set of each rank's layers, and whether through scratch memory."""
+        parts = []
+        for source in sources:
+            for block_map in source.connection.block_maps:
+                chunks = [some for its_map, some in source.chunks if its_map is block_map]
                 permutation = self._permutation(block_map)
                 if permutation is not None and not self._scratch_pays(source, block_map, chunks, permutation):
                     permutation = None
-                straight = straight and permutation is None
                 if chunks:
                     parts.append(Part(source, block_map, chunks, permutation))
-        if grows:
-            return self._growing(sources, parts, tables, num_tokens, tell, history, straight=straight)
-        return self._straight(sources) if straight else self._grouped(parts, tables)
+        return parts
+
+    def needs_buffers(self, parts: Sequence[Part]) -> bool:
+        """Whether some of it cannot be read straight into the cache."""
+        return bool(self._staging) or any(part.permutation is not None for part in parts)
 
     def _scratch_pays(
-        self, source: SourceRead, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation
+        self, source: Source, block_map: BlockMap, chunks: Sequence[Chunks], permutation: Permutation
     ) -> bool:
         """Whether it is better to read a rank's blocks through scratch memory."""
         if self._config.scratch == "always":
@@ -128,13 +121,29 @@ class Route:
         whole, count = permutation.whole_blocks, sum(map(len, chunks))
         remote_blocks = -(-count * block_map.chunk_tokens // whole.rows.tokens)
         batches = -(-remote_blocks * whole.block_bytes // self._scratch.slot_bytes)
-        near = source.origin.lease.host in (self._config.advertise_host, self._config.listen_host)
+        near = source.lease.host in (self._config.advertise_host, self._config.listen_host)
         return prefer_scratch(block_map, whole, chunks=count, blocks=remote_blocks, batches=batches, near=near)
 
-    def _slices(self, source: SourceRead, reads: Iterable[tuple[BlockMap, Chunks]]) -> Iterator[Read]:
-        """Reads of one rank, straight to where their bytes belong."""
-        carries_seal = source.origin.connection.carries_seals and not (source.freshness.asked or source.freshness.grows)
-        head: Piece | None = source.seal if carries_seal else None
+    def straight(self, sources: Sequence[Source], head_of: HeadOf | None) -> Iterator[Read]:
+        """Straight to where the bytes belong: one read of each rank after the other, so that all of them are busy."""
+        if len(sources) == 1:
+            yield from self._slices(sources[0], sources[0].chunks, head_of)
+            return
+        waiting = deque(self._slices(source, source.chunks, head_of) for source in sources)
+        while waiting:
+            reads = waiting.popleft()
+            read = next(reads, None)
+            if read is not None:
+                waiting.append(reads)
+                yield read
+
+    def _slices(
+        self, source: Source, reads: Iterable[tuple[BlockMap, Chunks]], head_of: HeadOf | None = None
+    ) -> Iterator[Read]:
+        """Reads of one rank; the first one fetches its seal, too, if there is a `head_of` and nobody has seen it."""
+        head = None
+        if head_of is not None and source.connection.carries_seals and not source.proof.asked:
+            head = head_of(source)
         for descriptors in plan_slices(
             reads,
             bytes_max=self._config.limits.slice_bytes_max,
@@ -144,68 +153,25 @@ class Route:
             yield Read(source, descriptors, head is not None)
             head = None
 
-    async def _straight(self, sources: Sequence[SourceRead]) -> AsyncGenerator[CopyGroup, None]:
-        """One read of each rank after the other, so that all of them are busy."""
-        waiting: deque[Iterator[Read]] = deque()
-        for source in sources:
-            waiting.append(self._slices(source, source.chunks))
-        while waiting:
-            reads = waiting.popleft()
-            read = next(reads, None)
-            if read is not None:
-                waiting.append(reads)
-                yield CopyGroup((read,))
-
-    async def _grouped(self, parts: Sequence[Part], tables: Sequence[BlockIds]) -> AsyncGenerator[CopyGroup, None]:
-        """All groups of layers side by side, in spans of whole blocks of both sides, in prompt order."""
-        lanes = [self._lane(some, at, tables[at]) for at, some in by_group(parts)]
-        for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
-            yield await self._group(one)
-
-    async def _growing(
-        self,
-        sources: Sequence[SourceRead],
-        parts: Sequence[Part],
-        tables: Sequence[BlockIds],
-        num_tokens: int,
-        tell: Callable[[int, int], None] | None,
-        history: History | None,
-        *,
-        straight: bool,
+    async def grouped(
+        self, parts: Sequence[Part], tables: Sequence[BlockIds], head_of: HeadOf
     ) -> AsyncGenerator[CopyGroup, None]:
-        """The same of leases that grow: what is there and worth a read, from each rank by itself where that may be.
-
-        If all is there before any of it was read, and that goes `straight`, it is read as if they did not grow. The
-        first such read is planned ahead, while the seals are looked at.
+        """All groups of layers side by side, in spans of whole blocks of both sides, in prompt order, in copy groups
+        that take their buffers when they are asked for.
         """
-        untouched = straight and all(source.known_tokens is None for source in sources)
+        lanes = [self.lane(some, at, tables[at]) for at, some in by_group(parts)]
+        for one in heapq.merge(*(lane.rest() for lane in lanes), key=GroupSpan.stop_token):
+            yield await self.group(one, head_of)
+
+    def lanes(self, parts: Sequence[Part], tables: Sequence[BlockIds]) -> list[Lane]:
+        """Each rank's part of each group of layers in a lane of its own, unless their bytes meet in a buffer."""
         lanes = []
         for at, of_group in by_group(parts):
             for some in [of_group] if self._staging else by_source(of_group):
-                lanes.append(self._lane(some, at, tables[at]))
-        self._growing_loads += 1
-        growth = Growth(num_tokens, self._config.limits.slice_bytes_max, self._growing_loads)
-        frontier = None if tell is None else Frontier(lanes, tell, history)
-        async with aclosing(self._straight(sources)) as whole:
-            first = await anext(whole) if untouched else NOTHING_YET
-            while lanes:
-                if frontier is not None:
-                    frontier.look()
-                if untouched and all(source.there(num_tokens) >= num_tokens for source in sources):
-                    yield first
-                    async for group in whole:
-                        yield group
-                    return
-                due = growth.due(lanes)
-                untouched = untouched and not due
-                for one in heapq.merge(*(lane.take(num_tokens) for lane in due), key=GroupSpan.stop_token):
-                    group = await self._group(one)
-                    yield group if frontier is None else group._replace(on_land=partial(frontier.note_landed, one))
-                if not due:
-                    yield NOTHING_YET
-                lanes = [lane for lane in lanes if not lane.done]
+                lanes.append(self.lane(some, at, tables[at]))
+        return lanes
 
-    def _lane(self, parts: Sequence[Part], at: int, local_ids: BlockIds) -> Lane:
+    def lane(self, parts: Sequence[Part], at: int, local_ids: BlockIds) -> Lane:
         """What is read into group `at`, cut by whole remote blocks unless these have no room."""
         staging = self._staging[at] if self._staging else None
         grouping = Grouping(parts, staging)
@@ -215,7 +181,7 @@ class Route:
         units = grouping.units(self._config.limits.slice_bytes_max, self._scratch.slot_bytes)
         return Lane(parts, staging, grouping, local_ids, units)
 
-    async def _group(self, one: GroupSpan) -> CopyGroup:
+    async def group(self, one: GroupSpan, head_of: HeadOf | None = None) -> CopyGroup:
         """Take the buffers of one group and say what to do with it. Gives them back if it is cancelled meanwhile."""
         parts, span, staging = one.lane.parts, one.span, one.lane.staging
         jobs: list[Callable[[], None]] = []
@@ -228,7 +194,7 @@ class Route:
             for part in parts:
                 chunks = [_moved(some, span.local_ids, host_ids) for some in span.chunks_of(part)]
                 if part.permutation is None:
-                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks))
+                    reads += self._slices(part.source, zip(repeat(part.block_map), chunks), head_of)
                     continue
                 if slot is None:
                     slot = await self._scratch.take()

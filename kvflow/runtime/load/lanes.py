@@ -1,33 +1,27 @@
-"""Lanes: how a load is cut into spans of the prompt where that matters: it needs buffers, or the leases grow.
+"""Lanes: how a load is cut into spans of the prompt where that matters: it needs buffers, or not all is there yet.
 
-A lane is read in prompt order. Of a lease that grows a span is cut when it is read, at what is there then, and only
-when that is worth a read. Ranks that advance unevenly have lanes of their own, unless their bytes meet in a buffer.
+A lane is read in prompt order. A span is cut when it is taken, at what is there then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import BlockIds, Chunks
-from kvflow.core.policy.history import History
-from kvflow.runtime.consumer.flight import SourceRead
 from kvflow.runtime.memory.host_buffers import HostBuffers
 from kvflow.runtime.memory.scratch import Permutation
-
-_WORTH_S = 1e-3
-_WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
-_GOLDEN = 0.618  # multiples of it, but for their whole part, never come close to each other
+from kvflow.runtime.peers.peer import Source
 
 
 class Part(NamedTuple):
     """What a load reads of one set of a rank's layers, and how it gets there through scratch memory; None: straight."""
 
-    source: SourceRead
+    source: Source
     block_map: BlockMap
     chunks: Sequence[Chunks]
     permutation: Permutation | None
@@ -173,7 +167,7 @@ class Lane:
         return self._at >= self._grouping.end
 
     @property
-    def sources(self) -> list[SourceRead]:
+    def sources(self) -> list[Source]:
         return [part.source for part in self.parts]
 
     @property
@@ -181,24 +175,20 @@ class Lane:
         """What is read in all."""
         return self._grouping.tokens
 
-    def there(self, num_tokens: int) -> int:
-        """How many of the lease's tokens may be read from all its ranks."""
-        return min(part.source.there(num_tokens) for part in self.parts)
-
     def size_bytes(self, tokens: int) -> int:
         """What so many tokens are to read."""
         return self._grouping.size_bytes(tokens)
 
-    def readable_bytes(self, num_tokens: int) -> int:
-        """What may be read by now and was not taken."""
-        return self._grouping.size_bytes(max(self._grouping.upto(self.there(num_tokens)) - self._at, 0))
+    def readable_bytes(self, there: int) -> int:
+        """What may be read where so many tokens are there, and was not taken."""
+        return self._grouping.size_bytes(max(self._grouping.upto(there) - self._at, 0))
 
-    def take(self, num_tokens: int) -> Iterator[GroupSpan]:
-        """What may be read by now: it counts as taken at once."""
-        return self._take(max(self._grouping.upto(self.there(num_tokens)), self._at))
+    def take(self, there: int) -> Iterator[GroupSpan]:
+        """What may be read where so many tokens are there: it counts as taken at once."""
+        return self._take(max(self._grouping.upto(there), self._at))
 
     def rest(self) -> Iterator[GroupSpan]:
-        """All that was not taken, of leases that do not grow."""
+        """All that was not taken."""
         return self._take(self._grouping.end)
 
     def _take(self, stop: int) -> Iterator[GroupSpan]:
@@ -222,99 +212,7 @@ def by_group(parts: Sequence[Part]) -> list[tuple[int, list[Part]]]:
 
 def by_source(parts: Sequence[Part]) -> Iterable[list[Part]]:
     """Parts that are read from the same rank."""
-    found: dict[SourceRead, list[Part]] = {}
+    found: dict[Source, list[Part]] = {}
     for part in parts:
         found.setdefault(part.source, []).append(part)
     return found.values()
-
-
-def sources_of(lanes: Iterable[Lane]) -> list[SourceRead]:
-    """Every rank that lanes are read from, once."""
-    return list(dict.fromkeys(source for lane in lanes for source in lane.sources))
-
-
-class Growth:
-    """When what has grown is worth a read, of one load.
-
-    Loads of leases that advance in step would all read in the same turn of the loop, so their first reads differ.
-    """
-
-    def __init__(self, num_tokens: int, slice_bytes: int, number: int) -> None:
-        """`number` tells loads apart."""
-        self._num_tokens = num_tokens
-        self._slice_bytes = slice_bytes
-        self._share = 0.5 + (number * _GOLDEN) % 1.0
-
-    def due(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """What is to be read now: all of what is complete, and the rest if it is worth a read.
-
-        If nothing is, the ranks are asked to wake the load when that may have changed.
-        """
-        tokens, due, rest, size_bytes = self._num_tokens, [], [], 0
-        for lane in lanes:
-            readable = lane.readable_bytes(tokens)
-            if readable and lane.there(tokens) >= tokens:
-                due.append(lane)
-            elif readable:
-                rest.append(lane)
-                size_bytes += readable
-        sources = sources_of(lanes)
-        worth = int(worth_bytes(sources, self._slice_bytes) * self._share)
-        if rest and size_bytes >= worth:
-            due += rest
-            self._share = 1.0
-        if not due:
-            more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
-            for source in sources:
-                source.wake_at_missing = max(tokens - source.there(tokens) - more, 0)
-        return due
-
-
-def worth_bytes(sources: Iterable[SourceRead], slice_bytes: int) -> int:
-    """How much makes a read: what ranks deliver in about a millisecond, so that what is left at the end is no more.
-
-    A reader of many leases that advance in small steps has few reads to post then.
-    """
-    speed = sum(source.speed for source in sources)
-    return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), slice_bytes)
-
-
-class Frontier:
-    """How much of the prompt, from the first token on, has landed in all lanes and is vouched for.
-
-    That takes a look that has found the leases open, and was posted after the last byte had landed, or so shortly
-    before that the blocks were held until then anyway: the arguments of `core.protocol.freshness`.
-    """
-
-    def __init__(self, lanes: Sequence[Lane], tell: Callable[[int, int], None], history: History | None = None) -> None:
-        """`tell` is given how many tokens, and of how many; `history` what has landed, vouched for or not."""
-        self._lanes = lanes
-        self._sources = sources_of(lanes)
-        self._tell = tell
-        self._history = history
-        self._first = min(lane.tokens.start for lane in lanes)
-        self._last = max(lane.tokens.stop for lane in lanes)
-        self._told = self._first
-        self._upto = self._first
-        """Landed, and not vouched for when it had."""
-        self._landed_s = -math.inf
-
-    def note_landed(self, one: GroupSpan, now_s: float) -> None:
-        """A span is in our blocks."""
-        one.lane.note_landed(one.span)
-        self.look()
-        self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
-        self._landed_s = now_s
-        if self._history is not None:
-            self._history.note(self._upto)
-        self.look()
-
-    def look(self) -> None:
-        """Tell of what is vouched for by now."""
-        if self._upto > self._told and all(map(self._vouches, self._sources)):
-            self._told = self._upto
-            self._tell(self._upto - self._first, self._last - self._first)
-
-    def _vouches(self, source: SourceRead) -> bool:
-        quick_s = source.origin.connection.quick_read_max_s
-        return not source.freshness.over and self._landed_s - source.seen_s < quick_s

@@ -1,30 +1,29 @@
 """What a load is told of the leases that it reads under, beside what their seals say.
 
 Each rank whose lease is still to come to an end is asked one question, which it answers when the lease is complete or
-over, or when it has blocks that we do not know; after the last kind of answer it is asked again. That makes a load
-look at the seal at once, and it is where blocks come from that no ticket names, and payloads. It vouches for nothing: a
-load that needs neither of these ends as well if no answer ever comes.
+over, when it has blocks that we do not know, or when more of its tokens are there than we want to know of; then it is
+asked again. That makes a load look at the seal, and it is where blocks come from that no ticket names, and payloads. It
+vouches for nothing: a load that needs neither of these ends as well if no answer ever comes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
-
 from kvflow.core.cache.groups import tokens_held
-from kvflow.core.plan.descriptors import BlockIds, Chunks, check_block_ids
+from kvflow.core.plan.descriptors import BlockIds, check_block_ids
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseNews
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import KVFlowError, PeerError, PeerUnreachable, ProtocolError, RequestError
-from kvflow.runtime.consumer.flight import SourceRead
 from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.plan import Matched, known_so_far
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, words
 
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.01, 0.5
@@ -57,17 +56,27 @@ class Followed:
     """How it has ended, or an error: it will not be known."""
     wake: Callable[[], object]
     """Told of every answer."""
-    read: SourceRead | None = None
     payload: bytes = b""
     failed: str = ""
     """In words, once it is told that the prompt could not be computed."""
+    problem: KVFlowError | None = None
+    """Why the blocks that are not known never will be."""
+    missing_max: int = -1
+    """It is of interest when no more of its tokens than that are missing; -1: when it has come to its end."""
+    lowered: asyncio.Event = field(default_factory=asyncio.Event)
     unknown: list[_Unknown] = field(default_factory=list)
 
-    def attach(self, read: SourceRead, wanted: Sequence[Chunks]) -> None:
-        """A load reads this from the rank. `wanted` has, instead of block ids, their positions, for who learns them."""
-        self.read, read.known_tokens = read, self.known_tokens
-        for (block_map, chunks), some in zip(read.chunks, wanted, strict=True):
+    def attach(self, matched: Matched) -> None:
+        """A load reads this from the rank: its chunks get blocks as they are told."""
+        wanted = (some for block_map in self.source.connection.block_maps for some in matched[block_map.of_groups])
+        for (block_map, chunks), some in zip(self.source.chunks, wanted, strict=True):
             self.unknown.append(_Unknown(chunks.remote_ids, some.remote_ids, self.tables[block_map.remote_group]))
+
+    def want(self, missing_max: int) -> None:
+        """Ask for that from the next question on."""
+        if missing_max < self.missing_max:
+            self.lowered.set()
+        self.missing_max = missing_max
 
     @property
     def known_tokens(self) -> int:
@@ -88,8 +97,8 @@ class Followed:
             raise self.source.peer.at.failure(ProtocolError, f"its lease is complete, but {told}")
         self.payload = news.payload
         over = news.state is LeaseNews.ENDED or news.state is LeaseNews.FAILED
-        if over and self.read is not None and self.known_tokens < self.num_tokens:
-            self.read.freshness.watched(None, -math.inf)  # nobody may look at its seal any more
+        if over and self.unknown and self.known_tokens < self.num_tokens:
+            self.source.proof.heard(None, -math.inf)  # nobody may look at its seal any more
         if news.state is LeaseNews.FAILED:
             why = words(news.reason) or "it does not say why"
             self.failed = f"its producer could not compute the prompt: {why}"
@@ -101,8 +110,8 @@ class Followed:
         if not self.end.done():
             self.end.set_exception(error)
             self.end.exception()  # seen: who needs nothing of it goes on
-        if self.read is not None and self.known_tokens < self.num_tokens:
-            self.read.problem = error
+        if self.unknown and self.known_tokens < self.num_tokens:
+            self.problem = error
         self.wake()
 
     def _add(self, more: tuple[tuple[int, ...], ...]) -> None:
@@ -127,11 +136,9 @@ class Followed:
             self.tables[index][: len(found)] = found
         for one in self.unknown:
             one.ids[:] = one.table[one.positions]
-        if self.read is not None:
-            self.read.known_tokens = self.known_tokens
 
 
-class Following:
+class News:
     """The questions of one load, from `Follower.follow` to `close`."""
 
     def __init__(self, followed: Sequence[Followed]) -> None:
@@ -166,14 +173,14 @@ class Follower:
         self._reader = local.reader
         self._reach = reach
 
-    def follow(self, ticket: Ticket, sources: Sequence[Source], wake: Callable[[Source], object]) -> Following:
+    def follow(self, ticket: Ticket, sources: Sequence[Source], wake: Callable[[Source], object]) -> News:
         """Ask these ranks from now on; `wake` is called at every answer. Raises RuntimeUnavailable."""
         loop = asyncio.get_running_loop()
-        following = Following(
+        following = News(
             [
                 Followed(
                     source=source,
-                    tables=known_so_far(ticket, source),
+                    tables=source.tables or known_so_far(ticket, source),
                     known=[len(ids) for ids in source.lease.block_tables or ticket.block_tables],
                     num_tokens=ticket.num_tokens,
                     end=loop.create_future(),
@@ -192,12 +199,14 @@ class Follower:
         peer, lease = one.source.peer, one.source.lease
         while True:
             begun_s, wait_s, known = loop.time(), self._limits.question_wait_s, tuple(one.known)
+            one.lowered.clear()
             question = messages.NewsRequest(
                 reader=self._reader,
                 target=peer.at.target,
                 request_id=ticket.request_id,
                 lease_id=lease.lease_id,
                 known=known,
+                missing_max=one.missing_max,
                 wait_s=wait_s,
             )
             try:
@@ -219,19 +228,8 @@ class Follower:
                     pause_s = _PAUSE_FIRST_S
                     continue
             if loop.time() - begun_s < wait_s / 2:
-                await asyncio.sleep(pause_s)
+                with contextlib.suppress(TimeoutError):  # unless something else is of interest now
+                    async with asyncio.timeout(pause_s):
+                        await one.lowered.wait()
+                        continue
                 pause_s = min(2 * pause_s, _PAUSE_MOST_S)
-
-
-def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:
-    """A rank's blocks, by group, with room for those that are not known yet. RequestError if they cannot be right."""
-    what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-    tables = []
-    given = source.lease.block_tables or ticket.block_tables
-    for ids, count, total in zip(given, source.connection.num_blocks, ticket.block_counts, strict=True):
-        if total > count:
-            raise RequestError(f"{what}: {total} blocks in the end, but there are {count}")
-        table = np.full(total, -1, dtype=np.int64)
-        table[: len(ids)] = check_block_ids(ids, num_blocks=count, what=what)
-        tables.append(table)
-    return tables

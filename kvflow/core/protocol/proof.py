@@ -1,4 +1,4 @@
-"""Freshness: how a reader knows that a lease covered its whole read, by its seal (invariant I2).
+"""SealProof: how a reader knows that a lease covered its whole read, by its seal (invariant I2).
 
 A producer keeps one 16-byte word per open lease in memory that peers can read: the *seal*. It holds the lease's secret
 id while the lease is open. When the lease ends, for whatever reason, the seal is wiped at once, and the blocks are
@@ -170,14 +170,20 @@ class Step(enum.StrEnum):
     FRESH = "fresh"  # it covered the whole read
 
 
-class Vouching(Protocol):
-    """What says whether a read was fresh: `Freshness`, by a seal, or `core.stock.deadline`, where there is none."""
+class Proof(Protocol):
+    """What says whether a read was fresh: `SealProof`, by a seal, or `core.stock.deadline`, where there is none."""
 
     asked: bool
     seen_s: float
 
     @property
+    def kind(self) -> str: ...
+
+    @property
     def grows(self) -> bool: ...
+
+    @property
+    def looking(self) -> bool: ...
 
     @property
     def over(self) -> bool: ...
@@ -187,36 +193,36 @@ class Vouching(Protocol):
 
     def there(self, num_tokens: int) -> int: ...
 
-    def anew(self) -> Vouching: ...
+    def anew(self) -> Proof: ...
 
     def fetching(self) -> None: ...
 
-    def fetched(self, tokens_missing: int | None) -> None: ...
+    def heard(self, tokens_missing: int | None, posted_s: float) -> None: ...
 
-    def watched(self, tokens_missing: int | None, posted_s: float) -> None: ...
+    def before(self, now_s: float) -> Step: ...
 
-    def next_step(self, now_s: float) -> Step: ...
-
-    def judge(self, read_s: float | None) -> Step: ...
+    def after(self, read_s: float | None) -> Step: ...
 
 
-class Freshness:
-    """What one load's read knows of one lease; pure. `next_step` is asked before each post, `judge` after the last
-    byte, `fetched` tells what was seen, `there` how far the prompt may be read.
+class SealProof:
+    """What one load's read knows of one lease; pure. `before` is asked before each post, `after` after the last byte,
+    `heard` tells what was seen, `there` how far the prompt may be read.
 
     Before anything is read of a lease that may have run out by its producer's clock the seal has to be seen. Otherwise
     it is fetched with the first read, and has to say that everything is there. Of a lease that `grows` (some of it is
     still being computed, or staged) nothing is read beyond what its seal was seen to say.
     """
 
+    kind = "seal"
+    """What vouches, as in `LoadReport.freshness`."""
     __slots__ = (
         "_careful",
-        "_fetching",
         "_not_expired_before_s",
         "_quick_read_max_s",
         "_seen",
         "asked",
         "grows",
+        "looking",
         "seen_s",
     )
 
@@ -231,13 +237,14 @@ class Freshness:
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
-        self._fetching = False
+        self.looking = False
+        """Whether a fetch is under way."""
         self._seen: int | None = None
 
     @property
     def over(self) -> bool:
         """Whether the seal was seen, and the lease was not open any more."""
-        return self.asked and not self._fetching and (self._seen is None or self._seen == FAILED)
+        return self.asked and not self.looking and (self._seen is None or self._seen == FAILED)
 
     @property
     def failed(self) -> bool:
@@ -250,9 +257,9 @@ class Freshness:
             return num_tokens
         return 0 if self.over or self._seen is None else num_tokens - self._seen
 
-    def anew(self) -> Freshness:
+    def anew(self) -> SealProof:
         """For another read under the same lease: nothing was seen yet."""
-        return Freshness(
+        return SealProof(
             grows=self.grows,
             not_expired_before_s=self._not_expired_before_s,
             quick_read_max_s=self._quick_read_max_s,
@@ -260,29 +267,26 @@ class Freshness:
 
     def fetching(self) -> None:
         """A read that fetches the seal was posted."""
-        self.asked = self._fetching = True
+        self.asked = self.looking = True
 
-    def fetched(self, tokens_missing: int | None) -> None:
-        """It has landed; None if the word is not the lease's."""
-        self._fetching = False
+    def heard(self, tokens_missing: int | None, posted_s: float) -> None:
+        """A fetch that was posted then has landed; None if the word is not the lease's."""
+        self.asked, self.looking = True, False
         self._seen = tokens_missing
+        if self.grows:
+            self.seen_s = posted_s
 
-    def watched(self, tokens_missing: int | None, posted_s: float) -> None:
-        """The same of a look that was posted then, of a lease that grows."""
-        self.asked, self.seen_s = True, posted_s
-        self._seen = tokens_missing
-
-    def next_step(self, now_s: float) -> Step:
+    def before(self, now_s: float) -> Step:
         """What to do before a read: of a lease that grows, of no more than is `there`."""
         if not self.asked:
             self._careful = now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
-        if self._fetching:
+        if self.looking:
             return Step.WAIT if self._careful else Step.POST
         self._careful = False
         return Step.STALE if self._seen is None or self._seen == FAILED else Step.POST
 
-    def judge(self, read_s: float | None) -> Step:
+    def after(self, read_s: float | None) -> Step:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the read began, or the last look at
         a lease that grows was posted; None if the seal was fetched after the end of the read.
         """

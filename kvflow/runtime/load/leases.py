@@ -10,7 +10,7 @@ comes, and otherwise looks, when it fires, whether anything is left to do.
 blocks cached, or be rejected before decode. Elsewhere it is one question on the side channel, and the transport never
 hears of the peer; the rank works out itself which share of the lease such a reader reports.
 
-All of it is best effort: whether a lease was open during a read is for its seal to say (`core.protocol.freshness`), and
+All of it is best effort: whether a lease was open during a read is for its seal to say (`core.protocol.proof`), and
 a lease that nobody gives back runs out.
 """
 

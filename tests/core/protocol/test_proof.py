@@ -1,54 +1,54 @@
-"""Freshness: whatever a lease does, no read of one that has ended is called fresh, and one that lasts always is."""
+"""SealProof: whatever a lease does, no read of one that has ended is called fresh, and one that lasts always is."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.core.protocol.freshness import FAILED, Freshness, Step, quick_read_max_s
+from kvflow.core.protocol.proof import FAILED, SealProof, Step, quick_read_max_s
 
 HOLD_S = 0.05
 
 
-def freshness(*, staged: bool = False, not_expired_before_s: float = 100.0) -> Freshness:
+def freshness(*, staged: bool = False, not_expired_before_s: float = 100.0) -> SealProof:
     quick_s = quick_read_max_s(HOLD_S)
-    return Freshness(grows=staged, not_expired_before_s=not_expired_before_s, quick_read_max_s=quick_s)
+    return SealProof(grows=staged, not_expired_before_s=not_expired_before_s, quick_read_max_s=quick_s)
 
 
-def see(one: Freshness, tokens_missing: int | None) -> None:
+def see(one: SealProof, tokens_missing: int | None) -> None:
     one.fetching()
-    one.fetched(tokens_missing)
+    one.heard(tokens_missing, 0.0)
 
 
 def test_a_lease_that_stands_is_read_at_once_and_its_seal_fetched_meanwhile() -> None:
     one = freshness()
-    assert one.next_step(0.0) is Step.POST
+    assert one.before(0.0) is Step.POST
     one.fetching()
-    assert one.next_step(0.1) is Step.POST, "nobody waits for a seal that is under way"
-    one.fetched(0)
-    assert (one.next_step(0.2), one.judge(0.001)) == (Step.POST, Step.FRESH)
+    assert one.before(0.1) is Step.POST, "nobody waits for a seal that is under way"
+    one.heard(0, 0.0)
+    assert (one.before(0.2), one.after(0.001)) == (Step.POST, Step.FRESH)
 
 
 def test_where_the_seal_has_to_be_seen_first_it_is() -> None:
     one = freshness(not_expired_before_s=0.0)
-    assert one.next_step(0.0) is Step.FETCH
+    assert one.before(0.0) is Step.FETCH
     one.fetching()
-    assert one.next_step(0.0) is Step.WAIT
-    one.fetched(0)
-    assert one.next_step(0.0) is Step.POST
+    assert one.before(0.0) is Step.WAIT
+    one.heard(0, 0.0)
+    assert one.before(0.0) is Step.POST
 
 
 def test_of_a_lease_that_grows_only_what_was_seen_to_be_there_is() -> None:
     one = freshness(staged=True)
     assert (one.there(10), one.over) == (0, False)
     for missing, there in ((7, 3), (0, 10)):
-        one.watched(missing, 0.0)
-        assert (one.there(10), one.over, one.next_step(0.0)) == (there, False, Step.POST)
-    one.watched(None, 0.1)
-    assert (one.there(10), one.over, one.next_step(0.0)) == (0, True, Step.STALE)
-    one.watched(FAILED, 0.2)
-    assert (one.there(10), one.over, one.failed, one.next_step(0.0)) == (0, True, True, Step.STALE)
-    assert one.judge(None) is Step.STALE
+        one.heard(missing, 0.0)
+        assert (one.there(10), one.over, one.before(0.0)) == (there, False, Step.POST)
+    one.heard(None, 0.1)
+    assert (one.there(10), one.over, one.before(0.0)) == (0, True, Step.STALE)
+    one.heard(FAILED, 0.2)
+    assert (one.there(10), one.over, one.failed, one.before(0.0)) == (0, True, True, Step.STALE)
+    assert one.after(None) is Step.STALE
     whole = freshness()
     assert (whole.there(10), whole.over) == (10, False), "nothing has to be seen"
 
@@ -67,10 +67,10 @@ def test_what_is_called_fresh_was_covered(
     fetched_s = min(fetched_s, read_s)
     one = freshness(staged=staged)
     see(one, 0 if fetched_s < ends_s else None)
-    verdict = one.judge(read_s)
+    verdict = one.after(read_s)
     if verdict is Step.FETCH:
         see(one, 0 if read_s + refetched_s < ends_s else None)
-        verdict = one.judge(None)
+        verdict = one.after(None)
         assert verdict in (Step.FRESH, Step.STALE), "it is asked once more, not for ever"
     if verdict is Step.FRESH:
         assert read_s < ends_s + HOLD_S, "the blocks were reused before the last byte was read"
@@ -81,10 +81,10 @@ def test_what_is_called_fresh_was_covered(
 @given(steps=st.lists(st.sampled_from([None, 0, 1, 5]), min_size=1, max_size=5), staged=st.booleans())
 def test_a_seal_that_is_broken_stops_the_read(steps: list[int | None], staged: bool) -> None:
     one = freshness(staged=staged)
-    assert one.judge(0.0) is Step.STALE, "nothing vouches before a seal was seen"
+    assert one.after(0.0) is Step.STALE, "nothing vouches before a seal was seen"
     for seen in steps:
-        one.next_step(0.0)
+        one.before(0.0)
         see(one, seen)
-        assert (one.next_step(0.0) is Step.STALE) == (seen is None)
+        assert (one.before(0.0) is Step.STALE) == (seen is None)
         read_too_early = seen is not None and seen > 0 and not staged
-        assert (one.judge(0.0) is Step.STALE) == (seen is None or read_too_early)
+        assert (one.after(0.0) is Step.STALE) == (seen is None or read_too_early)

@@ -1,1 +1,0 @@
-"""The consumer's side: loads, their bytes, their leases."""

@@ -1,0 +1,557 @@
+"""One load's bytes: a flight owns what it has claimed, posts reads, and knows when the last one has stopped.
+
+Posted reads cannot be taken back (NIXL: releasing a handle does not stop the bytes). So a load that ends early waits
+here for its posted reads, up to a bound; past it the blocks are quarantined, and the flight outlives the load until
+they are safe (invariant I1). What it has claimed (blocks, words for seals, connections) has one way out: `_give_back`.
+
+Most reads go straight into the cache. What cannot land there goes through buffers, in copy groups: reads from one or
+several ranks and, when the last of them has landed, a copy to run on the copy thread. A copy under way is as little to
+be taken back as a read, so it counts as one.
+
+Every read needs a permit before it is posted, and has it until it has stopped, quarantined or not. Deadlock-free: a
+permit is asked for when the read can be posted at once, so its holder waits for nobody, and what a load holds while it
+waits (its words, buffers) is never asked for by a holder of a permit.
+
+The `Poller` is the one task that takes events from the transport. When it ends, for whatever reason, it settles every
+flight, so nobody waits on a transport that nobody listens to any more (invariant I7). If a cache is unregistered that
+is done once the transport has been closed, which waits for the reads: who waits for their end goes on with the runtime.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+from kvflow.core.plan.descriptors import BlockIds, Descriptors, Piece
+from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.policy.queue import FairQueue, Permit, PermitState
+from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire, transfer_blocks_safe
+from kvflow.core.protocol.proof import SEAL_SIZE_BYTES, Step, fetch_seal
+from kvflow.errors import BlocksBusy, RuntimeBroken, TransportBroken
+from kvflow.runtime.clock import Clock
+from kvflow.runtime.load.words import Words
+from kvflow.runtime.memory.copy_thread import CopyThread
+from kvflow.runtime.memory.digests import DigestGear
+from kvflow.runtime.memory.pool import granted
+from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.peers.peer import Source
+from kvflow.transport.base import AgentName, Notified, PostedRead, ReadEnded, Transport, TransportError
+
+Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
+"""Told how a read has ended; RuntimeBroken if that will never be known."""
+
+
+class Read(NamedTuple):
+    """One read from one rank."""
+
+    source: Source
+    descriptors: Descriptors
+    carries_seal: bool = False
+
+
+class CopyGroup(NamedTuple):
+    """Reads that belong together, and what happens when all have landed."""
+
+    reads: Sequence[Read]
+    copy: Callable[[], None] | None = None
+    """Runs on the copy thread once all reads have landed."""
+    release: Callable[[], None] | None = None
+    """Runs on the loop once nothing can touch the group's buffers any more."""
+    on_land: Callable[[float, float], None] | None = None
+    """Told, once all of it is in the cache, when that was, and when its first read was posted."""
+
+
+class CopyFailed(Exception):
+    """A copy between buffers and the cache raised; `__cause__` says what."""
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A copy group that was begun: how many of its reads are under way, and whether it is worth copying."""
+
+    group: CopyGroup
+    pending: int = 1  # the beginning counts as one
+    intact: bool = True
+    begun_s: float = math.inf
+
+
+class Poller:
+    """Posts reads and dispatches events. `run` is the poller task's body."""
+
+    def __init__(self, transport: Transport, on_notification: Callable[[bytes], None]) -> None:
+        self._transport = transport
+        self._on_notification = on_notification
+        self._under_way: dict[PostedRead, Told] = {}
+        self._cause: BaseException | None = None
+        self._ended = self._patient = False
+
+    @property
+    def behind(self) -> bool:
+        """See `Transport.behind`."""
+        return self._transport.behind
+
+    def post(self, agent: AgentName, descriptors: Descriptors, told: Told) -> None:
+        """Post a read (see `Transport.post_read`); `told` is called once, when it ends."""
+        if self._ended:
+            raise RuntimeBroken("the transfer poller has ended") from self._cause
+        self._under_way[self._transport.post_read(agent, descriptors)] = told
+
+    async def run(self) -> None:
+        """Dispatch events until cancelled or until the transport breaks, which raises TransportBroken."""
+        try:
+            await self._transport.run(self._dispatch)
+        except BaseException as error:
+            self._cause = error
+            raise
+        finally:
+            self._ended = True
+            if not self._patient:
+                self.settle(stopped=False)
+
+    def wait_for_transport(self) -> None:
+        """When this ends its reads are not lost yet: the transport is about to be closed, which waits for them."""
+        self._patient = True
+
+    def settle(self, *, stopped: bool) -> None:
+        """Fail all reads under way. They have `stopped`, or it is not known whether they have."""
+        under_way, self._under_way = self._under_way, {}
+        for posted, told in under_way.items():
+            if stopped:
+                told(ReadEnded(posted, TransportError("the transport was closed"), 0.0))
+            else:
+                lost = TransportBroken("the transfer poller ended while the read was under way")
+                lost.__cause__ = self._cause
+                told(lost)
+
+    def _dispatch(self, event: ReadEnded | Notified) -> None:
+        if isinstance(event, ReadEnded):
+            self._under_way.pop(event.read)(event)
+        else:
+            self._on_notification(event.payload)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gear:
+    """What all flights of a runtime share."""
+
+    ledger: BlockLedger
+    words: Words
+    """Where seals are fetched to."""
+    queue: FairQueue
+    """Bounds what is in flight: bytes, descriptors and reads, in all and from one rank."""
+    poller: Poller
+    copy_thread: CopyThread
+    clock: Clock
+    reads_max: int
+    """Of one load at once, and as many copies; 2 hides the completion latency of the first."""
+    digests: DigestGear
+
+
+class Flight:
+    """The bytes of one load into blocks of ours, and all that it has claimed for them.
+
+    It claims the blocks in the ledger when it is made (BlocksBusy if it cannot), holds its sources' connections and has
+    a word for the seal of each. It gives everything back when the blocks are safe, and calls `on_safe` then.
+    """
+
+    __slots__ = (
+        "_begun_s",
+        "_copies",
+        "_end",
+        "_error",
+        "_gear",
+        "_ids",
+        "_lost",
+        "_on_safe",
+        "_priority",
+        "_progress",
+        "_sources",
+        "_under_way",
+        "descriptor_count",
+        "failed",
+        "post_s",
+        "queued_s",
+        "request_id",
+        "size_bytes",
+        "state",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        ids: BlockIds,
+        sources: Sequence[Source],
+        priority: int,
+        gear: Gear,
+        on_safe: Callable[[Flight], None],
+    ) -> None:
+        """Of who is admitted: each source has a word (`Words.take`), which is the flight's from now on."""
+        try:
+            gear.ledger.begin_load(ids)
+        except BlocksBusy:
+            gear.words.give_back(sources)
+            raise
+        self.request_id = request_id
+        self.state = TransferState.PENDING
+        self.post_s = self.queued_s = 0.0
+        self.descriptor_count = self.size_bytes = 0
+        self.waits = False
+        """Whether a read waits for its permit, or did so when it was cancelled."""
+        self.failed: Source | None = None
+        """Whose read failed first."""
+        self._ids = ids
+        self._sources = sources
+        self._priority = priority
+        self._gear = gear
+        self._on_safe = on_safe
+        self._under_way = 0
+        """Reads and copies that cannot be taken back."""
+        self._begun_s = math.inf
+        """When the first read was posted: nothing of the peer's memory was seen before."""
+        self._lost: list[_Running] = []
+        self._copies = 0
+        self._error: TransportError | CopyFailed | RuntimeBroken | None = None
+        self._progress: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[None] | None = None
+        """For who waits until the blocks are safe, or until that can never be known."""
+        for source in sources:
+            source.connection.users += 1
+
+    def __repr__(self) -> str:
+        return f"<Flight {self.request_id} {self.state}, {self._under_way} reads and copies under way>"
+
+    @property
+    def safe(self) -> bool:
+        """Whether no byte can land in the blocks any more."""
+        return transfer_blocks_safe(self.state)
+
+    async def settled(self) -> None:
+        """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died.
+
+        UsageError on another loop.
+        """
+        if not self.safe:
+            ending = self._ending()
+            require_loop(ending.get_loop(), f"request {self.request_id!r}: settled()")
+            await asyncio.shield(ending)
+
+    def head(self, source: Source) -> Piece:
+        """Where a source's seal is, and the word of ours that it is fetched to."""
+        return Piece(self._gear.words.address + source.word * SEAL_SIZE_BYTES, source.seal_address, SEAL_SIZE_BYTES)
+
+    async def fly(self, reads: Iterable[Read]) -> bool:
+        """Read all of it straight into the cache; whether the seals vouch for the data (`core.protocol.proof` has the
+        arguments).
+
+        A seal is fetched with the first read from its rank: if it is broken nothing further is posted. Raises the first
+        TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
+        """
+        self._begin()
+        for read in reads:
+            if self._under_way >= self._gear.reads_max or self._error is not None:
+                await self.below(self._gear.reads_max)
+            if not await self._post(read, None):
+                break
+        await self.below(1)
+        fresh, again = self._judge()
+        return await self._look_again(again) if fresh and again else fresh
+
+    async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
+        """The same of copy groups, each posted when it is there."""
+        self._begin()
+        try:
+            async for group in groups:
+                if not await self._post_group(group):
+                    break
+        finally:
+            await groups.aclose()
+        await self.below(1)
+        fresh, again = self._judge()
+        return await self._look_again(again) if fresh and again else fresh
+
+    def land(self) -> None:
+        """Every posted byte has landed, and no more are posted."""
+        self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAND)
+        self._give_back()
+
+    async def stop(self, grace_s: float) -> bool:
+        """End the flight whatever it is doing: wait up to `grace_s` for posted reads. Whether the blocks are safe.
+
+        This is the one place that holds cancellation back: a cancel that arrives while it waits is raised at its end.
+        """
+        cancelled = False
+        if self.state in (TransferState.PENDING, TransferState.READING):
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.ABANDON)
+            if self.state is TransferState.STOPPED:
+                self._give_back()
+        if self.state is TransferState.STOPPING:
+            self.nudge()
+            cancelled = await self._hold(grace_s)
+        if self.state is TransferState.STOPPING:
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.OVERDUE)
+            self._gear.ledger.quarantine(self._ids)
+        if cancelled:
+            raise asyncio.CancelledError
+        return self.safe
+
+    def all_stopped(self) -> None:
+        """The poller ended first, but then the transport was closed in good order: what was lost has stopped, too."""
+        lost, self._lost = self._lost, []
+        for running in lost:
+            self._ended(running, intact=False)
+        if self.state is TransferState.QUARANTINED and not self._copies:
+            self._end = None
+            self.nudge()
+
+    async def below(self, count: int, *, copies_beside: int = 0) -> None:
+        """Wait until fewer than `count` reads and copies are under way, not counting up to `copies_beside` copies.
+
+        Raises what has gone wrong once all have stopped.
+        """
+        while self._under_way >= (1 if self._error else count + min(self._copies, copies_beside)):
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
+        if self._end is not None and self._end.done():
+            self._end.result()
+        if self._error is not None:
+            raise self._error
+
+    async def changed(self) -> None:
+        """Wait until a read or a copy has ended, or `nudge` was called. Raises what has gone wrong, as `below`."""
+        if self._error is None and (self._end is None or not self._end.done()):
+            self._progress = asyncio.get_running_loop().create_future()
+            await self._progress
+        await self.below(self._under_way + 1)
+
+    def nudge(self) -> None:
+        """Something has happened that somebody may wait for: a read or a copy has ended, the last one perhaps."""
+        if self._progress is not None and not self._progress.done():
+            self._progress.set_result(None)
+        stopping = self.state is TransferState.STOPPING or self.state is TransferState.QUARANTINED
+        if stopping and not self._under_way and not (self._end is not None and self._end.done()):
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAST_STOPPED)
+            self._give_back()
+
+    def fail(self, error: TransportError | RuntimeBroken, source: Source) -> None:
+        """Something beside its reads has gone wrong: it ends as if one of them had."""
+        if self._error is None:
+            self._error, self.failed = error, source
+        self.nudge()
+
+    async def look(self, source: Source) -> None:
+        """Fetch a source's seal by a read of its own. Returns when that is posted; raises as `fly`."""
+        await self._send(source, fetch_seal(self.head(source)), None, fetches_seal=True)
+
+    def _begin(self) -> None:
+        if self.state is TransferState.PENDING:
+            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
+        self._begun_s = math.inf
+
+    def _judge(self) -> tuple[bool, list[Source]]:
+        """After the last read: whether no source's proof calls it stale, and which of them want one more look.
+
+        A read counts from its first post on; of a lease that grows from the last look that has found it open, which may
+        have been posted before anything else was.
+        """
+        now_s = self._gear.clock.now_s()
+        begun_s = min(self._begun_s, now_s)
+        fresh, again = True, []
+        for source in self._sources:
+            seen_s = source.proof.seen_s
+            verdict = source.proof.after(now_s - (seen_s if seen_s > -math.inf else begun_s))
+            fresh = fresh and verdict is not Step.STALE
+            if verdict is Step.FETCH:
+                again.append(source)
+        return fresh, again
+
+    async def _look_again(self, sources: Sequence[Source]) -> bool:
+        """Whether their leases are open now, when every byte has landed."""
+        for source in sources:
+            await self.look(source)
+        await self.below(1)
+        return all(source.proof.after(None) is Step.FRESH for source in sources)
+
+    async def _post_group(self, group: CopyGroup) -> bool:
+        """Post a group's reads when there is room; False if a lease turned out to be over. The group ends by itself."""
+        running = _Running(group)
+        begun = False
+        try:
+            for read in group.reads:
+                # Reads do not wait for copies, up to as many: more would be in the way of other loads' copies.
+                await self.below(self._gear.reads_max, copies_beside=self._gear.reads_max)
+                if not await self._post(read, running):
+                    return False
+            begun = True
+        finally:
+            self._ended(running, intact=begun)
+        return True
+
+    async def _post(self, read: Read, running: _Running | None) -> bool:
+        """Post a read when it has a permit; False if its source's lease turned out to be over."""
+        source, descriptors, carries_seal = read
+        proof = source.proof
+        step = proof.before(self._gear.clock.now_s())
+        if step is not Step.POST and not await self._see_seal(source, step):
+            return False
+        await self._send(source, descriptors, running, fetches_seal=carries_seal)
+        if not proof.asked:
+            await self.look(source)
+        return True
+
+    async def _see_seal(self, source: Source, step: Step) -> bool:
+        """Wait until the lease's seal was seen; False if the lease is over."""
+        while step is not Step.POST:
+            if step is Step.STALE:
+                return False
+            if step is Step.WAIT:
+                await self.below(self._under_way)
+            else:
+                await self.look(source)
+            step = source.proof.before(self._gear.clock.now_s())
+        return True
+
+    async def _send(
+        self, source: Source, descriptors: Descriptors, running: _Running | None, *, fetches_seal: bool
+    ) -> None:
+        """Post it when it has a permit; raises what has gone wrong while it waited."""
+        gear, agent = self._gear, source.connection.agent
+        size_bytes, count = descriptors.size_bytes, len(descriptors)
+        permit = gear.queue.ask((size_bytes, count, 1), agent, self._priority)
+        if permit.state is PermitState.WAITING:
+            await self._permitted(permit)
+        try:
+            if self._error is not None:
+                raise self._error
+            now_s = gear.clock.now_s()
+            told = partial(self._heard, source, permit, running, now_s, fetches_seal)
+            gear.poller.post(agent, descriptors, told)
+        except BaseException:
+            gear.queue.end(permit)
+            raise
+        if now_s < self._begun_s:
+            self._begun_s = now_s
+        self._under_way += 1
+        self.size_bytes += size_bytes
+        self.descriptor_count += count
+        if fetches_seal:
+            self.size_bytes -= SEAL_SIZE_BYTES
+            self.descriptor_count -= 1
+            source.proof.fetching()
+        if running is not None:
+            running.pending += 1
+            running.begun_s = min(running.begun_s, now_s)
+
+    async def _permitted(self, permit: Permit) -> None:
+        since_s, self.waits = self._gear.clock.now_s(), True
+        try:
+            await granted(self._gear.queue, permit)
+            self.waits = False
+        finally:
+            self.queued_s += self._gear.clock.now_s() - since_s
+
+    def _heard(
+        self,
+        source: Source,
+        permit: Permit,
+        running: _Running | None,
+        posted_s: float,
+        fetches_seal: bool,
+        event: ReadEnded | RuntimeBroken,
+    ) -> None:
+        """From the poller: a read has stopped, or it will never be known when."""
+        gear = self._gear
+        self._under_way -= 1
+        if isinstance(event, RuntimeBroken):
+            gear.queue.end(permit)
+            if running is not None:
+                self._lost.append(running)
+            self._note_lost(event)
+            return
+        failed = event.error is not None
+        gear.queue.end(permit, 0.0 if failed else gear.clock.now_s() - posted_s)
+        self.post_s += event.post_s
+        if failed:
+            if self._error is None:
+                self._error, self.failed = event.error, source
+        elif fetches_seal:
+            source.proof.heard(gear.words.table.tokens_missing(source.word, source.lease.lease_id), posted_s)
+        if running is not None:
+            self._ended(running, intact=not failed)
+        self.nudge()
+
+    def _note_lost(self, error: RuntimeBroken) -> None:
+        """The poller has ended, so it will never be known when these bytes have stopped."""
+        end = self._ending()
+        if not end.done():
+            end.set_exception(error)
+            end.exception()  # seen: there may be nobody who waits
+        self.nudge()
+
+    def _ending(self) -> asyncio.Future[None]:
+        if self._end is None:
+            self._end = asyncio.get_running_loop().create_future()
+        return self._end
+
+    async def _hold(self, grace_s: float) -> bool:
+        """Wait for the last read to stop, or `grace_s`; whether a cancel arrived meanwhile."""
+        loop, end = asyncio.get_running_loop(), self._ending()
+        deadline_s = loop.time() + grace_s
+        cancelled = False
+        while not self.safe and not end.done() and (left_s := deadline_s - loop.time()) > 0:
+            try:
+                await asyncio.wait([end], timeout=left_s)
+            except asyncio.CancelledError:
+                cancelled = True
+        return cancelled
+
+    def _ended(self, running: _Running, *, intact: bool) -> None:
+        """One part of a group is over; after the last one its copy runs, or its buffers are given back."""
+        running.intact = running.intact and intact
+        running.pending -= 1
+        if running.pending:
+            return
+        copy, release = running.group.copy, running.group.release
+        if copy is not None and running.intact and self.state is TransferState.READING and self._error is None:
+            self._copies += 1
+            self._under_way += 1
+            self._gear.copy_thread.submit(copy, lambda error: self._copied(running, error))
+            return
+        if release is not None:
+            release()
+        if running.intact:
+            self._tell_landed(running)
+
+    def _tell_landed(self, running: _Running) -> None:
+        on_land = running.group.on_land
+        if on_land is not None and self.state is TransferState.READING and self._error is None:
+            on_land(self._gear.clock.now_s(), running.begun_s)
+
+    def _copied(self, running: _Running, error: BaseException | None) -> None:
+        self._copies -= 1
+        self._under_way -= 1
+        if error is not None and self._error is None:
+            self._error = CopyFailed(str(error))
+            self._error.__cause__ = error
+        if running.group.release is not None:
+            running.group.release()
+        self._tell_landed(running)
+        self.nudge()
+
+    def _give_back(self) -> None:
+        """No byte can land any more: give back what was claimed, once."""
+        gear = self._gear
+        gear.ledger.end_load(self._ids)
+        gear.words.give_back(self._sources)
+        for source in self._sources:
+            connection = source.connection
+            connection.users -= 1
+            if not connection.users and connection.left is not None:
+                connection.left.set()
+        if self._end is not None and not self._end.done():
+            self._end.set_result(None)
+        self._on_safe(self)

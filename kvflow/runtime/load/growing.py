@@ -1,0 +1,323 @@
+"""Loads of leases that grow: their prompts are still being computed, or copied to where they can be read.
+
+The only module that knows the word. A load is told of growth in one way: by the answer to a question that waits at the
+producer (`news`). An answer vouches for nothing, so the seal is looked at when one came, at the end of the read, and
+every `LOOK_EVERY_S` in case that none comes. What a seal was seen to say is there is read, in the order of the prompt,
+from each rank by itself where that may be, once it is worth a read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import merge
+
+from kvflow.config import Config
+from kvflow.core.policy.history import History
+from kvflow.runtime.clock import Clock, Timer
+from kvflow.runtime.context import RankContext
+from kvflow.runtime.load.flight import CopyGroup, Flight
+from kvflow.runtime.load.lanes import GroupSpan, Lane
+from kvflow.runtime.load.load import Load, Work
+from kvflow.runtime.load.news import Followed, Follower
+from kvflow.runtime.load.plan import Matched
+from kvflow.runtime.load.route import Route
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source
+
+LOOK_EVERY_S = 0.1
+_WORTH_S = 1e-3
+_WORTH_LEAST_BYTES = 1 << 17  # at a gigabit per second, a millisecond
+_GOLDEN = 0.618  # multiples of it, but for their whole part, never come close to each other
+_SPEED_SHARE = 0.25  # of a new measurement in what is known
+
+
+@dataclass(slots=True, eq=False)
+class _Growing:
+    """What a load knows of one source's lease, beside its seal."""
+
+    source: Source
+    followed: Followed | None = None
+    speed: float = 0.0
+    """Bytes per second of its reads, as far as is known."""
+    due: bool = True
+    """Whether its seal is to be looked at."""
+
+    def there(self, num_tokens: int) -> int:
+        """How many of the lease's tokens may be read by now."""
+        there = self.source.proof.there(num_tokens)
+        return there if self.followed is None else min(there, self.followed.known_tokens)
+
+    def note_speed(self, size_bytes: int, took_s: float) -> None:
+        if took_s > 0:
+            speed = size_bytes / took_s
+            self.speed = self.speed + (speed - self.speed) * _SPEED_SHARE if self.speed else speed
+
+
+class GrowingLoads:
+    """Carries loads of leases that grow."""
+
+    def __init__(self, context: RankContext, local: LocalRank, reach: Reaching, route: Route) -> None:
+        self._config = context.config
+        self._clock = context.clock
+        self._route = route
+        self._follower = Follower(context, local, reach)
+        self._count = 0
+
+    def follow(self, load: Load, sources: Sequence[Source], matched: Matched) -> None:
+        """Ask these ranks what becomes of their leases, for a load that needs more of them than seals say."""
+        work = load.work
+        assert work is not None, "it is under way"
+        work.news = self._follower.follow(work.ticket, sources, partial(_told, work))
+        for one in work.news.followed:
+            if one.source in work.sources:
+                one.attach(matched)
+
+    async def read(self, load: Load, flight: Flight, matched: Matched) -> bool:
+        """Read what it reads as it comes; see `Flight.fly_groups`."""
+        self._count += 1
+        carrier = _Carrier(self, load, flight, matched)
+        try:
+            return await flight.fly_groups(carrier.groups())
+        finally:
+            carrier.close()
+
+    @property
+    def config(self) -> Config:
+        return self._config
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    @property
+    def route(self) -> Route:
+        return self._route
+
+    @property
+    def count(self) -> int:
+        """How many there were."""
+        return self._count
+
+
+def _told(work: Work, source: Source) -> None:
+    """There is an answer."""
+    if work.grown is not None:
+        work.grown(source)
+
+
+class _Carrier:
+    """One load's way through what grows."""
+
+    def __init__(self, loads: GrowingLoads, load: Load, flight: Flight, matched: Matched) -> None:
+        assert load.work is not None, "it is under way"
+        self._loads = loads
+        self._load = load
+        self._work = load.work
+        self._flight = flight
+        self._matched = matched
+        self._tokens = self._work.ticket.num_tokens
+        self._growing = {source: _Growing(source) for source in self._work.sources}
+        self._timer: Timer | None = None
+        self._work.grown = self._told
+        self._take_news()
+
+    def close(self) -> None:
+        """The read is over."""
+        self._work.grown = None
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def groups(self) -> AsyncGenerator[CopyGroup, None]:
+        """What is there and worth a read, when it is.
+
+        If all is there before any of it was read, and that goes straight, it is read as if it had never grown.
+        """
+        route, sources, work = self._loads.route, self._work.sources, self._work
+        parts = route.parts(sources)
+        untouched = not route.needs_buffers(parts) and not work.ticket.extends
+        lanes = route.lanes(parts, work.tables)
+        growth = Growth(self._tokens, self._loads.config.limits.slice_bytes_max, self._loads.count)
+        frontier = Frontier(lanes, self._growing, self._load.note_progress, work.landed)
+        while lanes or (self._load.followed and not frontier.done):
+            frontier.look()
+            await self._look(frontier)
+            if any(source.proof.over for source in sources):
+                return
+            if untouched and all(one.there(self._tokens) >= self._tokens for one in self._growing.values()):
+                for read in route.straight(sources, None):
+                    yield CopyGroup((read,))
+                return
+            due = growth.due(lanes, self._growing)
+            untouched = untouched and not due
+            spans = (lane.take(growth.there(lane, self._growing)) for lane in due)
+            for one in merge(*spans, key=GroupSpan.stop_token):
+                group = await route.group(one)
+                yield group._replace(on_land=partial(self._landed, frontier, one, group))
+            lanes = [lane for lane in lanes if not lane.done]
+            if not due and not self._due():
+                await self._wait()
+
+    def _landed(self, frontier: Frontier, one: GroupSpan, group: CopyGroup, now_s: float, begun_s: float) -> None:
+        for read in group.reads:
+            self._growing[read.source].note_speed(read.descriptors.size_bytes, now_s - begun_s)
+        frontier.note_landed(one, now_s)
+
+    def _due(self) -> bool:
+        """Whether a look could be posted now."""
+        return any(one.due and not one.source.proof.looking for one in self._growing.values())
+
+    async def _look(self, frontier: Frontier) -> None:
+        """Look at the seals that are due, and at all of them if something has landed that nobody has vouched for yet
+        and somebody wants to know. One look at a time at each.
+        """
+        unvouched = self._load.followed and frontier.unvouched
+        for one in self._growing.values():
+            if (one.due or (unvouched and not frontier.vouches(one.source))) and not one.source.proof.looking:
+                one.due = False
+                await self._flight.look(one.source)
+
+    async def _wait(self) -> None:
+        """Wait until something has happened: a look or another read has ended, an answer came, or a look is due."""
+        if self._work.news is None and all(source.proof.seen_s > -math.inf for source in self._work.sources):
+            self._loads.follow(self._load, self._work.sources, self._matched)
+            self._take_news()
+        for one in self._growing.values():
+            if one.followed is not None and one.followed.problem is not None:
+                raise one.followed.problem
+        if self._timer is None:
+            self._timer = self._loads.clock.call_later(LOOK_EVERY_S, self._look_again)
+        await self._flight.changed()
+
+    def _look_again(self) -> None:
+        """The timer: nobody may have told of what is there by now."""
+        self._timer = None
+        for one in self._growing.values():
+            one.due = True
+        self._flight.nudge()
+
+    def _told(self, source: Source) -> None:
+        """There is an answer of its rank."""
+        if (one := self._growing.get(source)) is not None:
+            one.due = True
+        self._flight.nudge()
+
+    def _take_news(self) -> None:
+        """What is told of the leases that are read; at first any token is of interest."""
+        news = self._work.news
+        for one in news.followed if news is not None else ():
+            if one.source in self._growing:
+                self._growing[one.source].followed = one
+                one.want(self._tokens - 1)
+
+
+class Growth:
+    """When what has grown is worth a read, of one load.
+
+    Loads of leases that advance in step would all read in the same turn of the loop, so their first reads differ.
+    """
+
+    def __init__(self, num_tokens: int, slice_bytes: int, number: int) -> None:
+        """`number` tells loads apart."""
+        self._num_tokens = num_tokens
+        self._slice_bytes = slice_bytes
+        self._share = 0.5 + (number * _GOLDEN) % 1.0
+
+    def there(self, lane: Lane, growing: dict[Source, _Growing]) -> int:
+        """How many tokens may be read from all ranks of a lane."""
+        return min(growing[source].there(self._num_tokens) for source in lane.sources)
+
+    def due(self, lanes: Sequence[Lane], growing: dict[Source, _Growing]) -> list[Lane]:
+        """What is to be read now: all of what is complete, and the rest if it is worth a read.
+
+        If nothing is, the ranks are asked to tell when that may have changed.
+        """
+        tokens, due, rest, size_bytes = self._num_tokens, [], [], 0
+        for lane in lanes:
+            there = self.there(lane, growing)
+            readable = lane.readable_bytes(there)
+            if readable and there >= tokens:
+                due.append(lane)
+            elif readable:
+                rest.append(lane)
+                size_bytes += readable
+        sources = dict.fromkeys(source for lane in lanes for source in lane.sources)
+        worth = int(worth_bytes([growing[source] for source in sources], self._slice_bytes) * self._share)
+        if rest and size_bytes >= worth:
+            due += rest
+            self._share = 1.0
+        if not due and lanes:
+            more = max((worth - size_bytes) // max(sum(lane.size_bytes(1) for lane in lanes), 1), 1)
+            for source in sources:
+                missing = tokens - growing[source].there(tokens)
+                if (followed := growing[source].followed) is not None:
+                    followed.want(max(missing - more, 0) if missing else -1)
+        return due
+
+
+def worth_bytes(growing: Iterable[_Growing], slice_bytes: int) -> int:
+    """How much makes a read: what ranks deliver in about a millisecond, so that what is left at the end is no more.
+
+    A reader of many leases that advance in small steps has few reads to post then.
+    """
+    speed = sum(one.speed for one in growing)
+    return min(max(int(speed * _WORTH_S), _WORTH_LEAST_BYTES), slice_bytes)
+
+
+class Frontier:
+    """How much of the prompt, from the first token on, has landed in all lanes and is vouched for.
+
+    That takes a look that has found the leases open, and was posted after the last byte had landed, or so shortly
+    before that the blocks were held until then anyway: the arguments of `core.protocol.proof`.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        sources: Iterable[Source],
+        tell: Callable[[int, int], None],
+        history: History | None,
+    ) -> None:
+        """`tell` is given how many tokens, and of how many; `history` what has landed, vouched for or not."""
+        self._lanes = lanes
+        self._sources = tuple(sources)
+        self._tell = tell
+        self._history = history
+        self._first = min(lane.tokens.start for lane in lanes)
+        self._last = max(lane.tokens.stop for lane in lanes)
+        self._told = self._first
+        self._upto = self._first
+        """Landed, and not vouched for when it had."""
+        self._landed_s = -math.inf
+
+    @property
+    def done(self) -> bool:
+        """Whether all was told of."""
+        return self._told >= self._last
+
+    @property
+    def unvouched(self) -> bool:
+        """Whether more has landed than was told of."""
+        return self._upto > self._told
+
+    def note_landed(self, one: GroupSpan, now_s: float) -> None:
+        """A span is in our blocks."""
+        one.lane.note_landed(one.span)
+        self.look()
+        self._upto = min(self._last, *(lane.landed_upto for lane in self._lanes))
+        self._landed_s = now_s
+        if self._history is not None:
+            self._history.note(self._upto)
+        self.look()
+
+    def look(self) -> None:
+        """Tell of what is vouched for by now."""
+        if self.unvouched and all(map(self.vouches, self._sources)):
+            self._told = self._upto
+            self._tell(self._upto - self._first, self._last - self._first)
+
+    def vouches(self, source: Source) -> bool:
+        """Whether a source vouches for what has landed."""
+        quick_s = source.connection.quick_read_max_s
+        return not source.proof.over and self._landed_s - source.proof.seen_s < quick_s
