@@ -177,8 +177,8 @@ def overlap(lines: Iterable[Line]) -> dict[str, float]:
 
 
 def _arrows(leases: dict[_Offer, list[_Moment]], loads: list[tuple[_Offer, _Moment, float]]) -> Iterator[TraceEvent]:
-    """To each load from the latest lease of what it loads that began before the load ended: a load that asks by name may
-    begin before its lease does, and when a line was written is known less exactly than its phases.
+    """To each load from the latest lease of what it loads that began before the load ended: a load that asks by name
+    may begin before its lease does, and when a line was written is known less exactly than its phases.
     """
     for number, (offer, (process, begin_s), ended_s) in enumerate(loads, 1):
         before = [moment for moment in leases.get(offer, []) if moment[1] <= ended_s]
