@@ -24,6 +24,8 @@ _ENTRIES_MAX = 1 << 24
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
 
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+Missing: TypeAlias = Annotated[int, Meta(ge=-1, le=INT64_MAX)]
+"""-1 stands for none."""
 Size: TypeAlias = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 RankCount: TypeAlias = Annotated[int, Meta(ge=1, le=RANKS_MAX)]
 LayerIndex: TypeAlias = Annotated[int, Meta(ge=0, lt=LAYERS_MAX)]

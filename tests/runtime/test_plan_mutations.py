@@ -10,13 +10,13 @@ import group_hand_overs
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from kvflow.runtime.load import plan
 
 from kvflow.core.cache.state import StatePart
 from kvflow.core.plan import block_map
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, RegionMap
 from kvflow.core.plan.descriptors import Chunks, match_chunks
 from kvflow.errors import KVFlowError
+from kvflow.runtime.load import plan
 from kvflow.runtime.peers import handshake
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
@@ -73,7 +73,7 @@ def take_windows_for_beginnings(patch: pytest.MonkeyPatch) -> None:
     def match(*args: Any, whole: bool, **facts: Any) -> tuple[Chunks, ...]:
         return match_chunks(*args, whole=True, **{**facts, "needed_from": 0})
 
-    patch.setattr(loader, "match_chunks", match)
+    patch.setattr(plan, "match_chunks", match)
 
 
 def begin_segments_at_the_first(patch: pytest.MonkeyPatch) -> None:

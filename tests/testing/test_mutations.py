@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,27 +11,27 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvflow.runtime.consumer.seal_watch import OnEnd, SealWatches, WatchedSeal
 
 from kvflow.config import Config
 from kvflow.core.plan.descriptors import Chunks, match_chunks
 from kvflow.core.plan.topology import Rank
 from kvflow.core.policy.lease_book import LeaseBook, LeaseEntry
 from kvflow.core.policy.ledger import BlockLedger
+from kvflow.core.policy.queue import Permit
 from kvflow.core.policy.states import TRANSFER_TABLE, TransferEvent, TransferState, fire
 from kvflow.core.protocol.proof import FAILED, SealProof, SealTable
 from kvflow.runtime.incarnation import Incarnation
-from kvflow.runtime.load import loader, verifying
+from kvflow.runtime.load import plan, verifying
 from kvflow.runtime.load.flight import Flight, Poller
+from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.lanes import Lane, PromptSpan
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.loader import Loader
-from kvflow.runtime.load.news import Following
+from kvflow.runtime.load.news import News
 from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import TokenBlocks
 from kvflow.runtime.peers import peer
-from kvflow.runtime.peers.peer import Connection, Peer
+from kvflow.runtime.peers.peer import Connection, Peer, Source
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
@@ -77,7 +78,7 @@ def release_on_cancel(monkeypatch: pytest.MonkeyPatch) -> None:
     async def stop(self: Flight, grace_s: float) -> bool:
         if self.state in (TransferState.PENDING, TransferState.READING):
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.ABANDON)
-            self._settle()
+            self._give_back()
         return True
 
     monkeypatch.setattr(Flight, "stop", stop)
@@ -93,7 +94,7 @@ def never_release_loaded_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_quarantines(monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that ends after its load does not make the blocks safe."""
-    monkeypatch.setattr(Flight, "_note_end", only_wake)
+    monkeypatch.setattr(Flight, "nudge", only_wake)
 
 
 def only_wake(self: Flight) -> None:
@@ -175,13 +176,13 @@ def wait_for_a_forgotten_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def follow_without_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load waits for a prompt that is being computed as long as the lease is renewed, which is by itself."""
-    real = Loader._follow
+    real = GrowingLoads.follow
 
-    def follow(self: Loader, load: Any, *others: Any) -> None:
-        load.ends_s = math.inf
+    def follow(self: GrowingLoads, load: Any, *others: Any) -> None:
+        load.work.ends_s = math.inf
         real(self, load, *others)
 
-    monkeypatch.setattr(Loader, "_follow", follow)
+    monkeypatch.setattr(GrowingLoads, "follow", follow)
 
 
 def take_a_failed_lease_for_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,13 +198,27 @@ def take_a_failed_lease_for_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leave_a_look_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that ends does not wait for the look that is under way for it."""
-    real = SealWatches.remove
+    real_look, real_heard, real_stop = Flight.look, Flight._heard, Flight.stop
+    looks: Counter[Flight] = Counter()
+    left: set[Flight] = set()
 
-    def remove(self: SealWatches, seal: WatchedSeal, on_end: OnEnd) -> bool:
-        real(self, seal, lambda _: None)
-        return False
+    async def look(self: Flight, source: Source) -> None:
+        await real_look(self, source)
+        looks[self] += 1
 
-    monkeypatch.setattr(SealWatches, "remove", remove)
+    def heard(self: Flight, source: Source, permit: Permit, *others: Any) -> None:
+        if looks[self]:
+            looks[self] -= 1
+            self._under_way += self in left
+        real_heard(self, source, permit, *others)
+
+    async def stop(self: Flight, grace_s: float) -> bool:
+        self._under_way -= looks[self]
+        left.add(self)
+        return await real_stop(self, grace_s)
+
+    for name, mutant in (("look", look), ("_heard", heard), ("stop", stop)):
+        monkeypatch.setattr(Flight, name, mutant)
 
 
 def keep_what_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,10 +307,10 @@ def leave_extensions_unprotected(monkeypatch: pytest.MonkeyPatch) -> None:
 def end_without_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load does not wait for what was promised with the end."""
 
-    async def payload(self: Following) -> bytes:
+    async def payload(self: News) -> bytes:
         return b""
 
-    monkeypatch.setattr(Following, "payload", payload)
+    monkeypatch.setattr(News, "payload", payload)
 
 
 def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bool, int], Chunks | None]) -> None:
@@ -304,7 +319,7 @@ def mutate_matches(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[Chunks, bo
         changed = (mutate(some, whole, remote_block_size) for some in found)
         return tuple(some for some in changed if some is not None)
 
-    monkeypatch.setattr(loader, "match_chunks", match)
+    monkeypatch.setattr(plan, "match_chunks", match)
 
 
 MUTATIONS: dict[str, tuple[Mutation, str, int]] = {

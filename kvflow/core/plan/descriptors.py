@@ -349,7 +349,9 @@ def plan_slices(
         step = max(bytes_max // chunk_bytes if joins else min(bytes_max // chunk_bytes, descriptors_max // pieces), 1)
         start, stop = 0, step  # the first slice is planned alone, so that it can be posted soon
         while start < len(some):
-            plan = plan_read(groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head)
+            plan = plan_read(
+                groups, some if start == 0 and stop >= len(some) else some.select(slice(start, stop)), head
+            )
             start, stop = stop, stop + max(_PLANNED_AT_ONCE // (step * pieces), 1) * step
             if head is None:
                 yield from cut_slices(plan, bytes_max=bytes_max, descriptors_max=descriptors_max)
@@ -367,7 +369,7 @@ def _ascends(chunks: Chunks) -> bool:
     """Whether a few chunks are in the order of the peer's memory already."""
     if len(chunks.remote_ids) > _FEW or chunks.remote_parts is not None:
         return False
-    ids = chunks.remote_ids.tolist()
+    ids: list[int] = chunks.remote_ids.tolist()
     return ids == sorted(ids)
 
 

@@ -35,6 +35,7 @@ from kvflow.core.bounds import (
     Hold,
     Incarnation,
     Layers,
+    Missing,
     Name,
     NetAddress,
     PromptDigest,
@@ -265,7 +266,7 @@ class NewsRequest(msgspec.Struct, frozen=True, kw_only=True, tag="get_news"):
     known: Annotated[tuple[Count, ...], Meta(max_length=GROUPS_MAX)]
     """How many of its blocks the reader knows, by group."""
     wait_s: Wait
-    missing_max: Annotated[int, Meta(ge=-1, le=COUNT_MAX)] = -1
+    missing_max: Missing = -1
     """It is answered as well when no more of its tokens than that are missing; -1: not before its end."""
 
 

@@ -35,7 +35,6 @@ from kvflow.errors import (
     StoreFull,
 )
 from kvflow.logs import logger_of
-from kvflow.runtime.load.flight import Gear
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.flight import Gear
 from kvflow.runtime.memory.digests import Digesting, HeadSpan, TokenBlocks

@@ -1,4 +1,4 @@
-"""Looks at leases that grow: one read for all who wait for a rank, none when nobody does, at once when told to."""
+"""Looks at the seals of leases that grow: when an answer came, every so often where none does, and nobody's but one's own."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from kvflow.runtime.consumer import seal_watch
-from kvflow.runtime.consumer.seal_watch import LOOK_EVERY_S, SealWatches
 
 from kvflow import Lease, LeaseOutcome, Limits, Load, LoadRequest, ServeRequest
 from kvflow.errors import DeadlineExceeded, TransferFailed
+from kvflow.runtime.load import growing
+from kvflow.runtime.load.growing import LOOK_EVERY_S
 from kvflow.runtime.load.news import Follower
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
@@ -18,12 +18,6 @@ from tests.runtime.test_growing import pair_of
 from tests.tests_support import in_virtual_time
 
 COUNT = 6
-
-
-def watches_of(pair: InprocPair) -> SealWatches:
-    cache = pair.consumer.runtime._supervisor.cache
-    assert cache is not None
-    return cache.loader._gear.watches
 
 
 def reads(pair: InprocPair) -> int:
@@ -38,47 +32,30 @@ def many(pair: InprocPair, **more: Any) -> tuple[list[Lease], list[Any]]:
     return leases, loads
 
 
+def tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No question is ever answered."""
+
+    async def told_nothing(*_: object) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(Follower, "_ask", told_nothing)
+
+
 @in_virtual_time
-async def test_one_look_is_for_all() -> None:
+async def test_who_waits_looks_now_and_then() -> None:
     async with pair_of() as pair:
         leases, loads = many(pair)
-        await asyncio.sleep(0.1)
-        assert len(watches_of(pair)) == 1
-        before = reads(pair)
-        await asyncio.sleep(0.1)
-        looks = reads(pair) - before
-        assert 10 <= looks <= 0.1 / LOOK_EVERY_S + 1, "a look is for all of them"
         await asyncio.sleep(5.0)
         before = reads(pair)
         await asyncio.sleep(1.0)
-        assert 90 <= reads(pair) - before <= 101, "less often where nothing has changed for long"
+        assert reads(pair) - before <= COUNT * (1.0 / LOOK_EVERY_S + 1)
         for lease in leases:
             lease.advance(4)
         await asyncio.gather(*loads)
         assert [await lease for lease in leases] == [LeaseOutcome.READ] * COUNT
-        assert len(watches_of(pair)) == 0
         before = reads(pair)
         await asyncio.sleep(1.0)
         assert reads(pair) == before, "nobody waits, nobody looks"
-
-
-@in_virtual_time
-async def test_a_nudge_is_a_look_at_once() -> None:
-    async with pair_of() as pair:
-        leases, loads = many(pair)
-        await asyncio.sleep(5.0)
-        before = reads(pair)
-        watches_of(pair).nudge("of nobody")
-        assert reads(pair) == before
-        watches_of(pair).nudge(leases[1].ticket.first.lease_id)
-        assert reads(pair) == before + 1
-        watches_of(pair).nudge(leases[1].ticket.first.lease_id)
-        assert reads(pair) == before + 1, "one look at a time: the next one follows it"
-        for load in loads:
-            load.cancel()
-        await asyncio.wait([asyncio.ensure_future(load.settled()) for load in loads])
-        for lease in leases:
-            lease.revoke()
 
 
 @in_virtual_time
@@ -101,8 +78,7 @@ async def test_small_steps_are_not_read_one_by_one() -> None:
 @in_virtual_time
 async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds that not all is there asks for news, also if what is there is not worth a read."""
-    monkeypatch.setattr(seal_watch, "LOOK_EVERY_S", 10.0)
-    monkeypatch.setattr(seal_watch, "_LOOK_MOST_S", 10.0)
+    monkeypatch.setattr(growing, "LOOK_EVERY_S", 10.0)
     async with pair_of(limits=Limits()) as pair:
         blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
         lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
@@ -115,26 +91,21 @@ async def test_a_producer_tells_at_once_that_a_lease_is_complete(monkeypatch: py
 
 
 @in_virtual_time
-async def test_the_look_that_finds_a_lease_complete_wakes_who_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the producer does not tell of it."""
-
-    async def told_nothing(*_: object) -> None:
-        await asyncio.get_running_loop().create_future()
-
-    monkeypatch.setattr(Follower, "_ask", told_nothing)
-    monkeypatch.setattr(seal_watch, "LOOK_EVERY_S", 10.0)
-    monkeypatch.setattr(seal_watch, "_LOOK_MOST_S", 10.0)
+async def test_where_no_answer_comes_a_look_finds_the_lease_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And wakes who follows the load."""
+    tell_nothing(monkeypatch)
     async with pair_of(limits=Limits()) as pair:
         blocks, taken = [0, 1, 2, 3], [4, 5, 6, 7]
         lease = pair.producer.runtime.serve_blocks(ServeRequest("req", blocks, num_tokens=16, computed_tokens=0))
         load = pair.consumer.runtime.start_load(LoadRequest("req", lease.ticket, taken))
         seen = asyncio.create_task(_followed(load))
         await asyncio.sleep(1.0)
+        assert not load.done
         lease.advance(16)
-        watches_of(pair).nudge(lease.ticket.first.lease_id)
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2 * LOOK_EVERY_S)
         assert load.done
         assert (await seen)[-1] == 16
+        pair.assert_loaded(taken, blocks)
 
 
 async def _followed(load: Load) -> list[int]:
@@ -142,15 +113,17 @@ async def _followed(load: Load) -> list[int]:
 
 
 @in_virtual_time
-async def test_a_look_that_fails_ends_who_waits_for_it() -> None:
+async def test_a_look_that_fails_ends_its_own_load_alone() -> None:
     async with pair_of() as pair:
         leases, loads = many(pair)
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         pair.consumer.transport.faults.fail_next.append(TransportError("scripted"))
-        for load in loads:
-            with pytest.raises(TransferFailed):
-                await load
-        assert len(watches_of(pair)) == 0
+        await asyncio.sleep(LOOK_EVERY_S)
+        for lease in leases:
+            lease.advance(4)
+        ended = await asyncio.gather(*loads, return_exceptions=True)
+        assert sum(isinstance(one, TransferFailed) for one in ended) == 1
+        assert sum(isinstance(one, BaseException) for one in ended) == 1
         for lease in leases:
             lease.revoke()
 
