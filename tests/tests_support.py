@@ -120,9 +120,10 @@ async def leases_ended(runtime: Runtime) -> None:
 async def pass_deadlines(runtime: Runtime) -> None:
     """Let the deadlines of the loads under way pass now, where a test has brought them to the moment that it means."""
     assert runtime._supervisor.cache is not None
-    now_s = asyncio.get_running_loop().time()
-    for load in runtime._supervisor.cache.loader._loads:
-        load.timeout.reschedule(now_s)
+    loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
+    for work in loader._loads.values():
+        work.ends_s = now_s
+    loader._look_at(now_s)
 
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -1,4 +1,4 @@
-"""Looks at the seals of leases that grow: when an answer came, every so often where none does, and nobody's but one's own."""
+"""Looks at the seals of leases that grow: when an answer came, and every so often where none does."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ async def at_work(tmp_path: Path, state: RuntimeState) -> AsyncIterator[tuple[Ru
         await runtime.register_kv_caches(*small_cache())
         lease = runtime.serve_blocks(ServeRequest("req", [3], num_tokens=8, computed_tokens=0))
         load = runtime.start_load(load_request(lease, [0, 1]))
-        await until(lambda: load.flight is not None)
+        await until(lambda: load.work is not None and load.work.flight is not None)
         draining = asyncio.create_task(runtime.drain(WAIT_S) if state is RuntimeState.DRAINING else asyncio.sleep(0))
         await until(lambda: runtime.state is state)
         before = runtime.statistics()

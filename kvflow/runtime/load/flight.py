@@ -230,6 +230,11 @@ class Flight:
         """Whether no byte can land in the blocks any more."""
         return transfer_blocks_safe(self.state)
 
+    @property
+    def lost(self) -> BaseException | None:
+        """Why it will never be known when its last read has stopped; None unless that is so."""
+        return self._end.exception() if self._end is not None and self._end.done() else None
+
     async def settled(self) -> None:
         """Return once the blocks are safe. RuntimeBroken if that can never be known because the transport died.
 

@@ -35,6 +35,7 @@ from kvflow.errors import (
     PrefillFailed,
     PromptMismatch,
     RequestError,
+    RuntimeBroken,
     RuntimeClosed,
     RuntimeUnavailable,
     TransferFailed,
@@ -286,6 +287,8 @@ class Loader:
             self._end(load, work, bug, "failed", type(bug).__name__, str(bug))
             raise
         else:
+            if work.overdue:  # in the moment in which it was done
+                work.was_late()
             self._counts["bytes"] += report.bytes
             self._end(load, work, report, "succeeded", LOADED)
             return report
@@ -445,8 +448,10 @@ class Loader:
         return work.failure(load, LeaseExpired, _OVER)
 
     def _late(self, load: Load, work: Work) -> KVFlowError:
-        """Why it has no more time."""
-        phase = work.where
+        """Why it has no more time. If the transport died under it, that is why."""
+        phase, lost = work.where, work.flight.lost if work.flight is not None else None
+        if isinstance(lost, RuntimeBroken):
+            return lost
         if self._closed:
             return self._closed_error(load, phase)
         return work.failure(load, DeadlineExceeded, f"deadline exceeded in phase {phase!r}", phase=phase)
