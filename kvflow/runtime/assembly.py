@@ -29,11 +29,10 @@ from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign, Ways
-from kvflow.runtime.load.flight import Gear, Poller
+from kvflow.runtime.load.flight import Gear, Poller, Words
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.loader import Loader, reads_in_flight
 from kvflow.runtime.load.route import Route
-from kvflow.runtime.load.words import Words
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers

@@ -70,7 +70,7 @@ class StockLeases:
     def tell(self, sources: Sequence[StockSource]) -> None:
         """Report to every rank that we need it no more: from now on nothing is read for this request."""
         for source in sources:
-            source.sight.told = True
+            self._sights.told(source.sight)
             self._transport.notify(source.connection.agent, source.text)
 
     def parse(self, given: Ticket | Mapping[str, Any]) -> StockTicket | None:

@@ -71,7 +71,7 @@ class StockService:
         config, shown = context.config, encode_metadata(shown_of(ours, metadata, pose), pose.line)
         self._ranks.begin(config.engine_id, config.tp_rank, config.tp_size, shown)
         self._tallies: OrderedDict[str, _Tally] = OrderedDict()
-        """Of leases that have been read by some, by lease id."""
+        """Of leases that have been read by some of their readers, by lease id."""
         self.refused = 0
         """Questions that had no answer, and texts that said nothing."""
 
@@ -123,6 +123,8 @@ class StockService:
             logger.info("stock readers of one request say that they are %s, and %s", tally.readers, heard.readers)
             return
         tally.told += 1
+        if lease_id is not None and tally.told >= tally.readers:
+            del self._tallies[lease_id]
         message = messages.ReadDone(
             lease_ids=(lease_id or _NOBODYS,), reader=f"stock {tally.told}", numerator=1, denominator=heard.readers
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from kvflow.core.plan.topology import Rank
 from kvflow.core.stock.deadline import DeadlineProof, Terms
@@ -13,6 +14,7 @@ from kvflow.errors import LeaseExpired
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import Peer
 
+_Key: TypeAlias = tuple[str, str, str]  # engine, address, request
 _SEEN_MAX = 1 << 16
 _MET_MAX = 1 << 14
 
@@ -21,13 +23,15 @@ _MET_MAX = 1 << 14
 class Sight:
     """One request of a stock engine."""
 
-    request_id: str
+    key: _Key
     arrived_s: float
     lives: dict[Rank, str] = field(default_factory=dict)
     """The NIXL agent of each rank when we first met it for this request: another one is another life."""
     deadlines: dict[Rank, DeadlineProof] = field(default_factory=dict)
-    told: bool = False
-    """Whether its producer was told that it was read, or is not needed: it holds nothing for us any more."""
+
+    @property
+    def request_id(self) -> str:
+        return self.key[-1]
 
 
 class Sights:
@@ -38,7 +42,8 @@ class Sights:
         self._machine = machine
         self._clock = context.clock
         self._transport = context.transport
-        self._seen: OrderedDict[tuple[str, str, str], Sight] = OrderedDict()
+        self._seen: OrderedDict[_Key, Sight | None] = OrderedDict()
+        """None: its producer was told that it was read, or is not needed. It holds nothing for us any more."""
         self._met: OrderedDict[tuple[str, str, Rank], tuple[str, float]] = OrderedDict()
         """The life of each rank, and when it was met, if there was another one before."""
 
@@ -48,15 +53,22 @@ class Sights:
         Raises LeaseExpired if it has been read here, or arrived by another machine's clock.
         """
         key = (ticket.engine_id, ticket.address, ticket.request_id)
-        sight = self._seen.get(key)
-        if sight is None:
-            sight = self._seen[key] = Sight(ticket.request_id, self._arrived_s(ticket))
-            if len(self._seen) > _SEEN_MAX:
-                self._seen.popitem(last=False)
+        if key not in self._seen:
+            self._note(key, Sight(key, self._arrived_s(ticket)))
         self._seen.move_to_end(key)
-        if sight.told:
+        sight = self._seen[key]
+        if sight is None:
             raise expired(ticket, "its producer was told that it has been read")
         return sight
+
+    def told(self, sight: Sight) -> None:
+        """From now on nothing is read for this request."""
+        self._note(sight.key, None)
+
+    def _note(self, key: _Key, sight: Sight | None) -> None:
+        self._seen[key] = sight
+        if len(self._seen) > _SEEN_MAX:
+            self._seen.popitem(last=False)
 
     def deadline_of(self, sight: Sight, peer: Peer, life: str, ticket: StockTicket) -> DeadlineProof:
         """How long a rank may be believed for this request.

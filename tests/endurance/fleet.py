@@ -58,11 +58,16 @@ class Process:
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=self._environment)
         until_s = time.monotonic() + START_S
-        while not self.path.exists():
-            if self._process.returncode is not None or time.monotonic() > until_s:
-                raise ConnectionError(f"{self.path.name} does not start, exit code {self._process.returncode}")
-            await asyncio.sleep(0.05)
-        self._client = await Client().connect(self.path)
+        while True:
+            try:
+                self._client = await Client().connect(self.path)
+            except (FileNotFoundError, ConnectionRefusedError):  # a socket has its name before it listens
+                if self._process.returncode is not None or time.monotonic() > until_s:
+                    code = self._process.returncode
+                    raise ConnectionError(f"{self.path.name} does not start, exit code {code}") from None
+                await asyncio.sleep(0.05)
+            else:
+                return
 
     async def call(self, verb: str, **arguments: Any) -> Any:
         try:

@@ -59,6 +59,7 @@ class Client:
         self._calls = 0
 
     async def connect(self, path: Path) -> Client:
+        """ConnectionRefusedError while the process is about to listen."""
         reader, self._writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES_MAX)
         self._reading = asyncio.create_task(self._read(reader))
         return self

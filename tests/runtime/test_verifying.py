@@ -160,18 +160,18 @@ async def test_blocks_that_land_in_each_others_places_are_found(
 ) -> None:
     """The right bytes in a wrong place, as a bug of the plan would put them."""
     route = cache_of(pair.reader).route
-    groups = route.groups
+    read = route.read
 
-    def swapped(sources: Any, *more: Any) -> Any:
+    def swapped(flight: Any, sources: Any, *more: Any) -> Any:
         for source in sources:
             source.chunks = [(its_map, some.to(some.local_ids[::-1])) for its_map, some in source.chunks]
-        return groups(sources, *more)
+        return read(flight, sources, *more)
 
-    monkeypatch.setattr(route, "groups", swapped)
+    monkeypatch.setattr(route, "read", swapped)
     lease = pair.offer([3, 7])
     report = await pair.load(lease, [0, 1], verify=True)
     assert report.verification is Verification.REPAIRED, "the bug has swapped them back"
-    monkeypatch.setattr(route, "groups", groups)
+    monkeypatch.setattr(route, "read", read)
     pair.assert_loaded([0, 1], [3, 7])
 
 
@@ -276,7 +276,8 @@ async def test_digests_that_fail_here_leave_the_load_unverified(pair: EnginePair
     async def fails(job: object) -> None:
         raise RuntimeError("out of memory")
 
-    loader._verifier._gear = loader._verifier._gear._replace(run=fails)
+    verifier = loader._verifying._verifier
+    verifier._gear = verifier._gear._replace(run=fails)
     lease = pair.offer([3])
     error = await pair.fails(TransferFailed, lease, verify=True)
     assert "it cannot be verified: no digests of our cache: out of memory" in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -26,12 +27,13 @@ from stock_engines import (
 )
 
 from kvflow import Config, LoadRequest, Runtime, ServeRequest
-from kvflow.core.stock.deadline import Arrival
+from kvflow.core.stock.deadline import Arrival, DeadlineProof
 from kvflow.core.stock.params import read_stock
 from kvflow.errors import KVFlowError, LeaseExpired, PeerError, PeerIncompatible, RequestError, TransferFailed
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LoadRecord
 from kvflow.stock import StockPeers, Terms, arrival
+from kvflow.stock.sights import Sight
 from kvflow.testing import assert_quiet
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
@@ -67,6 +69,18 @@ async def reader(
         await runtime.register_kv_caches(cache, layout_of(cache))
         yield Reader(runtime, cache)
         assert_quiet(runtime.statistics())
+
+
+async def test_what_is_remembered_of_a_request_that_was_read_is_its_name() -> None:
+    """For as long as others' parameters of it may come: an engine reads a million prompts a day."""
+    async with stock_producer() as producer, reader() as ours:
+        for number in range(8):
+            params = producer.offer(f"cmpl-{number}-0-aabbccdd", [3], TOKENS)
+            await ours.load(params, [7])
+            with pytest.raises(LeaseExpired, match="was told that it has been read"):
+                await ours.load(params, [7])
+        gc.collect()
+        assert not [one for one in gc.get_objects() if type(one) in (Sight, DeadlineProof)]
 
 
 async def test_a_load_is_as_from_one_of_ours() -> None:

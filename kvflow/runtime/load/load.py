@@ -120,6 +120,7 @@ class Work:
         "ends_s",
         "entries",
         "flight",
+        "freshness",
         "grown",
         "landed",
         "news",
@@ -160,6 +161,8 @@ class Work:
         """Whether the loader has cancelled it: its deadline has passed, or the loader closes."""
         self.sources: Sequence[Source] = ()
         """The ranks that are read from, once there is a plan."""
+        self.freshness = ""
+        """What vouches for its bytes, as in a `LoadReport`; "" before it is known from whom they are."""
         self.tokens = 0
         """How many tokens are read."""
         self.flight: Flight | None = None
@@ -178,12 +181,6 @@ class Work:
         now_s = self._now_s()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now_s - self._since_s
         self.phase, self._since_s = phase, now_s
-
-    def begin(self) -> None:
-        """The task that calls carries it out."""
-        task = self.task = asyncio.current_task()
-        assert task is not None, "loads are carried out by tasks"
-        self.cancelling = task.cancelling()
 
     def end_now(self) -> None:
         """Its time is over: whatever it waits for, it ends. Once; one that has yet to begin finds out then."""
@@ -218,11 +215,6 @@ class Work:
             seconds["wire"] -= queued_s + post_s
             if flight.waits:
                 self.phase = "queued"
-
-    @property
-    def freshness(self) -> str:
-        """What vouches for its bytes, as in a `LoadReport`; "" before it is known from whom they are."""
-        return self.sources[0].proof.kind if self.sources else ""
 
     def report(self, request_id: str, *, notified: bool = False) -> LoadReport:
         flight = self.flight

@@ -270,7 +270,9 @@ class Loader:
 
     async def _carry_out(self, load: Load, work: Work) -> LoadReport:
         """From the first step to the outcome: the one place where a load ends."""
-        work.begin()
+        task = work.task = asyncio.current_task()
+        assert task is not None, "loads are carried out by tasks"
+        work.cancelling = task.cancelling()
         try:
             if self._closed or work.ends_s <= asyncio.get_running_loop().time():
                 raise self._late(load, work)
@@ -362,6 +364,7 @@ class Loader:
             await self._gate.come(load.request.priority, again=True)
         plan = planned(f"request {load.request_id!r}", ticket, work.tables, self._local.groups, sources)
         work.sources, work.tokens = plan.sources, plan.tokens
+        work.freshness = plan.sources[0].proof.kind if plan.sources else ""
         if load.request.after is not None or not self._gear.words.take(plan.sources):
             await self._admitted(load, work)
         flight = Flight(load.request_id, work.entries, plan.sources, load.request.priority, self._gear, self._landed)

@@ -140,7 +140,9 @@ class Reach:
 
     def _check_layers(self, ticket: Ticket, reached: Sequence[tuple[Peer, Connection]]) -> None:
         """PeerIncompatible unless these ranks have all layers of ours."""
-        stages = {peer.rank.pp: connection.layers for peer, connection in reached}
+        stages: dict[int, Mapping[str, tuple[int, ...]]] = {}
+        for peer, connection in reached:
+            stages[peer.rank.pp] = connection.layers
         for part, ours in self._layers.items():
             theirs = []
             for layers in stages.values():
