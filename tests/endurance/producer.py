@@ -168,8 +168,10 @@ class Producer:
         for lease, _ in self._many.values():
             if lease.ticket.ttl_s == _HOUR_S:
                 lease.revoke()
+                await asyncio.sleep(0)
         for number, (lease, tables) in self._many.items():
             outcomes[str(await lease)] += 1
+            await asyncio.sleep(0)  # a lease that has ended is awaited at once, and others want an answer
             wrong = home.cache.difference(tables, number, _LEASE_TOKENS)
             if wrong:
                 home.cache.errors.append(f"leased blocks have changed: {wrong}")
