@@ -163,6 +163,25 @@ def test_imports_point_one_way() -> None:
                 assert below or target == part, f"{path} ({part}) imports {name} ({target})"
 
 
+RUNTIME_PACKAGES = (("channel", "memory"), ("peers",), ("producer", "load"), ("store",))
+"""Of `kvflow/runtime`, from below: each may import those before its own row."""
+
+
+def test_packages_of_the_runtime_see_each_other_one_way() -> None:
+    level_of = {name: level for level, row in enumerate(RUNTIME_PACKAGES) for name in row}
+    found = {path.split("/")[2] for path in SOURCES if path.startswith("kvflow/runtime/") and path.count("/") == 3}
+    assert found == set(level_of)
+    seen = 0
+    for path, tree in SOURCES.items():
+        ours = path.removeprefix("kvflow/runtime/").split("/")[0] if path.startswith("kvflow/runtime/") else ""
+        for name in imports(path, tree) if ours in level_of else []:
+            theirs = name.removeprefix("kvflow.runtime.").split(".")[0] if name.startswith("kvflow.runtime.") else ours
+            seen += theirs != ours
+            if theirs in level_of and theirs != ours:
+                assert level_of[theirs] < level_of[ours], f"{path} imports {name}"
+    assert seen > 20, "the test saw nothing"
+
+
 def test_core_is_pure() -> None:
     for path, tree in SOURCES.items():
         if part_of(path) == "core" or path in ALSO_PURE:
