@@ -100,6 +100,7 @@ class Serving:
         self._config = context.config
         self._clock = context.clock
         self._local = local
+        self._tickets = _Tickets(context, local)
         self._blocks = blocks
         self._book = LeaseBook(hold_s=context.config.limits.seal_hold_s, lifetime_s=context.config.lease_lifetime_s)
         self._offers: dict[LeaseEntry, OpenLease] = {}
@@ -148,7 +149,7 @@ class Serving:
         offered_s = self._clock.now_s()
         if held.computed < held.num_tokens:
             held.history = History(self._clock.now_s, offered_s)
-        ticket = _ticket(self._context, self._local, request, held, digest=digest, now_s=offered_s)
+        ticket = self._tickets.make(request, held, digest, offered_s)
         entry = self._book.open(
             LeaseTerms(
                 lease_id=held.lease_id,
@@ -437,52 +438,56 @@ class Serving:
         )
 
 
-def _ticket(
-    context: RankContext,
-    local: LocalRank,
-    request: ServeRequest,
-    held: HeldBlocks,
-    *,
-    digest: str,
-    now_s: float,
-) -> Ticket:
-    config, identity = context.config, context.identity
-    first, *more = (tuple(ids.tolist()) for ids in held.tables)
-    host = [tuple(ids.tolist()) for ids in held.host_tables or ()]
-    kinds, extends = parallelism_of(local.cache_shares), request.extends or held.extends
-    ttl_s = config.lease_ttl_s if request.ttl_s is None else request.ttl_s
-    own = RankLease(
-        pp_rank=config.pp_rank,
-        tp_rank=config.tp_rank,
-        lease_id=held.lease_id,
-        seal_index=held.seal_index,
-        incarnation=identity.incarnation,
-        expires_s=now_s + ttl_s,
-        host=identity.host,
-        port=identity.port,
-        block_ids=host[0] if host else None,
-        more_block_ids=tuple(host[1:]),
-        pending=(len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
-        payload=request.payload,
-    )
-    return Ticket(
-        engine_id=config.engine_id,
-        request_id=request.request_id,
-        block_ids=first,
-        more_block_ids=tuple(more),
-        num_tokens=request.num_tokens,
-        ttl_s=ttl_s,
-        tp_size=config.tp_size,
-        pp_size=config.pp_size,
-        dp_rank=config.dp_rank,
-        block_size=kinds.block_size,
-        kv_heads=kinds.kv_heads,
-        model_kv_heads=kinds.model_kv_heads,
-        more_kinds=kinds.more,
-        groups=told_groups(local.groups),
-        fixed_ports=config.listen_port > 0,
-        ranks=(own,),
-        traceparent=request.traceparent,
-        prompt_digest=digest,
-        extends=extends,
-    )
+class _Tickets:
+    """Makes the tickets of a rank: what is the same in all of them is found once."""
+
+    def __init__(self, context: RankContext, local: LocalRank) -> None:
+        config, identity, kinds = context.config, context.identity, parallelism_of(local.cache_shares)
+        self._ttl_s = config.lease_ttl_s
+        self._own = partial(
+            RankLease,
+            pp_rank=config.pp_rank,
+            tp_rank=config.tp_rank,
+            incarnation=identity.incarnation,
+            host=identity.host,
+            port=identity.port,
+        )
+        self._ticket = partial(
+            Ticket,
+            engine_id=config.engine_id,
+            tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            dp_rank=config.dp_rank,
+            block_size=kinds.block_size,
+            kv_heads=kinds.kv_heads,
+            model_kv_heads=kinds.model_kv_heads,
+            more_kinds=kinds.more,
+            groups=told_groups(local.groups),
+            fixed_ports=config.listen_port > 0,
+        )
+
+    def make(self, request: ServeRequest, held: HeldBlocks, digest: str, now_s: float) -> Ticket:
+        """Of a lease that is about to be opened."""
+        first, *more = (tuple(ids.tolist()) for ids in held.tables)
+        host = [tuple(ids.tolist()) for ids in held.host_tables or ()]
+        ttl_s, extends = self._ttl_s if request.ttl_s is None else request.ttl_s, request.extends or held.extends
+        own = self._own(
+            lease_id=held.lease_id,
+            seal_index=held.seal_index,
+            expires_s=now_s + ttl_s,
+            block_ids=host[0] if host else None,
+            more_block_ids=tuple(host[1:]),
+            pending=(len(held.entries) > 0 and held.computed < held.num_tokens) or extends,
+            payload=request.payload,
+        )
+        return self._ticket(
+            request_id=request.request_id,
+            block_ids=first,
+            more_block_ids=tuple(more),
+            num_tokens=request.num_tokens,
+            ttl_s=ttl_s,
+            ranks=(own,),
+            traceparent=request.traceparent,
+            prompt_digest=digest,
+            extends=extends,
+        )

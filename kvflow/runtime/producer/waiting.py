@@ -69,7 +69,9 @@ class WaitingQuestions:
 
     def settle(self, request_id: str, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
         """Something has happened to a request: those that get an answer now wait no more."""
-        for waiting in list(self._of_request.get(request_id, ())):
+        if request_id not in self._of_request:
+            return
+        for waiting in list(self._of_request[request_id]):
             reply = answer(waiting.question)
             if reply is not None:
                 self._end(waiting, reply)
