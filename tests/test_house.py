@@ -42,7 +42,6 @@ LOOKING_AGAIN = {
     "kvflow/runtime/channel/asking.py": "a listener drops all connections when it has too many",
     "kvflow/runtime/peers/reach.py": "a rank may open its lease a moment after the reader asked for it",
     "kvflow/runtime/peers/rendezvous.py": "a rank may have no room for one more question that waits",
-    "kvflow/transport/nixl/lock_share.py": "a thread gets Python's lock from a loop that sleeps",
     "kvflow/ray/peers.py": "Serve tells its own routers only when replicas come and go",
     "kvflow/ray/metrics.py": "Ray's gauges are set, not asked for: they are set every few seconds",
 }
@@ -59,7 +58,6 @@ LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log
 # Tests whose subject is time itself, each with the reason.
 SLEEPING_TESTS = {
     "tests/testing/test_virtual_loop.py": "what is tested is the passing of virtual time",
-    "tests/transport/test_lock_share.py": "virtual time, in which looks are rare; and calls that let go of a lock",
     "tests/runtime/test_fair_reads.py": "virtual time: loads begin although nothing happens",
     "tests/runtime/test_events.py": "virtual time: what is tested is that nothing has happened when some has passed",
     "tests/runtime/test_growing.py": "virtual time: what is tested is what has landed when some has passed",
@@ -143,10 +141,10 @@ def test_the_checks_see_the_house() -> None:
     assert {part_of(path) for path in SOURCES} >= {"errors", "config", "core", "transport", "runtime", ""}
     assert "kvflow.errors.ConfigError" in set(imports("kvflow/config.py", SOURCES["kvflow/config.py"]))
     relative = ast.parse(
-        "from ...core.plan import topology\nfrom . import owner\nimport importlib\nimportlib.import_module('x.y')"
+        "from ...core.plan import topology\nfrom . import mailbox\nimport importlib\nimportlib.import_module('x.y')"
     )
     found = set(imports("kvflow/transport/nixl/loop.py", relative))
-    assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.owner", "importlib", "x.y"}
+    assert found == {"kvflow.core.plan.topology", "kvflow.transport.nixl.mailbox", "importlib", "x.y"}
 
 
 def test_imports_point_one_way() -> None:
@@ -365,6 +363,36 @@ def test_tests_do_not_wait_by_sleeping_and_give_a_slow_host_its_time(found_in: C
 def test_the_library_waits_for_events_not_for_time() -> None:
     for path in (path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")):
         assert len(sleeps(SOURCES[path])) == (path in LOOKING_AGAIN), path
+
+
+def test_the_library_leaves_the_hosts_threads_and_lock_alone() -> None:
+    """No loop is put to sleep, no thread is bound to a core, and how long threads hold Python's lock is the host's."""
+    wrong = "time.sleep(0)\nfrom time import sleep\nos.sched_setaffinity(0, {1})\nsys.setswitchinterval(1)"
+    assert meddling(ast.parse(wrong)) == [1, 2, 3, 4]
+    assert meddling(ast.parse("asyncio.sleep(1)\ntime.monotonic()\nsleeps")) == []
+    for path in (path for path in SOURCES if part_of(path) not in (*PROGRAMS, "")):
+        assert meddling(SOURCES[path]) == [], path
+
+
+def meddling(tree: ast.AST) -> list[int]:
+    """Lines that name what is not the library's to use."""
+    found = set()
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Attribute(value=ast.Name("time"), attr="sleep")
+                | ast.Attribute(
+                    attr="sched_setaffinity"
+                    | "sched_setscheduler"
+                    | "sched_yield"
+                    | "setpriority"
+                    | "setswitchinterval"
+                )
+            ):
+                found.add(node.lineno)
+            case ast.ImportFrom(module="time", names=names) if any(one.name == "sleep" for one in names):
+                found.add(node.lineno)
+    return sorted(found)
 
 
 def test_tests_are_never_skipped_silently() -> None:

@@ -1,12 +1,10 @@
-"""A helper: a second thread that does a share of the copy thread's work, on another core."""
+"""A helper: a second thread that does a share of the copy thread's work."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
-
-from kvflow.device import cores
 
 T = TypeVar("T")
 
@@ -24,13 +22,12 @@ class Helper:
         Raises what one of them has raised, after both have ended.
         """
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, self._name, cores.enlist)
-        with cores.own_core():
-            theirs = self._threads.submit(work)
-            try:
-                found = [work()]
-            finally:
-                theirs.exception()  # waits
+            self._threads = ThreadPoolExecutor(1, self._name)
+        theirs = self._threads.submit(work)
+        try:
+            found = [work()]
+        finally:
+            theirs.exception()  # waits
         return [*found, theirs.result()]
 
     def end(self) -> None:

@@ -29,9 +29,6 @@ class InlineCopier(CopyThread):
         self._free_at_s = max(self._free_at_s, self._loop.time()) + self._duration_s()
         self._loop.call_at(self._free_at_s, self._run, job, on_end)
 
-    def take_core(self) -> None:
-        """There is no thread."""
-
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
         watch = Watch(event, on_end, self._loop.time())
         self._watches.add(watch)

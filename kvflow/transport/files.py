@@ -20,7 +20,7 @@ from kvflow.core.cache.regions import Span
 from kvflow.core.plan.descriptors import Descriptors
 from kvflow.errors import TransportBroken
 from kvflow.transport.base import TransportError
-from kvflow.transport.nixl.owner import OwnerThread
+from kvflow.transport.thread import OwnerThread
 
 T = TypeVar("T")
 

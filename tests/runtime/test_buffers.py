@@ -28,7 +28,6 @@ from kvflow.errors import (
     RuntimeClosed,
     TransferFailed,
 )
-from kvflow.runtime.load import route
 from kvflow.runtime.memory.copies import block_rows, copy_blocks, on_host
 from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.memory.pool import Pool
@@ -244,20 +243,6 @@ async def test_blocks_that_come_too_late_cost_the_deadline_and_nothing_else() ->
         await far.fails(DeadlineExceeded, lease, match="in phase 'wire'", deadline_s=0.5)
         await far.load(lease)
         assert await lease is LeaseOutcome.READ
-
-
-@in_virtual_time
-async def test_the_copy_thread_has_a_core_for_what_is_large_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[str] = []
-    monkeypatch.setattr(InlineCopier, "take_core", lambda _: taken.append("a core"))
-    async with far_pair(world=InprocCluster().world()) as far:
-        lease = far.offer([3])
-        await far.load(lease)
-        assert await lease is LeaseOutcome.READ
-        assert taken == []
-        monkeypatch.setattr(route, "_OWN_CORE_BYTES", 1)
-        await far.load(far.offer([3]))
-        assert taken
 
 
 async def test_nothing_is_reported_before_it_is_on_the_device(far: FarPair) -> None:

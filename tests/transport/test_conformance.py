@@ -21,7 +21,6 @@ from kvflow.errors import ConfigError, TransportBroken
 from kvflow.limits import Limits
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, ReadEnded, Transport, TransportError
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from kvflow.transport.nixl.lock_share import Pace
 from kvflow.transport.nixl.loop import NixlTransport
 
 CPU = Device("cpu", 0)
@@ -366,10 +365,48 @@ async def test_nixl_tells_of_ends_however_often_its_thread_is_called() -> None:
     async with two_ends(make_nixl()) as ends:
         await read_ended(ends, (0, 0, SIZE))
         agents: Any = ends.reader.transport._agents  # type: ignore[attr-defined]
-        agents._pace = Pace()
-        agents._pace.called = True
+        agents._called = lambda: True
         await read_ended(ends, (0, 0, SIZE))
         await read_ended(ends, (0, 0, 8))
+
+
+class Watched:
+    """An agent of NIXL: the names of its calls go to `log`."""
+
+    def __init__(self, native: Any, log: list[str]) -> None:
+        self._native = native
+        self._log = log
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self._log.append(name)
+        call: Callable[..., Any] = getattr(self._native, name)
+        return call
+
+
+@pytest.mark.nixl
+async def test_nixl_tells_of_an_end_before_its_thread_lets_go_of_the_lock_again() -> None:
+    """Every call of NIXL lets go of Python's lock, and beside a busy loop waits for it: none is between landing and
+    telling. Only what has landed is told of before its handle is released.
+    """
+    log: list[str] = []
+    async with two_ends(make_nixl()) as ends:
+        await read_ended(ends, (0, 0, SIZE))
+        thread, agents = ends.reader.transport._alive()  # type: ignore[attr-defined]
+        put, native = agents._put, agents._reading.native
+
+        def tell(event: Event) -> None:
+            log.append("told")
+            put(event)
+
+        def watch() -> None:
+            agents._put, agents._reading.native = tell, Watched(native, log)
+
+        await thread.call(watch)
+        await read_ended(ends, (0, 0, 8))
+        await thread.call(lambda: setattr(agents._reading, "native", native))
+    calls = [name for name in log if name not in ("getNotifs", "getXferStatus")]
+    assert calls == ["createXferReq", "postXferReq", "told", "releaseXferReq"]
+    assert log[log.index("told") - 1] in ("postXferReq", "getXferStatus")
 
 
 @pytest.mark.nixl

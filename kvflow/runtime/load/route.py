@@ -34,8 +34,6 @@ from kvflow.runtime.peers.peer import Connection, Source
 HeadOf: TypeAlias = Callable[[Source], Piece]
 """Where a rank's seal is, and our word for it: `Flight.head`."""
 
-_OWN_CORE_BYTES = 1 << 20  # of a group; a copy thread takes its core in some 50 us
-
 
 class Route:
     """Turns loads into batches for one cache, which is the engine's or, with host staging, the host buffers."""
@@ -210,8 +208,6 @@ class Route:
         if host_ids is not None:
             assert staging is not None
             jobs.append(partial(staging.copy, CopyDirection.TO_DEVICE, span.local_ids, host_ids))
-        if jobs and sum(read.descriptors.size_bytes for read in reads) >= _OWN_CORE_BYTES:
-            self._copier.take_core()
         return CopyGroup(reads, partial(run_all, jobs) if jobs else None, partial(run_all, releases))
 
     async def _take_host_blocks(

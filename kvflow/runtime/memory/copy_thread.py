@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 
 from kvflow.core.cache.regions import Device
 from kvflow.core.policy.events import DeviceEvent, OnEnd, Watch, Watches
-from kvflow.device import cores
 from kvflow.device.cache_device import CacheDevice
 from kvflow.device.helper import Helper
-from kvflow.transport.nixl.owner import OwnerThread
+from kvflow.transport.thread import OwnerThread
 
 _IDLE_S = 3600.0  # nothing has to be done between jobs
-_KEEPS_CORE_S = 0.01  # more than passes between two copies of a load
 
 
 class CopyThread:
@@ -33,8 +31,6 @@ class CopyThread:
         self._thread: OwnerThread | None = None
         self._watches = Watches()
         self._ending = False
-        self._gives_core_back_s = 0.0
-        """When, if it has a core to itself."""
 
     def submit(self, job: Callable[[], None], on_end: OnEnd) -> None:
         """Run `job` on the copy thread, then `on_end` with what it raised, or None, on the loop."""
@@ -42,8 +38,6 @@ class CopyThread:
 
         def run() -> None:
             error: BaseException | None = None
-            if self._gives_core_back_s:
-                self._take_core()
             try:
                 job()
             except BaseException as problem:  # noqa: BLE001 - handed to who submitted the copy
@@ -51,11 +45,6 @@ class CopyThread:
             thread.run_on_loop(lambda: on_end(error))
 
         thread.submit(run)
-
-    def take_core(self) -> None:
-        """Have a core to itself until there was nothing to do for a while: copies come, and reads go on beside them."""
-        if not self._gives_core_back_s:
-            self._started().submit(self._take_core)
 
     def watch(self, event: DeviceEvent, on_end: OnEnd) -> Watch:
         """Call `on_end` on the loop once the event has happened, with None, or with what asking it has raised."""
@@ -117,20 +106,8 @@ class CopyThread:
             return None
         for watch in self._watches.look():
             self._tell(watch)
-        now_s = time.monotonic()
-        pause_s = self._watches.pause_s(now_s)
-        if pause_s is None:
-            pause_s = _IDLE_S
-        if self._gives_core_back_s:
-            if now_s < self._gives_core_back_s:
-                return min(pause_s, self._gives_core_back_s - now_s)
-            self._gives_core_back_s = 0.0
-            cores.give_core_back()
-        return pause_s
-
-    def _take_core(self) -> None:
-        cores.take_core()
-        self._gives_core_back_s = time.monotonic() + _KEEPS_CORE_S
+        pause_s = self._watches.pause_s(time.monotonic())
+        return _IDLE_S if pause_s is None else pause_s
 
     def _tell(self, watch: Watch) -> None:
         assert self._thread is not None, "it runs"
@@ -138,7 +115,6 @@ class CopyThread:
 
     def _end(self) -> None:
         self._ending = True
-        cores.give_core_back()
         self.helper.end()
 
     def _died(self, cause: BaseException) -> None:

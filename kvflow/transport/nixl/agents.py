@@ -45,7 +45,6 @@ from kvflow.transport.base import (
     TransportError,
 )
 from kvflow.transport.nixl.defaults import POLLING, backend_params
-from kvflow.transport.nixl.lock_share import Pace
 
 _MEMORY_KINDS: Mapping[str, str] = {"cpu": "DRAM_SEG", "cuda": "VRAM_SEG"}
 _PROGRESS_DELAY_US = 100_000
@@ -62,7 +61,6 @@ _POST_COST_BYTES = 256 << 10  # posting a read takes as long as copying so much
 # a slice (`limits.BY_DEVICE`).
 _TOGETHER_BYTES_MAX = 8 << 20
 _TOGETHER_COUNT_MAX = 4096
-_SLOW_COPY_BYTES_PER_S = 2e9
 # An idle process wakes up less often: a wake-up costs 25 to 100 us on a virtual machine.
 _QUIET_AFTER_S = 0.2
 _QUIET_FACTOR = 10
@@ -91,6 +89,7 @@ class _Request:
     handle: int = 0
     size_bytes: int = 0
     post_s: float = 0.0
+    error: TransportError | None = None
 
 
 class _Agent:
@@ -131,12 +130,12 @@ def post_cost(read: PostedRead) -> int:
 class NixlAgents:
     """Both agents, the reads in flight and the crank. Made and used on the owner thread only."""
 
-    def __init__(self, config: Config, name: str, put: Callable[[Event], None], pace: Pace) -> None:
-        """`pace` is the thread's own."""
+    def __init__(self, config: Config, name: str, put: Callable[[Event], None], called: Callable[[], bool]) -> None:
+        """`called` says whether there are jobs of which the thread has not heard yet."""
         self._bindings = import_bindings()
         self._errors = error_types(self._bindings)
         self._put = put
-        self._pace = pace
+        self._called = called
         self._config = config
         try:
             self._serving = _Agent(self._bindings, name, config, progress=True)
@@ -146,8 +145,8 @@ class NixlAgents:
         self._in_flight: list[_Request] = []
         self._made: deque[_Request] = deque()
         """Requests that are to be posted next."""
-        self._ended: list[ReadEnded] = []
-        """What the loop is to be told."""
+        self._ended: list[_Request] = []
+        """Those of whose end the loop is to be told."""
         self.taken = 0
         """What the reads have cost that were taken on so far, by `post_cost`; any thread may read it."""
         self._to_post: ShortestFirst[_Waiting] = ShortestFirst(_POST_COST_BYTES)
@@ -230,9 +229,10 @@ class NixlAgents:
         """
         if not self._made:
             self._make()
-        self._tell()
+        told = self._tell()
         if self._made:
             self._start(self._made.popleft())
+        self._release(told)
 
     def _make(self) -> None:
         """Make a request of the read whose turn it is, and of small ones of the same peer that wait: many reads at once
@@ -274,20 +274,19 @@ class NixlAgents:
         if len(request.together) == 1:
             self._end(request, _translate(error, self._bindings))
             return
-        self._release(request)
+        self._release([request])
         for one in request.together:  # one of them cannot be read
             self._make_request([one])
 
     def _start(self, request: _Request) -> None:
         """Post a request."""
         started_s = time.monotonic()
-        self._pace.due_s = started_s + request.size_bytes / _SLOW_COPY_BYTES_PER_S
         try:
             status = self._reading.native.postXferReq(request.handle, "")
         except self._errors as error:
             self._failed_to_start(request, error)
             return
-        self._active_s, self._pace.due_s = time.monotonic(), 0.0
+        self._active_s = time.monotonic()
         request.post_s += self._active_s - started_s
         patience_s = POLLING[request.together[0].descriptors.local_device.kind].until_s(request.size_bytes)
         self._spin_until_s = max(self._spin_until_s, self._active_s + patience_s)
@@ -324,14 +323,14 @@ class NixlAgents:
         if self._more:
             self._post_next()
         else:
-            self._tell()
+            self._release(self._tell())
         now_s = time.monotonic()
         if self._in_flight:
             if not self._more and now_s < self._spin_until_s:
                 self._spin(now_s + _SPIN_TURN_S)
             self._check_reads()
-        if not self._more and not self._pace.called:
-            self._tell()  # else once the thread has taken what it is called for, but no later
+        if not self._more and not self._called():
+            self._release(self._tell())  # else once the thread has taken what it is called for, but no later
         if now_s >= self._send_s:
             self.send_notifications()
         if now_s >= self._next_notifications_s:
@@ -392,21 +391,27 @@ class NixlAgents:
         return False
 
     def _end(self, request: _Request, error: TransportError | None) -> None:
-        """Release the handle; the loop is to hear of its reads, once the device sees what has landed."""
-        if error is None and self._flush is not None:
+        """The loop is to hear of its reads, once the device sees what has landed, or nothing of it runs any more."""
+        if error is not None:
+            self._release([request])
+        elif self._flush is not None:
             self._flush()
-        self._release(request)
-        self._ended += [ReadEnded(one.read, error, request.post_s) for one in request.together]
+        request.error = error
+        self._ended.append(request)
 
-    def _tell(self) -> None:
-        for event in self._ended:
-            self._put(event)
-        self._ended.clear()
+    def _tell(self) -> Sequence[_Request]:
+        """Tell the loop what has ended: requests that are to be released, which lets go of Python's lock."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            for one in request.together:
+                self._put(ReadEnded(one.read, request.error, request.post_s))
+        return ended
 
-    def _release(self, request: _Request) -> None:
-        if request.handle:
-            self._reading.native.releaseXferReq(request.handle)
-            request.handle = 0
+    def _release(self, requests: Sequence[_Request]) -> None:
+        for request in requests:
+            if request.handle:
+                self._reading.native.releaseXferReq(request.handle)
+                request.handle = 0
 
     def _collect_notifications(self) -> int:
         """Take what has arrived; how many."""

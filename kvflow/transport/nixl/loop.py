@@ -23,10 +23,9 @@ from kvflow.transport.base import (
 )
 from kvflow.transport.nixl.agents import NixlAgents, post_cost
 from kvflow.transport.nixl.mailbox import Mailbox
-from kvflow.transport.nixl.owner import OwnerThread
+from kvflow.transport.thread import OwnerThread
 
 _BEHIND = 8 << 20  # in the units of `post_cost`: most of a request, while one is posted
-_SMALL_BYTES = 2 << 20  # many such reads at once keep the loop busy, too
 _OPENING_S = 1.0  # how long the crank sleeps while the agents are being made: no job comes in between
 
 
@@ -58,7 +57,7 @@ class NixlTransport:
             if device is not None:  # UCX looks at the thread's device when an agent is made
                 await thread.call(lambda: cuda.make_current(device))
             self._agents = await thread.call(
-                lambda: NixlAgents(self._config, self._name, self._mailbox.put, thread.pace)
+                lambda: NixlAgents(self._config, self._name, self._mailbox.put, lambda: thread.called)
             )
         except BaseException:
             self._closing = True
@@ -89,10 +88,7 @@ class NixlTransport:
     def post_read(self, peer: AgentName, descriptors: Descriptors) -> PostedRead:
         thread, agents = self._alive()
         read = PostedRead(descriptors.size_bytes)
-        waited = self._given > agents.taken
         self._given += post_cost(read)
-        if self.behind or not waited:  # before the thread is woken
-            thread.work_beside_loop(self.behind and read.size_bytes < _SMALL_BYTES)
         thread.submit(lambda: agents.post(read, peer, descriptors))
         self._reads.add(read)
         self._reads_total += 1

@@ -1,8 +1,14 @@
-"""One thread that owns an agent: it runs calls in order and turns a crank between them.
+"""A thread of kvflow's own: it runs calls in order and turns a crank between them.
 
 NIXL agents are not safe to share between threads, and their calls may block for milliseconds, so every call is a job
-for the one owner thread. When it has done all jobs that wait it turns the crank, which moves transfers on and says for
-how long it may sleep; a new job ends the sleep at once. Progress therefore does not depend on the event loop.
+for the one thread that owns them; copies, events and files have such a thread for the same reason. When it has done all
+jobs that wait it turns the crank, which moves things on and says for how long it may sleep; a new job ends the sleep at
+once. Progress therefore does not depend on the event loop.
+
+The thread gets Python's lock as any thread does, and nothing on the loop or in the host's process is changed for it.
+Where it waits for the lock is where Python's own calls, and NIXL's, have let go of it; so what a thread does for one
+read is kept to few calls, and it tells what has ended before it lets go of the lock again. Beside a loop that is never
+idle each wait may take a second: docs/decisions/0033-one-thread.md.
 
 The loop side belongs to one event loop. The thread ends when the crank returns None, or raises; then every waiter is
 told, and later calls raise TransportBroken.
@@ -13,20 +19,15 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvflow.device import cores
 from kvflow.errors import TransportBroken
-from kvflow.transport.nixl.lock_share import LockShare, Pace
 
 T = TypeVar("T")
 Job = Callable[[], None]
-
-_JOBS_S = 0.01  # what jobs take, at least some of them: connecting, copying
 
 
 class OwnerThread:
@@ -38,17 +39,21 @@ class OwnerThread:
         self._jobs: deque[Job] = deque()
         self._calls: queue.SimpleQueue[None] = queue.SimpleQueue()
         """One entry wakes the thread for all jobs that came until it has taken it: putting one costs a system call."""
-        self.pace = Pace()
-        self._lock_share = LockShare(self.pace)
+        self._called = False
+        """Whether there is an entry that the thread has not taken yet."""
         self._loop = asyncio.get_running_loop()
         self._waiting: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self.alive = True
         """Whether it takes jobs: until it is about to end."""
         self._cause: BaseException | None = None
-        self._place: cores.Place | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def called(self) -> bool:
+        """Whether jobs wait that the thread has not taken yet."""
+        return bool(self._jobs)
 
     @property
     def orphaned(self) -> bool:
@@ -79,12 +84,6 @@ class OwnerThread:
         self._require_alive()
         self._give(job)
 
-    def work_beside_loop(self, beside: bool) -> None:
-        """Whether the thread and the loop have much to do at the same time, so that it is kept off the loop's core."""
-        place = self._place
-        if place is not None:
-            place.keep_off_here() if beside else place.let_go()
-
     def run_on_loop(self, callback: Callable[[], None]) -> None:
         """From the thread: run `callback` on the loop, unless the loop is gone and nobody waits any more."""
         try:
@@ -107,10 +106,9 @@ class OwnerThread:
 
     def _give(self, job: Job) -> None:
         self._jobs.append(job)
-        if not self.pace.called:
-            self.pace.called = True
+        if not self._called:
+            self._called = True
             self._calls.put(None)
-            self._lock_share.called_up()
 
     def _require_alive(self) -> None:
         if not self.alive:
@@ -118,34 +116,29 @@ class OwnerThread:
 
     def _run(self) -> None:
         cause: BaseException | None = None
-        self._place = cores.enlist()
         try:
             self._turn()
         except BaseException as error:  # noqa: BLE001 - the thread ends here; the loop gets the reason
             cause = error
-        self.alive, self._place = False, None
+        self.alive = False
         self.run_on_loop(lambda: self._finish(cause))
 
     def _turn(self) -> None:
-        pace, idle_s = self.pace, self._crank()
+        idle_s = self._crank()
         while idle_s is not None:
-            pace.due_s, pace.asleep = time.monotonic() + idle_s, True
             try:
                 self._calls.get(timeout=idle_s) if idle_s > 0 else self._calls.get_nowait()
             except queue.Empty:
                 pass
             else:
-                pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, time.monotonic() + _JOBS_S
-                pace.called = False  # before any job is done: one that comes now calls again
+                self._called = False  # before any job is done: one that comes now calls again
                 if self._jobs:
                     self._jobs.popleft()()
                 for _ in range(len(self._jobs)):  # what has come meanwhile: the crank may start something long
                     self._jobs.popleft()()
-            pace.turns, pace.asleep, pace.due_s = pace.turns + 1, False, 0.0
             idle_s = self._crank()
 
     def _finish(self, cause: BaseException | None) -> None:
-        self._lock_share.close()
         self._cause = cause
         self._ended.set()
         for waiter in list(self._waiting):
