@@ -49,7 +49,7 @@ def every_kind() -> set[str]:
     return wanted | {f"trouble: {action.__name__.replace('_', ' ')}" for _, action in TROUBLE}
 
 
-@pytest.mark.parametrize("seed", [4429, 4895, 10542, 509, 22939, 43801])
+@pytest.mark.parametrize("seed", [4429, 4895, 10542, 509, 22939, 43801, 100585])
 def test_what_engines_did_wrong_once(seed: int) -> None:
     """A prompt without host blocks for its rest has failed, on all ranks; a cancelled load may never settle.
 

@@ -223,6 +223,7 @@ class SealProof:
         "asked",
         "grows",
         "looking",
+        "over",
         "seen_s",
     )
 
@@ -233,18 +234,15 @@ class SealProof:
         self.grows = grows
         """Whether what is read may not be there before a read of it is posted."""
         self.seen_s = -math.inf
-        """When the fetch was posted that has told of a lease that grows: it was open then, and is for all before."""
+        """When the last fetch was posted that has found a lease that grows open: so it was then."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
         self.looking = False
         """Whether a fetch is under way."""
+        self.over = False
+        """Whether the seal was seen, and the lease was not open any more. It never is again."""
         self._seen: int | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether the seal was seen, and the lease was not open any more."""
-        return self.asked and not self.looking and (self._seen is None or self._seen == FAILED)
 
     @property
     def failed(self) -> bool:
@@ -272,25 +270,32 @@ class SealProof:
     def heard(self, tokens_missing: int | None, posted_s: float) -> None:
         """A fetch that was posted then has landed; None if the word is not the lease's."""
         self.asked, self.looking = True, False
-        self._seen = tokens_missing
-        if self.grows:
-            self.seen_s = posted_s
+        if tokens_missing is None or tokens_missing == FAILED:
+            if tokens_missing is not None or not self.over:
+                self._seen = tokens_missing
+            self.over = True
+        elif not self.over:
+            self._seen = tokens_missing
+            if self.grows:
+                self.seen_s = posted_s
 
     def before(self, now_s: float) -> Step:
         """What to do before a read: of a lease that grows, of no more than is `there`."""
         if not self.asked:
             self._careful = now_s >= self._not_expired_before_s
             return Step.FETCH if self._careful else Step.POST
+        if self.over:
+            return Step.STALE
         if self.looking:
             return Step.WAIT if self._careful else Step.POST
         self._careful = False
-        return Step.STALE if self._seen is None or self._seen == FAILED else Step.POST
+        return Step.POST
 
     def after(self, read_s: float | None) -> Step:
         """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the read began, or the last look at
         a lease that grows was posted; None if the seal was fetched after the end of the read.
         """
-        if self._seen is None or self._seen == FAILED or (self._seen > 0 and not self.grows):
+        if self.over or self._seen is None or (self._seen > 0 and not self.grows):
             return Step.STALE
         return Step.FRESH if read_s is None or read_s < self._quick_read_max_s else Step.FETCH
 

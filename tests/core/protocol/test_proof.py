@@ -53,6 +53,20 @@ def test_of_a_lease_that_grows_only_what_was_seen_to_be_there_is() -> None:
     assert (whole.there(10), whole.over) == (10, False), "nothing has to be seen"
 
 
+def test_a_lease_that_was_seen_to_be_over_is_not_open_again() -> None:
+    """Nor while another look is under way; and a look that found it over has not found it open when it was posted."""
+    one = freshness(staged=True)
+    one.heard(3, 0.1)
+    one.heard(None, 0.2)
+    one.fetching()
+    assert (one.over, one.seen_s, one.there(10), one.before(0.3)) == (True, 0.1, 0, Step.STALE)
+    one.heard(3, 0.15)  # posted before the one that has found it over, and here after it
+    assert (one.over, one.seen_s, one.after(None)) == (True, 0.1, Step.STALE)
+    one.heard(FAILED, 0.4)
+    one.heard(None, 0.5)
+    assert (one.over, one.failed, one.seen_s) == (True, True, 0.1), "why it is over stays known"
+
+
 @given(
     staged=st.booleans(),
     ends_s=st.floats(0, 1),
@@ -82,9 +96,11 @@ def test_what_is_called_fresh_was_covered(
 def test_a_seal_that_is_broken_stops_the_read(steps: list[int | None], staged: bool) -> None:
     one = freshness(staged=staged)
     assert one.after(0.0) is Step.STALE, "nothing vouches before a seal was seen"
+    over = False
     for seen in steps:
         one.before(0.0)
         see(one, seen)
-        assert (one.before(0.0) is Step.STALE) == (seen is None)
+        over = over or seen is None
+        assert (one.before(0.0) is Step.STALE) == over
         read_too_early = seen is not None and seen > 0 and not staged
-        assert (one.after(0.0) is Step.STALE) == (seen is None or read_too_early)
+        assert (one.after(0.0) is Step.STALE) == (over or read_too_early)
