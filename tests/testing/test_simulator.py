@@ -56,6 +56,7 @@ def test_what_engines_did_wrong_once(seed: int) -> None:
     In 509 a read of what a look has shown has to count from that look, not from its own posting.
     In 22939 giving a rendezvous back has one bound for both: asking what is offered, and giving it back.
     In 43801 a prompt that was told of and read breaks before its reader has said so.
+    In 100585 a lease that a look has found to be over counted as open while the next look was under way.
     """
     result = simulate(seed)
     assert result.violation is None, describe(result)
