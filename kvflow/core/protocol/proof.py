@@ -7,9 +7,9 @@ ticket; a torn, wiped or reused word matches no id. Two arguments make a read fr
 
 - *Fetched after*: the seal was intact when it was fetched, after the last byte had landed. So the lease was open
   during the whole read.
-- *Fetched meanwhile*: the seal was fetched at any moment after the read began, and was intact; and the whole read took
-  less than `quick_read_max_s`, half of `hold_s`, on the reader's own clock. Had the lease ended later than the fetch,
-  the blocks were still held. This saves small loads a round trip.
+- *Fetched meanwhile*: the seal was intact when it was fetched; and the last byte had landed within less than
+  `quick_read_max_s`, half of `hold_s`, of the moment at which that fetch was posted, on the reader's own clock. Had the
+  lease ended later than the fetch, the blocks were still held. This saves small loads a round trip.
 
 A producer whose device has yet to compute the prompt, or that copies its blocks to host buffers before they can be
 read, opens the lease first: until all is there, the last four bytes of its word are those of the id, exclusive-or the
@@ -234,7 +234,7 @@ class SealProof:
         self.grows = grows
         """Whether what is read may not be there before a read of it is posted."""
         self.seen_s = -math.inf
-        """When the last fetch was posted that has found a lease that grows open: so it was then."""
+        """When the last fetch was posted that has found the lease open: so it was then."""
         self._not_expired_before_s = not_expired_before_s
         self._quick_read_max_s = quick_read_max_s
         self._careful = False
@@ -275,9 +275,7 @@ class SealProof:
                 self._seen = tokens_missing
             self.over = True
         elif not self.over:
-            self._seen = tokens_missing
-            if self.grows:
-                self.seen_s = posted_s
+            self._seen, self.seen_s = tokens_missing, posted_s
 
     def before(self, now_s: float) -> Step:
         """What to do before a read: of a lease that grows, of no more than is `there`."""
@@ -292,8 +290,8 @@ class SealProof:
         return Step.POST
 
     def after(self, read_s: float | None) -> Step:
-        """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the read began, or the last look at
-        a lease that grows was posted; None if the seal was fetched after the end of the read.
+        """FRESH, STALE or FETCH, when nothing is under way. `read_s`: how long ago the last fetch was posted that has
+        found the lease open; None if that was after the end of the read.
         """
         if self.over or self._seen is None or (self._seen > 0 and not self.grows):
             return Step.STALE

@@ -233,7 +233,6 @@ class Flight:
     """
 
     __slots__ = (
-        "_begun_s",
         "_copies",
         "_end",
         "_error",
@@ -285,8 +284,6 @@ class Flight:
         self._on_safe = on_safe
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
-        self._begun_s = math.inf
-        """When the first read was posted: nothing of the peer's memory was seen before."""
         self._lost: list[_Running] = []
         self._copies = 0
         self._error: TransportError | CopyFailed | RuntimeBroken | None = None
@@ -429,20 +426,13 @@ class Flight:
     def _begin(self) -> None:
         if self.state is TransferState.PENDING:
             self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
-        self._begun_s = math.inf
 
     def _judge(self) -> tuple[bool, list[Source]]:
-        """After the last read: whether no source's proof calls it stale, and which of them want one more look.
-
-        A read counts from its first post on; of a lease that grows from the last look that has found it open, which may
-        have been posted before anything else was.
-        """
+        """After the last read: whether no source's proof calls it stale, and which of them want one more look."""
         now_s = self._gear.clock.now_s()
-        begun_s = min(self._begun_s, now_s)
         fresh, again = True, []
         for source in self._sources:
-            seen_s = source.proof.seen_s
-            verdict = source.proof.after(now_s - (seen_s if seen_s > -math.inf else begun_s))
+            verdict = source.proof.after(now_s - source.proof.seen_s)
             fresh = fresh and verdict is not Step.STALE
             if verdict is Step.FETCH:
                 again.append(source)
@@ -512,8 +502,6 @@ class Flight:
         except BaseException:
             gear.queue.end(permit)
             raise
-        if now_s < self._begun_s:
-            self._begun_s = now_s
         self._under_way += 1
         self.size_bytes += size_bytes
         self.descriptor_count += count
