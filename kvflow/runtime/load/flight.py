@@ -489,7 +489,7 @@ class Flight:
     ) -> None:
         """Post it when it has a permit; raises what has gone wrong while it waited."""
         gear, agent = self._gear, source.connection.agent
-        size_bytes, count = descriptors.size_bytes, len(descriptors)
+        size_bytes, count = descriptors.size_bytes, descriptors.table.shape[1]
         permit = gear.queue.ask((size_bytes, count, 1), agent, self._priority)
         if permit.state is PermitState.WAITING:
             await self._permitted(permit)

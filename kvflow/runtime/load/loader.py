@@ -62,7 +62,7 @@ from kvflow.runtime.load.load import (
     said_priority,
 )
 from kvflow.runtime.load.news import LeaseOver
-from kvflow.runtime.load.plan import Plan, planned
+from kvflow.runtime.load.plan import Plan, few_read, planned
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.verifying import Verifier
 from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source, blocks_by_group
@@ -104,6 +104,11 @@ class Loader:
         self._growing = GrowingLoads(context, local, reach, route)
         verifier = Verifier(context.config, local, reach, gear.digests, context.token_hex)
         self._verifying = Verifying(verifier)
+        limits = context.config.limits
+        self._few_max = (
+            (0, 0) if context.config.verify_share else (limits.slice_bytes_max, limits.slice_descriptors_max)
+        )
+        """See `planned`; what is compared is planned in full."""
         self._look: asyncio.TimerHandle | None = None
         self._look_s = math.inf
         self._loads: dict[Load, Work] = {}  # in order, so that a simulation can be replayed
@@ -362,7 +367,8 @@ class Loader:
         work.enter("plan")
         if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
             await self._gate.come(load.request.priority, again=True)
-        plan = planned(f"request {load.request_id!r}", ticket, work.tables, self._local.groups, sources)
+        what, slice_max = f"request {load.request_id!r}", (0, 0) if load.request.verify else self._few_max
+        plan = planned(what, ticket, work.tables, self._local.groups, sources, slice_max)
         work.sources, work.tokens = plan.sources, plan.tokens
         work.freshness = plan.sources[0].proof.kind if plan.sources else ""
         if load.request.after is not None or not self._gear.words.take(plan.sources):
@@ -389,6 +395,9 @@ class Loader:
         """How its bytes are read: at once or as they come, and compared where that is asked for. Chosen only here."""
         flight, ticket = work.flight, work.ticket
         assert flight is not None, "it was claimed"
+        if plan.few:
+            work.enter("wire")
+            return flight.fly((few_read(plan, flight.head),))
         grows = payload = False
         for source in sources:
             grows, payload = grows or source.proof.grows, payload or source.lease.payload

@@ -116,6 +116,7 @@ class Reach:
         if plan is None or not plan.ranks:
             return None
         reached: list[tuple[Peer, Connection]] = []
+        connections: list[Connection] = []
         sources: list[Source] = []
         for rank in plan.ranks:
             lease = ticket.leases.get((rank.pp, rank.tp))
@@ -128,9 +129,12 @@ class Reach:
             if not 0 <= lease.seal_index < connection.seals.count:
                 return None
             reached.append((peer, connection))
+            connections.append(connection)
             if connection.report_share.numerator > 0:
                 sources.append(_source(peer, connection, lease))
-        self._check_layers(ticket, reached)
+        if connections[0].complete_with != connections:
+            self._check_layers(ticket, reached)
+            connections[0].complete_with = connections
         now_s = self._clock.now_s()
         for peer, _ in reached:
             peer.used_s = now_s
