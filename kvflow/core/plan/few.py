@@ -55,6 +55,7 @@ def read_few(pairs: RegionMap, blocks: Sequence[tuple[int, int]], head: Piece | 
             theirs.append(remote)
             sizes.append(size)
         local_end, remote_end = local + size, remote + size
+    assert pairs.first_rows is not None, "else they are not alike"
     regions, runs, first = len(pairs.local_bases), len(ours), 0 if head is None else 1
     size_bytes = len(blocks) * pairs.chunk_size_bytes
     table = np.empty((2, first + regions * runs, 3), dtype=np.int64)

@@ -229,7 +229,7 @@ class Flight:
     """The bytes of one load into blocks of ours, and all that it has claimed for them.
 
     It claims the blocks in the ledger when it is made (BlocksBusy if it cannot), holds its sources' connections and has
-    a word for the seal of each. It gives everything back when the blocks are safe, and calls `on_safe` then.
+    a word for the seal of each. It gives everything back when the blocks are safe.
     """
 
     __slots__ = (
@@ -239,13 +239,13 @@ class Flight:
         "_gear",
         "_ids",
         "_lost",
-        "_on_safe",
         "_priority",
         "_progress",
         "_sources",
         "_under_way",
         "descriptor_count",
         "failed",
+        "on_safe",
         "post_s",
         "queued_s",
         "request_id",
@@ -261,7 +261,6 @@ class Flight:
         sources: Sequence[Source],
         priority: int,
         gear: Gear,
-        on_safe: Callable[[Flight], None],
     ) -> None:
         """Of who is admitted: each source has a word (`Words.take`), which is the flight's from now on."""
         try:
@@ -281,7 +280,8 @@ class Flight:
         self._sources = sources
         self._priority = priority
         self._gear = gear
-        self._on_safe = on_safe
+        self.on_safe: Callable[[Flight], None] | None = None
+        """Told once the blocks are safe, if somebody wants to know."""
         self._under_way = 0
         """Reads and copies that cannot be taken back."""
         self._lost: list[_Running] = []
@@ -621,4 +621,5 @@ class Flight:
                 connection.left.set()
         if self._end is not None and not self._end.done():
             self._end.set_result(None)
-        self._on_safe(self)
+        if self.on_safe is not None:
+            self.on_safe(self)
