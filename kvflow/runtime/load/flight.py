@@ -47,6 +47,11 @@ Told: TypeAlias = Callable[["ReadEnded | RuntimeBroken"], None]
 """Told how a read has ended; RuntimeBroken if that will never be known."""
 
 
+# What each load goes through, looked up once.
+_READING = fire(TRANSFER_TABLE, TransferState.PENDING, TransferEvent.POST)
+_LANDED = fire(TRANSFER_TABLE, TransferState.READING, TransferEvent.LAND)
+
+
 class Read(NamedTuple):
     """One read from one rank."""
 
@@ -327,7 +332,8 @@ class Flight:
         A seal is fetched with the first read from its rank: if it is broken nothing further is posted. Raises the first
         TransportError or CopyFailed, or RuntimeBroken; `stop` has to follow. Cancelling posts no more.
         """
-        self._begin()
+        if self.state is TransferState.PENDING:
+            self.state = _READING
         for read in reads:
             if self._under_way >= self._gear.reads_max or self._error is not None:
                 await self.below(self._gear.reads_max)
@@ -339,7 +345,8 @@ class Flight:
 
     async def fly_groups(self, groups: AsyncGenerator[CopyGroup, None]) -> bool:
         """The same of copy groups, each posted when it is there."""
-        self._begin()
+        if self.state is TransferState.PENDING:
+            self.state = _READING
         try:
             async for group in groups:
                 if not await self._post_group(group):
@@ -352,7 +359,8 @@ class Flight:
 
     def land(self) -> None:
         """Every posted byte has landed, and no more are posted."""
-        self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.LAND)
+        assert self.state is TransferState.READING, "it has flown"
+        self.state = _LANDED
         self._give_back()
 
     async def stop(self, grace_s: float) -> bool:
@@ -422,10 +430,6 @@ class Flight:
     async def look(self, source: Source) -> None:
         """Fetch a source's seal by a read of its own. Returns when that is posted; raises as `fly`."""
         await self._send(source, fetch_seal(self.head(source)), None, fetches_seal=True)
-
-    def _begin(self) -> None:
-        if self.state is TransferState.PENDING:
-            self.state = fire(TRANSFER_TABLE, self.state, TransferEvent.POST)
 
     def _judge(self) -> tuple[bool, list[Source]]:
         """After the last read: whether no source's proof calls it stale, and which of them want one more look."""

@@ -70,10 +70,13 @@ class Loader:
         route: Route,
         gear: Gear,
     ) -> None:
-        self._config = context.config
-        self._context = context
+        config, limits = context.config, context.config.limits
+        self._config = config
+        self._bounds = (limits.request_id_chars_max, limits.block_ids_max, config.load_deadline_s)
+        self._rank = context.identity.rank
+        self._observers = context.observers
         self._now_s = context.clock.now_s
-        self._local = local
+        self._groups = local.groups
         self._read_ticket = reach.read_ticket
         self._remote_leases = remote_leases
         self._gear = gear
@@ -137,11 +140,11 @@ class Loader:
         """Note that a load was not accepted, and why."""
         self._counts["refused"] += 1
         logger.info("refused a load: %s", error)
-        if self._context.observers.all:
-            self._context.observers.load_ended(
+        if self._observers.all:
+            self._observers.load_ended(
                 LoadRecord(
                     engine_id=self._config.engine_id,
-                    rank=self._context.identity.rank,
+                    rank=self._rank,
                     request_id=request_name(request),
                     outcome=type(error).__name__,
                     error=str(error),
@@ -181,11 +184,10 @@ class Loader:
 
     def _accept(self, request: LoadRequest, begun_s: float) -> tuple[Load, Work]:
         """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
-        config = self._config
+        chars_max, ids_max, usual_s = self._bounds
         try:
-            if config.role == "producer":
-                raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
-            chars_max, ids_max = config.limits.request_id_chars_max, config.limits.block_ids_max
+            if self._config.role == "producer":
+                raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
             plain = checked_load_request(request, chars_max, ids_max)
             what = f"request {plain.request_id!r}"
             ticket = self._read_ticket(plain.ticket, ids_max)
@@ -193,11 +195,11 @@ class Loader:
                 self._whole.verifying.check(self._gear.digests.own, what)
             tables, entries = self._gear.ledger.find(plain.block_ids, f"{what}: block_ids")
             if plain.prompt is not None or plain.num_tokens is not None:
-                check_expected(self._local.groups, plain, ticket, tables)
+                check_expected(self._groups, plain, ticket, tables)
         except KVFlowError as error:
             self.refuse(request, error)
             raise
-        deadline_s = config.load_deadline_s if plain.deadline_s is None else plain.deadline_s
+        deadline_s = usual_s if plain.deadline_s is None else plain.deadline_s
         work = Work(ticket, tables, entries, self._now_s, begun_s)
         work.ends_s = asyncio.get_running_loop().time() + deadline_s - (self._now_s() - begun_s)
         load = Load(plain, tables, work)
@@ -303,7 +305,7 @@ class Loader:
         load.end(result)
         if work.news is not None:
             work.news.close()
-        if work.flight is not None and not work.flight.safe:
+        if counted != "succeeded" and work.flight is not None and not work.flight.safe:
             self._unsafe[work.flight], work.flight.on_safe = load, self._landed
         self._loads.pop(load, None)
         self._remote_leases.forget(load)
@@ -314,8 +316,8 @@ class Loader:
             self._gate.resume()
         if not self._loads and not self._unsafe:
             self._quiet.set()
-        if self._context.observers.all:
-            self._context.observers.load_ended(self._record(load, work, outcome, error))
+        if self._observers.all:
+            self._observers.load_ended(self._record(load, work, outcome, error))
 
     def _record(self, load: Load, work: Work, outcome: str, error: str) -> LoadRecord:
         flight, ticket = work.flight, work.ticket
@@ -323,7 +325,7 @@ class Loader:
             work.end_phases()
         return LoadRecord(
             engine_id=self._config.engine_id,
-            rank=self._context.identity.rank,
+            rank=self._rank,
             request_id=load.request_id,
             peer_engine_id=ticket.engine_id,
             remote_request_id=ticket.request_id,
@@ -333,7 +335,7 @@ class Loader:
             phase=work.phase,
             bytes=flight.size_bytes if flight else 0,
             blocks=sum(map(len, work.tables)),
-            blocks_by_group=blocks_by_group(self._local.groups, work.tables),
+            blocks_by_group=blocks_by_group(self._groups, work.tables),
             descriptors=flight.descriptor_count if flight else 0,
             seconds=work.seconds,
             verification=work.verification,

@@ -2,23 +2,21 @@
 
 Every rank of an engine holds the same prompt in the same blocks, so what goes where is found once for each pair of
 groups of layers; then each rank's own block ids are put in. Nothing is believed that was not checked against the
-registered caches (invariant I8). Most loads are of a few whole blocks of one rank (`few`): these are found in one go.
+registered caches (invariant I8). `whole` finds a few whole blocks of one rank in one go; this finds all others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvflow.core.cache.groups import GroupFacts
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, check_block_ids, match_chunks
-from kvflow.core.plan.few import FEW, match_few, read_few
+from kvflow.core.plan.descriptors import BlockIds, Chunks, check_block_ids, match_chunks
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
-from kvflow.runtime.load.flight import Read
 from kvflow.runtime.peers.peer import Source
 
 Matched: TypeAlias = Mapping[tuple[int, int], tuple[Chunks, ...]]
@@ -38,41 +36,9 @@ class Plan(NamedTuple):
 
 
 def planned(
-    what: str,
-    ticket: Ticket,
-    tables: Sequence[BlockIds],
-    groups: Sequence[GroupFacts],
-    sources: Sequence[Source],
-    slice_max: tuple[int, int],
-) -> Plan:
-    """The plan of a load into `tables`, by group. RequestError if blocks, theirs and ours, do not go together.
-
-    What fits into `slice_max`, bytes and descriptors, may be `few` blocks.
-    """
-    if len(sources) == 1 and (found := _few(ticket, tables[0], sources[0], *slice_max)) is not None:
-        return found
-    return _in_full(what, ticket, tables, groups, sources)
-
-
-def _few(ticket: Ticket, table: BlockIds, source: Source, bytes_max: int, descriptors_max: int) -> Plan | None:
-    """Of a few whole blocks from one rank, if `core.plan.few` has them, and they are one slice."""
-    connection, lease, count = source.connection, source.lease, len(table)
-    pairs = connection.alike
-    if pairs is None or count > FEW or source.proof.grows or ticket.extends or lease.payload:
-        return None
-    if count * pairs.chunk_size_bytes > bytes_max or count * pairs.pieces > descriptors_max:
-        return None
-    given = ticket.block_ids if lease.block_ids is None else lease.block_ids
-    what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
-    check_block_ids(given, num_blocks=connection.num_blocks[0], what=what)
-    blocks = match_few(table, given, pairs.tokens, ticket.num_tokens)
-    return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
-
-
-def _in_full(
     what: str, ticket: Ticket, tables: Sequence[BlockIds], groups: Sequence[GroupFacts], sources: Sequence[Source]
 ) -> Plan:
-    """From any ranks, into any blocks."""
+    """The plan of a load into `tables`, by group. RequestError if blocks, theirs and ours, do not go together."""
     matched: dict[tuple[int, int], tuple[Chunks, ...]] = {}
     read_from, tokens = [], 0
     for source in sources:
@@ -93,15 +59,6 @@ def _in_full(
                     source.chunks.append((block_map, some.locate(source.tables[block_map.remote_group])))
             read_from.append(source)
     return Plan(read_from, matched, tokens)
-
-
-def few_read(plan: Plan, head_of: Callable[[Source], Piece]) -> Read:
-    """The one read of a plan of few blocks; `head_of` says where its rank's seal goes (`Flight.head`)."""
-    (source,) = plan.sources
-    connection = source.connection
-    assert connection.alike is not None, "so they were planned"
-    head = head_of(source) if connection.carries_seals else None
-    return Read(source, read_few(connection.alike, plan.few, head), head is not None)
 
 
 def known_so_far(ticket: Ticket, source: Source) -> list[BlockIds]:

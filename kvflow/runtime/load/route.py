@@ -22,8 +22,8 @@ from kvflow.config import Config
 from kvflow.core.cache.groups import LayerSet
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, plan_slices
-from kvflow.core.plan.few import alike
+from kvflow.core.plan.descriptors import BlockIds, Chunks, Piece, alike
+from kvflow.core.plan.slices import plan_slices
 from kvflow.core.plan.whole_blocks import WholeBlocks, prefer_scratch
 from kvflow.runtime.load.flight import CopyFailed, CopyGroup, Flight, Read
 from kvflow.runtime.load.lanes import Grouping, GroupSpan, Lane, Part, PromptSpan, by_group, by_source

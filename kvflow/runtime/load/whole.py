@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+from kvflow.core.plan.descriptors import FEW, check_block_ids, match_few, read_few
 from kvflow.core.policy.history import History
 from kvflow.errors import (
     LeaseExpired,
@@ -20,12 +21,12 @@ from kvflow.errors import (
 )
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.load.around import Verifying, held, until
-from kvflow.runtime.load.flight import CopyFailed, Flight, Gear
+from kvflow.runtime.load.flight import CopyFailed, Flight, Gear, Read
 from kvflow.runtime.load.gate import TURN_S, Gate
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.load import Load, LoadReport, Work
 from kvflow.runtime.load.news import LeaseOver
-from kvflow.runtime.load.plan import Plan, few_read, planned
+from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.verifying import Verifier
 from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source
@@ -59,13 +60,14 @@ class Whole:
         self.gate = Gate(gear.poller)
         self._growing = GrowingLoads(context, local, reach, route)
         self.verifying = Verifying(Verifier(config, local, reach, gear.digests, context.token_hex))
-        self._few_max = (0, 0) if config.verify_share else (limits.slice_bytes_max, limits.slice_descriptors_max)
-        """See `planned`; what may be compared is planned in full."""
+        self._few_max = 0 if config.verify_share else FEW
+        """Blocks of a load that `_few` may plan: not of one that may be compared."""
+        self._slice_max = (limits.slice_bytes_max, limits.slice_descriptors_max)
 
     async def carry(self, load: Load, work: Work) -> LoadReport:
         """From its ticket to its report. Whatever it raises, its flight has stopped, or is quarantined."""
         ticket, request = work.ticket, load.request
-        if not len(work.entries) or (not ticket.block_ids and ticket.offers_nothing):
+        if not len(work.entries) or not (ticket.block_ids or not ticket.offers_nothing):
             return await self._empty(load, work)
         keep = partial(self._remote_leases.keep, load, ticket.ttl_s)
         sources = self._reach.reach_at_once(ticket, keep)
@@ -75,8 +77,9 @@ class Whole:
         work.enter("plan")
         if work.seconds["handshake"] > TURN_S:  # many may have waited for the same one
             await self.gate.come(request.priority, again=True)
-        what, few_max = f"request {load.request_id!r}", (0, 0) if request.verify else self._few_max
-        plan = planned(what, ticket, work.tables, self._groups, sources, few_max)
+        plan = self._few(work, *sources) if len(sources) == 1 and not request.verify else None
+        if plan is None:
+            plan = planned(f"request {load.request_id!r}", ticket, work.tables, self._groups, sources)
         work.sources, work.tokens = plan.sources, plan.tokens
         work.freshness = plan.sources[0].proof.kind if plan.sources else ""
         if request.after is not None or not self._gear.words.take(plan.sources):
@@ -98,13 +101,30 @@ class Whole:
             raise self._over_error(load, work)
         return await self._tell(load, work, sources)
 
+    def _few(self, work: Work, source: Source) -> Plan | None:
+        """The plan of a few whole blocks from one rank, if that is all of it and one slice; else `planned` has one."""
+        connection, lease, ticket, count = source.connection, source.lease, work.ticket, len(work.entries)
+        pairs = connection.alike
+        if pairs is None or count > self._few_max or source.proof.grows or ticket.extends or lease.payload:
+            return None
+        bytes_max, descriptors_max = self._slice_max
+        if count * pairs.chunk_size_bytes > bytes_max or count * pairs.pieces > descriptors_max:
+            return None
+        given = ticket.block_ids if lease.block_ids is None else lease.block_ids
+        what = f"request {ticket.request_id!r}: remote_block_ids of {ticket.engine_id!r}"
+        check_block_ids(given, num_blocks=connection.num_blocks[0], what=what)
+        blocks = match_few(work.tables[0], given, pairs.tokens, ticket.num_tokens)
+        return None if blocks is None else Plan((source,), {}, count * pairs.tokens, blocks)
+
     def _read(self, load: Load, work: Work, plan: Plan, sources: Sequence[Source]) -> Awaitable[bool]:
         """How its bytes are read: at once or as they come, and compared where that is asked for. Chosen only here."""
         flight, ticket = work.flight, work.ticket
         assert flight is not None, "it was claimed"
         if plan.few:
             work.enter("wire")
-            return flight.fly((few_read(plan, flight.head),))
+            (source,) = sources
+            head = flight.head(source) if source.connection.carries_seals and not source.proof.asked else None
+            return flight.fly((Read(source, read_few(source.connection.alike, plan.few, head), head is not None),))
         grows = payload = False
         for source in sources:
             grows, payload = grows or source.proof.grows, payload or source.lease.payload

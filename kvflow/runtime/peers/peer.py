@@ -88,7 +88,7 @@ class Connection:
             and not self.staged
             and block_maps[0].local.device == block_maps[0].remote.device == HOST
         )
-        self.seals = metadata.seals
+        self.seals_address, self.seal_count = metadata.seals.address, metadata.seals.count
         self.users = 0
         """Loads that keep the transport's side of it alive."""
         self.left: asyncio.Event | None = None
@@ -98,7 +98,7 @@ class Connection:
         self.straight: bool | None = None
         """Whether what is read from it goes straight into the cache, whatever it is; None: not known yet."""
         self.alike: RegionMap | None = None
-        """Set with `straight` where `core.plan.few` may plan what is read from it."""
+        """Set with `straight` where `match_few` may plan what is read from it."""
 
     def __repr__(self) -> str:
         return f"<Connection {self.agent}, {self.users} loads>"

@@ -126,7 +126,7 @@ class Reach:
                 return None
             if connection.parallelism != parallelism or connection.told_groups != ticket.groups:
                 return None
-            if not 0 <= lease.seal_index < connection.seals.count:
+            if not 0 <= lease.seal_index < connection.seal_count:
                 return None
             reached.append((peer, connection))
             connections.append(connection)
@@ -224,7 +224,7 @@ class Reach:
     def source(self, ticket: Ticket, peer: Peer, connection: Connection, lease: RankLease) -> Source:
         """A connected rank, and its lease. LeaseExpired if that is of another incarnation; RequestError."""
         self._check_incarnation(ticket, peer, connection, lease.incarnation)
-        if not 0 <= lease.seal_index < connection.seals.count:
+        if not 0 <= lease.seal_index < connection.seal_count:
             raise RequestError(f"ticket: seal_index {lease.seal_index} is not one of the peer's")
         return _source(peer, connection, lease)
 
@@ -355,7 +355,7 @@ def _source(peer: Peer, connection: Connection, lease: RankLease) -> Source:
         not_expired_before_s=surely_s,
         quick_read_max_s=connection.quick_read_max_s,
     )
-    address = connection.seals.address + lease.seal_index * SEAL_SIZE_BYTES
+    address = connection.seals_address + lease.seal_index * SEAL_SIZE_BYTES
     return Source(peer, connection, lease, surely_s, address, proof)
 
 

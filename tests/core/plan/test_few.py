@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvflow.core.cache.layout import KVStyle
 from kvflow.core.plan.block_map import BlockMap
-from kvflow.core.plan.descriptors import Piece, plan_slices
-from kvflow.core.plan.few import FEW, alike, match_few, read_few
+from kvflow.core.plan.descriptors import FEW, Piece, alike, match_few, read_few
+from kvflow.core.plan.slices import plan_slices
 from tests.budgets import examples
 from tests.core.caches import Cache, whole_sides
 from tests.core.plans import (
