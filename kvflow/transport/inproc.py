@@ -323,10 +323,10 @@ class InprocTransport:
         ours, theirs = read.descriptors.table
         sides = ("local", ours, self._read_into), ("remote", theirs, target._served or target._left[0])
         for side, rows, spans in sides:  # every range lies in one of the spans
-            starts, ends, inside = rows[:, 0], rows[:, 0] + ours[:, 1], False
+            starts, ends, inside = rows[:, 0], rows[:, 0] + ours[:, 1], np.zeros(len(rows), dtype=np.bool_)
             for span in spans:
                 inside |= (starts >= np.uint64(span.address)) & (ends <= np.uint64(span.address + span.size_bytes))
-            if not np.all(inside):
+            if not inside.all():
                 return TransportError(f"a {side} range is not registered")
         return None
 

@@ -126,13 +126,13 @@ class Loader:
         """See `Runtime.load_blocks`."""
         begun_s = self._now_s()
         if self._gate.at_once(begun_s):
-            load, work = self._accept(request, begun_s)
+            load, work = self._accept(request, begun_s, waited_s=0.0)
             return self._carry_out(load, work)
         return self._load_in_turn(request, begun_s)
 
     def start(self, request: LoadRequest) -> Load:
         """See `Runtime.start_load`; raises what is wrong with the request."""
-        load, work = self._accept(request, self._now_s())
+        load, work = self._accept(request, self._now_s(), waited_s=0.0)
         load.begin(partial(self._start_in_turn, load, work)).add_done_callback(partial(self._over, load, work))
         return load
 
@@ -173,7 +173,7 @@ class Loader:
 
     async def _load_in_turn(self, request: LoadRequest, begun_s: float) -> LoadReport:
         await self._gate.come(said_priority(request))
-        load, work = self._accept(request, begun_s)
+        load, work = self._accept(request, begun_s, waited_s=self._now_s() - begun_s)
         return await self._carry_out(load, work)
 
     async def _start_in_turn(self, load: Load, work: Work) -> LoadReport:
@@ -182,7 +182,7 @@ class Loader:
             await self._gate.come(load.request.priority)
         return await self._carry_out(load, work)
 
-    def _accept(self, request: LoadRequest, begun_s: float) -> tuple[Load, Work]:
+    def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work]:
         """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
         chars_max, ids_max, usual_s = self._bounds
         try:
@@ -201,7 +201,7 @@ class Loader:
             raise
         deadline_s = usual_s if plain.deadline_s is None else plain.deadline_s
         work = Work(ticket, tables, entries, self._now_s, begun_s)
-        work.ends_s = asyncio.get_running_loop().time() + deadline_s - (self._now_s() - begun_s)
+        work.ends_s = asyncio.get_running_loop().time() + deadline_s - waited_s
         load = Load(plain, tables, work)
         self._loads[load] = work
         self._quiet.clear()
