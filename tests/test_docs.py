@@ -35,7 +35,6 @@ def test_pictures_are_those_that_are_drawn_now() -> None:
 
 
 def test_tables_that_are_kept_are_those_of_the_code() -> None:
-    pytest.importorskip("mkdocs", reason="needs kvflow[docs]")
     generated = runpy.run_path(str(ROOT / "docs" / "site" / "tables.py"))["pages"]()
     assert len(generated) > 3
     assert [str(p) for p, text in generated.items() if p.read_text() != text] == [], "python docs/site/tables.py"
@@ -168,7 +167,7 @@ def test_members_named_within_the_text_exist() -> None:
     """Of what users hold, in asyncio or in threads."""
     kinds = {"runtime": "Runtime", "load": "Load", "lease": "Lease"}
     for page, path in PAGES.items():
-        for held, member in re.findall(r"`[^`\n]*?\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
+        for held, member in re.findall(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
             both = [getattr(module, kinds[held]) for module in (kvflow, kvflow.blocking)]
             assert any(hasattr(kind, member) for kind in both), f"{page}: {held}.{member}"
 

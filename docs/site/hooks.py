@@ -72,13 +72,13 @@ def _api_page(full: str) -> str:
     found = find(full)
     name = full.rpartition(".")[2]
     shown = [f"!^{own}$" for own in _OWN.get(full, ())]
-    options: dict[str, Any] = {"heading_level": 2, "filters": ["!^_", "^__init__$", *shown]}
+    options: dict[str, Any] = {"heading_level": 1, "filters": ["!^_", "^__init__$", *shown]}
     if isinstance(found, type) and issubclass(found, enum.Enum):
         options["show_if_no_docstring"] = True  # its members
     if name in _HANDLES:
         options |= {"merge_init_into_class": False, "filters": ["!^_", *shown]}
     lines = [f"      {key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
-    return "\n".join([f"# {name}", "", f"::: {full}", "    options:", *lines, ""])
+    return "\n".join([f"::: {full}", "    options:", *lines, ""])
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:

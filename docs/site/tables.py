@@ -92,7 +92,7 @@ def settings_table(kind: type[Any]) -> str:
     """Fields of a dataclass with type, default and docstring."""
     said = docstrings_of(kind)
     rows = (
-        (f"`{entry.name}`", f"`{entry.type}`", f"`{default_of(entry)}`", said.get(entry.name, ""))
+        (f"`{entry.name}`", f"`{str(entry.type).replace(' | ', ' or ')}`", f"`{default_of(entry)}`", said.get(entry.name, ""))
         for entry in fields(kind)
     )
     return table(("setting", "type", "default", "meaning"), rows)
