@@ -7,7 +7,8 @@
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
     python3 dev.py vllm [options]   run the tests against real vLLM servers, on the CPU
     python3 dev.py ray [options]    the same on Ray Serve: a local cluster of three nodes (--test runs the tests of it)
-    python3 dev.py peers [options]  `kvflow bench peers`: kvflow beside Dynamo's nixl_connect and Mooncake's engine
+    python3 dev.py bench NAME       benches that only those need who work on kvflow (without NAME: which there are)
+    python3 dev.py peers [options]  one of them: kvflow beside Dynamo's nixl_connect and Mooncake's engine
     python3 dev.py gpu [options]    ten minutes of experiments on a machine with an NVIDIA GPU (see --help)
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
@@ -58,6 +59,7 @@ def main(arguments: list[str]) -> int:
         "setup": setup,
         "vllm": vllm,
         "ray": ray,
+        "bench": bench,
         "peers": peers,
         "gpu": gpu,
     }
@@ -114,9 +116,13 @@ def ray(options: list[str]) -> int:
     os.execv(python, [str(python), str(ROOT / "examples" / "ray_server"), *options])
 
 
+def bench(options: list[str]) -> int:
+    return run(ensure("examples,dev"), "-m", "tests.bench", *options)
+
+
 def peers(options: list[str]) -> int:
     python = ensure_peers(Path(os.environ.get("KVFLOW_PEERS_HOME", ROOT / ".venv-peers")))
-    return run(python, "-m", "kvflow.cli.main", "bench", "peers", *options)
+    return run(python, "-m", "tests.bench", "peers", *options)
 
 
 def gpu(options: list[str]) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -19,30 +18,13 @@ from rich.table import Table
 
 from kvflow.bench.child import BenchError
 from kvflow.bench.fairness import Fairness
-from kvflow.bench.fleet.figure import draw
-from kvflow.bench.fleet.scenario import FleetBench
-from kvflow.bench.flow.scenario import Flow
 from kvflow.bench.loads import SettingsError
-from kvflow.bench.peers.scenario import Peers
-from kvflow.bench.planning import Planning
-from kvflow.bench.profiling import Profile
 from kvflow.bench.scenario import Outcome, Scenario, describe_machine, run_scenario
 from kvflow.bench.targets import Spread, Verdict
 from kvflow.bench.topology import Topology
 from kvflow.bench.transfer.scenario import Transfer
-from kvflow.bench.verifying import Verifying
 
-SCENARIOS: dict[str, type[Scenario]] = {
-    "transfer": Transfer,
-    "peers": Peers,
-    "topology": Topology,
-    "fairness": Fairness,
-    "planning": Planning,
-    "profile": Profile,
-    "verifying": Verifying,
-    "flow": Flow,
-    "fleet": FleetBench,
-}
+SCENARIOS: dict[str, type[Scenario]] = {"transfer": Transfer, "topology": Topology, "fairness": Fairness}
 _LEAST = {int: 1, float: 0.1}
 _SECONDS = re.compile("(?<!_per)_s$")
 _WIDTH_MIN = 110
@@ -65,7 +47,14 @@ def told(command: str, *errors: type[Exception], exit_code: int = 1) -> Iterator
 bench = typer.Typer(help="Measure kvflow on this machine.", no_args_is_help=True)
 
 
-def _add(name: str, kind: type[Scenario]) -> None:
+def add_scenario(
+    app: typer.Typer,
+    name: str,
+    kind: type[Scenario],
+    afterwards: Callable[[Scenario, Outcome], None] = lambda scenario, outcome: None,
+) -> None:
+    """Make a scenario a command of `app`; `afterwards` is called once its tables are printed."""
+
     def command(**options: Any) -> None:
         json_file = options.pop("json_file")
         notes = Console(stderr=True, highlight=False)
@@ -75,9 +64,8 @@ def _add(name: str, kind: type[Scenario]) -> None:
             outcome = run_scenario(scenario, note=notes.print)
         console = Console()
         print_outcome(outcome, Console(width=max(console.width, _WIDTH_MIN)))
-        if options.get("figure"):
-            with told(f"bench {name}", SettingsError, OSError):
-                draw(outcome.results, Path(options["figure"]))
+        with told(f"bench {name}", SettingsError, OSError):
+            afterwards(scenario, outcome)
         if json_file is not None:
             numbers = {"settings": asdict(scenario), "machine": machine, **as_json(outcome)}
             json_file.write(json.dumps(numbers, indent=2) + "\n")
@@ -86,7 +74,7 @@ def _add(name: str, kind: type[Scenario]) -> None:
     # Typer reads the options off these.
     vars(command)["__signature__"] = Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    bench.command(name, help=kind.__doc__)(command)
+    app.command(name, help=kind.__doc__)(command)
 
 
 def _parameters(kind: type[Scenario]) -> Iterator[Parameter]:
@@ -139,4 +127,4 @@ def _cell(value: Any, heading: str) -> str:
 
 
 for _name, _kind in SCENARIOS.items():
-    _add(_name, _kind)
+    add_scenario(bench, _name, _kind)

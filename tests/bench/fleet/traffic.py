@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvflow.bench.fleet.channel import Costs, Wires
-from kvflow.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, first_of, limits_of
 from kvflow.errors import KVFlowError
 from kvflow.runtime.load.load import LoadRequest
 from kvflow.testing.virtual_loop import VirtualLoop
+from tests.bench.fleet.channel import Costs, Wires
+from tests.bench.fleet.ranks import FleetRank, Process, Role, Surroundings, first_of, limits_of
 
 HOP_S = 0.002
 RESTART_S = 1.0

@@ -1,4 +1,4 @@
-"""`kvflow bench fleet`: a large fleet in virtual time, with the real runtimes and a modelled network.
+"""The bench `fleet`: a large fleet in virtual time, with the real runtimes and a modelled network.
 
 channel  connections of the side channel and what answering costs, as a model
 ranks    the ranks: opened, killed, drained, opened again

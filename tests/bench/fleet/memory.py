@@ -12,7 +12,6 @@ import contextlib
 import gc
 import tracemalloc
 
-from kvflow.bench.fleet.results import MemorySample
 from kvflow.config import Config
 from kvflow.limits import Limits
 from kvflow.runtime.load.load import LoadRequest
@@ -21,6 +20,7 @@ from kvflow.runtime.producer.lease import Lease, ServeRequest
 from kvflow.testing.cluster import InprocCluster
 from kvflow.testing.pair import CacheSize, TestEngine
 from kvflow.testing.virtual_loop import run_virtual
+from tests.bench.fleet.results import MemorySample
 
 _BLOCK_SIZE = 16
 _WARM = 1

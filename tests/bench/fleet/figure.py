@@ -1,4 +1,4 @@
-"""The curves of `kvflow bench fleet` as an SVG file; needs the extra `kvflow[figures]`."""
+"""The curves of `python3 dev.py bench fleet` as an SVG file; needs the extra `kvflow[figures]`."""
 
 from __future__ import annotations
 

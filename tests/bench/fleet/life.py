@@ -9,11 +9,11 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from kvflow.bench.fleet.channel import Costs
-from kvflow.bench.fleet.ranks import FleetRank
-from kvflow.bench.fleet.results import PhaseResult
-from kvflow.bench.fleet.traffic import Fleet, FleetShape, Loads
 from kvflow.testing.virtual_loop import run_virtual
+from tests.bench.fleet.channel import Costs
+from tests.bench.fleet.ranks import FleetRank
+from tests.bench.fleet.results import PhaseResult
+from tests.bench.fleet.traffic import Fleet, FleetShape, Loads
 
 _PHASE_S = 5.0
 _BACKLOG = 8

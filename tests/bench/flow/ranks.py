@@ -20,8 +20,8 @@ import kvflow
 from kvflow.bench.cache import CacheShape, PatternCache, compared
 from kvflow.bench.clocks import loop_ticker, process_cpu_s
 from kvflow.bench.engine import config_of, open_runtime
-from kvflow.bench.flow.link import Link, enter_own_network, plug_in
 from kvflow.bench.loads import PlannedLoad, Ticket
+from tests.bench.flow.link import Link, enter_own_network, plug_in
 
 BLOCK_SIZE = 16
 _SETTLE_S = 30.0

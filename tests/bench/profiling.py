@@ -1,4 +1,4 @@
-"""`kvflow bench profile`: where the time of small loads goes, by hop, by thread and by function.
+"""The bench `profile`: where the time of small loads goes, by hop, by thread and by function.
 
 One producer and one reader, which stamps what it is about: loads one after the other with five stamps each, loads one
 after the other and all at once with the CPU time of each thread, and once more under Python's profiler, whose own cost

@@ -1,4 +1,4 @@
-"""`kvflow bench fleet`: fleets of several sizes, all in virtual time, and what a peer costs in memory."""
+"""The bench `fleet`: fleets of several sizes, all in virtual time, and what a peer costs in memory."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
 
-from kvflow.bench.fleet.results import MemoryResult, MemorySample, PhaseResult
 from kvflow.bench.loads import SettingsError
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import at_most
+from tests.bench.fleet.results import MemoryResult, MemorySample, PhaseResult
 
 _LEGEND = (
     "Real runtimes in virtual time; bytes take no time, connections and answers are modelled. right, lost (with a rank "
@@ -52,15 +52,15 @@ class FleetBench:
             yield Turn(key=("memory", size), run=partial(self._measure_memory, size), note=note)
 
     def _run(self, size: int) -> list[PhaseResult]:
-        from kvflow.bench.fleet.channel import Costs  # these import torch, which takes a second
-        from kvflow.bench.fleet.life import run_fleet
-        from kvflow.bench.fleet.traffic import FleetShape
+        from tests.bench.fleet.channel import Costs  # these import torch, which takes a second
+        from tests.bench.fleet.life import run_fleet
+        from tests.bench.fleet.traffic import FleetShape
 
         shape = FleetShape(prefill=size, decode=size, peers=min(self.peers, size), hot=min(self.hot, size))
         return run_fleet(shape, Costs(answer_s=self.answer_ms / 1e3), self.rate)
 
     def _measure_memory(self, size: int) -> MemorySample:
-        from kvflow.bench.fleet.memory import measure_memory
+        from tests.bench.fleet.memory import measure_memory
 
         return measure_memory(size, self.layers)
 

@@ -1,4 +1,4 @@
-"""`kvflow bench flow`: prompts whose blocks flow while they are computed, beside whole prompts, taking turns.
+"""The bench `flow`: prompts whose blocks flow while they are computed, beside whole prompts, taking turns.
 
 The cache is that of SmolLM2-135M: 30 layers, 3 KV heads of 64 16-bit elements, blocks of 16 tokens. The producer is
 synthetic: it computes chunks of a prompt at a pace, and its lease grows by each; or it offers the whole prompt after
@@ -18,9 +18,11 @@ from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.flow import results
-from kvflow.bench.flow.link import Link, lay_cable, require_cables
-from kvflow.bench.flow.ranks import (
+from kvflow.bench.loads import PlannedLoad, SettingsError, scattered, share_out
+from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
+from tests.bench.flow import results
+from tests.bench.flow.link import Link, lay_cable, require_cables
+from tests.bench.flow.ranks import (
     BLOCK_SIZE,
     FlowProducer,
     FlowReader,
@@ -29,9 +31,7 @@ from kvflow.bench.flow.ranks import (
     open_producer,
     open_reader,
 )
-from kvflow.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
-from kvflow.bench.loads import PlannedLoad, SettingsError, scattered, share_out
-from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
+from tests.bench.flow.results import UNTIMED, Case, Growth, HandOver, Many, Way
 
 MODEL = CacheShape(layers=30, blocks=1, kv_heads=3, head_size=64)
 SMALL = CacheShape(layers=1, blocks=1, kv_heads=1, head_size=64)

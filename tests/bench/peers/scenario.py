@@ -1,4 +1,4 @@
-"""`kvflow bench peers`: the same loads through raw NIXL, kvflow and other libraries, taking turns.
+"""The bench `peers`: the same loads through raw NIXL, kvflow and other libraries, taking turns.
 
 Pairs, rounds, blocks and what is compared are as in `kvflow bench transfer`.
 """
@@ -12,11 +12,11 @@ from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.loads import SettingsError, Transport
-from kvflow.bench.peers import results
-from kvflow.bench.peers.contenders import ALWAYS, Absent, Peer, absent, ranks_of, runs_over
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.transfer.sizes import LoadSize, parse_sizes, shape_for
 from kvflow.bench.transfer.turns import pair_of, rounds_of_pair, turns_of_pairs
+from tests.bench.peers import results
+from tests.bench.peers.contenders import ALWAYS, Absent, Peer, absent, ranks_of, runs_over
 
 _QUIET = {"MC_LOG_LEVEL": "ERROR"}
 _CHOICE = tuple(peer for peer in Peer if peer not in ALWAYS)

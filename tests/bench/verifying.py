@@ -1,4 +1,4 @@
-"""`kvflow bench verifying`: the same loads without and with checksums (`LoadRequest.verify`), taking turns.
+"""The bench `verifying`: the same loads without and with checksums (`LoadRequest.verify`), taking turns.
 
 A producer and a reader, whose digests are computed at the same time, so on a machine of two cores each has one. Blocks
 are scattered on both sides. The model is that of `kvflow bench transfer`: K or V of a block of one layer is 32 KiB.

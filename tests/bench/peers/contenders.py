@@ -12,9 +12,9 @@ from typing import NamedTuple
 from kvflow.bench.cache import CacheShape
 from kvflow.bench.child import RankProcess
 from kvflow.bench.loads import Transport
-from kvflow.bench.peers import mooncake, nixl_connect
 from kvflow.bench.transfer.ranks import Contender
 from kvflow.bench.transfer.scenario import ranks_of as ranks_of_transfer
+from tests.bench.peers import mooncake, nixl_connect
 
 _IMPORT_TIMEOUT_S = 60.0
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from kvflow.bench.fleet.channel import Wires
 from kvflow.config import Config
 from kvflow.errors import KVFlowError
 from kvflow.limits import Limits
@@ -24,6 +23,7 @@ from kvflow.testing.copier import InlineCopier
 from kvflow.testing.pair import CacheSize
 from kvflow.testing.virtual_loop import Life, VirtualLoop
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.bench.fleet.channel import Wires
 
 SIZE = CacheSize(layers=1, num_blocks=64, block_size=4, kv_heads=1, head_size=4)
 TTL_S = 5.0
