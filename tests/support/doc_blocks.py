@@ -29,7 +29,6 @@ import pytest
 import typer.main
 
 from kvflow import Config
-from kvflow.bench.gpu.command import make_parser
 from kvflow.cli.app import app
 from tests.bench.__main__ import bench
 
@@ -173,8 +172,6 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             check_command(started_by_dev(rest))
         case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
-        case ["python", "-m", "kvflow.bench.gpu", *rest]:
-            assert make_parser().parse_known_args(rest)[1] == [], words
         case ["python", "-m", "tests.bench", *rest]:
             check_typer(bench, rest, complete=complete)
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
@@ -215,11 +212,9 @@ def started_by_dev(words: list[str]) -> list[str]:
     dev = types.ModuleType("dev")
     vars(dev)["__file__"] = str(ROOT / "dev.py")
     exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
-    system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command))
-    vars(dev).update(os=system, run=start, check=start, ensure=lambda _: "python", ensure_vllm=lambda _: "python")
-    vars(dev).update(ensure_ray=lambda _: "python", ensure_peers=lambda _: "python")
-    vars(dev).update(make_environment=lambda _: Path("python"), install_torch=start, has_gpu=lambda: True)
-    vars(dev).update(with_wheels=lambda _: "python")
+    system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
+    vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
+    vars(dev).update(with_wheels=lambda _: Path("python"))
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
 
