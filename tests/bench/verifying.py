@@ -12,14 +12,13 @@ from functools import partial
 from typing import Annotated
 
 from kvflow.bench.cache import CacheShape
-from kvflow.bench.child import BenchError, RankProcess
-from kvflow.bench.engine import Consumers, EngineProducer, LoadResult, config_of, open_consumers, open_producer
+from kvflow.bench.child import BenchError
+from kvflow.bench.engine import LoadResult, Pair, pair_ranks
 from kvflow.bench.loads import MIB, PlannedLoad, SettingsError, Transport, scattered
 from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn, interleaved
 from kvflow.bench.targets import Spread, TargetRow, at_least
 
 SPEED_RATIO_MIN = 0.5
-_BLOCK_SIZE = CacheShape(layers=1, blocks=1).block_size
 _LEGEND = (
     "Each round has one load of a size without checksums and one with. Ratios are of speed, verified to not, within "
     "each round. All bytes of one load of each kind were compared, then a layer of each."
@@ -69,10 +68,7 @@ class Verifying:
 
     def sets(self) -> Sequence[RankSet]:
         shape = self.shape
-        ranks = [
-            RankProcess("producer", partial(open_producer, config_of("bench-producer"), shape)),
-            RankProcess("consumer", partial(open_consumers, [(config_of("bench-reader"), shape)])),
-        ]
+        ranks = pair_ranks(shape)
         note = f"{self.transport}: starting {len(ranks)} ranks"
         return [RankSet(note=note, ranks=ranks, turns=self._turns, environment=self.transport.environment)]
 
@@ -82,14 +78,14 @@ class Verifying:
         return Outcome(results={"sizes": results}, legend=_LEGEND, targets=[target(results)])
 
     def _turns(self, children: Children) -> Iterator[Turn]:
-        every_layer = tuple(range(self.layers))
+        pair = Pair(producer=children["producer"], consumer=children["consumer"], shape=self.shape)
         for size in self.blocks:
             for verify in (False, True):
-                run = partial(_run, children, self.planned(size, f"check {verify}"), every_layer, verify=verify)
+                run = partial(pair.hand_over, self.planned(size, f"check {verify}"), verify=verify)
                 yield Turn(key=(size, verify), run=run, note=f"{size}: every byte compared, then {self.rounds} rounds")
             for index, verify in interleaved((False, True), range(self.rounds)):
                 load, layers = self.planned(size, f"round {index} {verify}"), (index % self.layers,)
-                yield Turn(key=(size, verify), run=partial(_run, children, load, layers, verify=verify))
+                yield Turn(key=(size, verify), run=partial(pair.hand_over, load, layers=layers, verify=verify))
 
     def planned(self, size: str, turn: str) -> PlannedLoad:
         """The load of a turn: both of a round move blocks that are scattered alike."""
@@ -121,13 +117,3 @@ def target(results: Sequence[SizeResult]) -> TargetRow:
     """Small loads are dominated by the question; the promise is of what takes time."""
     large = [(result.ratio.p50, result.size) for result in results if result.size_bytes >= 16 * MIB]
     return at_least("16 MB and more, speed with checksums to without", SPEED_RATIO_MIN, large)
-
-
-def _run(children: Children, load: PlannedLoad, layers: Sequence[int], *, verify: bool) -> LoadResult:
-    producer, consumer = children["producer"], children["consumer"]
-    consumer.run(Consumers.poison, 0, load, layers)
-    tickets = producer.run(EngineProducer.offer, [load])
-    result = consumer.run(Consumers.load, 0, load, tickets, verify=verify)
-    checked_bytes = consumer.run(Consumers.check, 0, load, _BLOCK_SIZE, layers)
-    producer.run(EngineProducer.settle)
-    return result._replace(checked_bytes=checked_bytes)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+import torch
+
 from kvflow.core.policy.events import DeviceEvent
 
 _SLEEP_CYCLES = 100_000_000
@@ -50,22 +52,17 @@ class CudaDevice:
     """A CUDA device, "cuda" or "cuda:1", which becomes the current one of the thread."""
 
     def __init__(self, kind: str, own_stream: bool) -> None:
-        import torch
-
         self._cuda: Any = torch.cuda
         self._cuda.set_device(torch.device(kind).index or 0)
         self._stream = self._cuda.Stream() if own_stream else self._cuda.default_stream()
-        self._cycles_per_s = self._measured_cycles_per_s()
-
-    def _measured_cycles_per_s(self) -> float:
-        """Of the second of two sleeps: in the first the clock leaves its idle rate."""
+        # Of the second of two sleeps: in the first the clock leaves its idle rate.
         first, last = (self._cuda.Event(enable_timing=True) for _ in range(2))
         self._cuda._sleep(_SLEEP_CYCLES)
         first.record()
         self._cuda._sleep(_SLEEP_CYCLES)
         last.record()
         last.synchronize()
-        return _SLEEP_CYCLES / (float(first.elapsed_time(last)) / 1e3)
+        self._cycles_per_s = _SLEEP_CYCLES / (float(first.elapsed_time(last)) / 1e3)
 
     def launch(self, work: Callable[[], None], delay_s: float = 0.0) -> DeviceEvent:
         event: DeviceEvent = self._cuda.Event()
@@ -78,8 +75,6 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        import torch
-
         matrix = torch.randn(_BUSY_SIDE, _BUSY_SIDE, device="cuda", dtype=torch.bfloat16)
         events: queue.Queue[Any] = queue.Queue()
 
@@ -98,8 +93,6 @@ class CudaDevice:
 
     def make_step(self) -> Callable[[], None]:
         """A CUDA graph, as engines replay one for each decode step."""
-        import torch
-
         matrix = torch.randn(_BUSY_SIDE, _BUSY_SIDE, device="cuda", dtype=torch.bfloat16)
         target = torch.empty_like(matrix)
         stream, graph = self._cuda.Stream(), self._cuda.CUDAGraph()
@@ -124,20 +117,13 @@ class CudaDevice:
         self.wait()
 
 
-class HostEvent:
+class HostEvent(threading.Event):
     """What a CUDA event is for a stream, for the thread."""
 
-    def __init__(self) -> None:
-        self._happened = threading.Event()
-
-    def query(self) -> bool:
-        return self._happened.is_set()
+    query = threading.Event.is_set
 
     def synchronize(self) -> None:
-        self._happened.wait()
-
-    def happen(self) -> None:
-        self._happened.set()
+        self.wait()
 
 
 class HostDevice:
@@ -158,22 +144,18 @@ class HostDevice:
         def run() -> None:
             time.sleep(delay_s)
             work()
-            event.happen()
+            event.set()
 
         self._work.put(run)
         return event
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        import torch
-
         matrix = torch.randn(_HOST_SIDE, _HOST_SIDE)
         with _again_and_again(lambda: torch.mm(matrix, matrix)):
             yield
 
     def make_step(self) -> Callable[[], None]:
-        import torch
-
         matrix = torch.randn(_HOST_SIDE, _HOST_SIDE)
 
         def step() -> None:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 
-from kvflow.bench.child import Child, Environment, RankProcess, open_children
-from kvflow.bench.loads import QUIET
+from kvflow.bench.child import QUIET, Child, Environment, RankProcess, open_children
 
 _PRODUCER_THREAD_DELAY_US = 100_000
 _TIMEOUT_S = 60.0
@@ -26,16 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawSpec:
-    """One side: memory of so many bytes on a device."""
+    """One side: memory of so many bytes on a device. `context`: whether the agent's thread has a CUDA context."""
 
     name: str
     device: str
     size_bytes: int
-    producer: bool
-    context: bool = True
-    """Whether the agent's thread has a CUDA context."""
-    backend: Mapping[str, str] | None = None
-    """Parameters of the backend."""
+    context: bool
 
 
 class RawAddress(NamedTuple):
@@ -57,9 +53,7 @@ class RawRank:
     """The steps of a side; all of NIXL happens on its thread."""
 
     def __init__(self, spec: RawSpec) -> None:
-        import torch
-
-        fill = 1 if spec.producer else 0
+        fill = 1 if spec.name == "producer" else 0
         self._memory = torch.full((spec.size_bytes,), fill, dtype=torch.uint8, device=spec.device)
         if spec.device == "cuda":
             torch.cuda.synchronize()
@@ -76,18 +70,17 @@ class RawRank:
 
         spec = self._spec
         if spec.device == "cuda" and spec.context:
-            import torch
-
             torch.cuda.set_device(0)
         api: Any = nixl._bindings
         config = api.nixlAgentConfig()
-        config.useProgThread = spec.producer
+        producer = spec.name == "producer"
+        config.useProgThread = producer
         config.pthrDelay = _PRODUCER_THREAD_DELAY_US
-        config.syncMode = api.NIXL_THREAD_SYNC_RW if spec.producer else api.NIXL_THREAD_SYNC_NONE
+        config.syncMode = api.NIXL_THREAD_SYNC_RW if producer else api.NIXL_THREAD_SYNC_NONE
         config.useListenThread = False
         self._api, self._kind = api, api.VRAM_SEG if spec.device == "cuda" else api.DRAM_SEG
         self._agent = api.nixlAgent(spec.name, config)
-        self._backends = [self._agent.createBackend("UCX", dict(spec.backend or {}))]
+        self._backends = [self._agent.createBackend("UCX", {})]
         rows = [(self._memory.data_ptr(), spec.size_bytes, 0, "")]
         self._agent.registerMem(api.nixlRegDList(self._kind, rows), self._backends)
 
@@ -152,22 +145,17 @@ async def open_raw(spec: RawSpec) -> AsyncIterator[RawRank]:
 
 
 @contextlib.contextmanager
-def raw_pair(
-    device: str,
-    size_bytes: int,
-    environment: Environment,
-    *,
-    context: bool = True,
-    backend: Mapping[str, str] | None = None,
-) -> Iterator[tuple[Child, Child]]:
-    """A connected producer and reader."""
-    both = [
-        RawSpec(name=name, device=device, size_bytes=size_bytes, producer=name == "producer", context=context,
-                backend=backend)
+def raw_pair(device: str, size_bytes: int, environment: Environment, *, context: bool = True) -> Iterator[Child]:
+    """The reader of two that are connected."""
+    ranks = [
+        RankProcess(
+            name,
+            partial(open_raw, RawSpec(name=name, device=device, size_bytes=size_bytes, context=context)),
+            on_loop=False,
+        )
         for name in ("producer", "reader")
-    ]  # fmt: skip
-    ranks = [RankProcess(spec.name, partial(open_raw, spec), on_loop=False) for spec in both]
+    ]
     with open_children(ranks, {**QUIET, **environment}) as children:
         producer, reader = children["producer"], children["reader"]
         reader.run(RawRank.connect, producer.run(RawRank.address))
-        yield producer, reader
+        yield reader
