@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
 from kvflow.bench.scenario import Outcome, Scenario
 from kvflow.cli.bench import add_scenario
+from kvflow.cli.flags import PlainTyper
 from tests.bench.fleet.figure import draw
 from tests.bench.fleet.scenario import FleetBench
 from tests.bench.flow.scenario import Flow
@@ -32,7 +31,7 @@ def draw_figure(scenario: Scenario, outcome: Outcome) -> None:
         draw(outcome.results, Path(scenario.figure))
 
 
-bench = typer.Typer(name="dev.py bench", help="Measure what only those need who work on kvflow.", no_args_is_help=True)
+bench = PlainTyper(name="dev.py bench", help="Measure what only those need who work on kvflow.", no_args_is_help=True)
 for name, kind in SCENARIOS.items():
     add_scenario(bench, name, kind, afterwards=draw_figure)
 
