@@ -112,7 +112,7 @@ def default_of(entry: Field[Any]) -> str:
         return "required"
     if is_dataclass(value):
         return f"{type(value).__name__}()"
-    if isinstance(value, int) and "bytes" in entry.name:
+    if isinstance(value, int) and value and "bytes" in entry.name:
         shift, unit = next((shift, unit) for shift, unit in _UNITS if value % (1 << shift) == 0)
         return f"{value >> shift} {unit}"
     return repr(value) if isinstance(value, str | bool | float | int | None) else str(value) or "{}"

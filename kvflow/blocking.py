@@ -421,8 +421,7 @@ class Runtime:
         An interrupt in the calling thread cancels the load, and is raised once it has ended; bytes may still land then:
         who may be interrupted uses `start_load`, whose handle tells.
         """
-        limits = self.config.limits
-        deadline_s = checked_load_request(request, limits.request_id_chars_max, limits.block_ids_max).deadline_s
+        deadline_s = checked_load_request(request, self.config.limits.block_ids_max).deadline_s
         bound_s = self.config.load_deadline_s if deadline_s is None else deadline_s
         load = self.start_load(request)
         after_s = self.config.cancel_grace_s + self._call_timeout_s

@@ -69,6 +69,7 @@ _PARTS = (("K", "V"), ("KV",), ("latent",))
 AGENT_METADATA_BYTES_MAX = 1 << 26
 LEASE_IDS_MAX = 1 << 20
 """In one notification."""
+NOTIFICATION_BYTES_MAX = 4 << 10
 _PART_CHARS_MAX = 4096
 _ERROR_CHARS_MAX = 300
 _READER_CHARS_MAX = 4096

@@ -72,7 +72,7 @@ class Newsroom:
     def __init__(self, context: RankContext, leases: Leases) -> None:
         self._clock = context.clock
         self._leases = leases
-        self._waiting = WaitingQuestions(context.config.limits, context.clock, _nothing_yet)
+        self._waiting = WaitingQuestions(context.clock, _nothing_yet)
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
         """What late readers are told of requests without a lease: a few thousand of the last ones."""
         self._turned_away = ""
