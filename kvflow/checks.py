@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import difflib
 import numbers
+import operator
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -40,6 +42,7 @@ GIVEN_ID_CHARS_MAX = 512
 """Characters of a request id that a caller gives; peers take longer ones (`limits.REQUEST_ID_CHARS_MAX`)."""
 _SHOWN_CHARS = 80
 _SAID_CHARS = 400
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")  # of the path in a message of msgspec's, such as `$.ranks[0].port`
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARS
@@ -227,6 +230,17 @@ def check_known(given: Iterable[str], known: Iterable[str], *, where: str, hint:
         listed = ", ".join(name if name.isidentifier() else shown(name) for name in unknown)
         meant = did_you_mean(unknown[0], names) or f"; known are {', '.join(names)}"
         raise ConfigError(f"{where}: unknown: {listed}{hint}{meant}")
+
+
+def refusal(error: Exception, given: object) -> str:
+    """What msgspec refuses of `given`: field, bound and value. The value of a lease id is a secret, and is left out."""
+    steps = _STEP.findall(str(error).rpartition("`$")[2])
+    if any("lease_id" in name for name, _ in steps):
+        return str(error)
+    found: Any = given
+    for name, index in steps:
+        found = answer(partial(operator.getitem, found, name or int(index)))
+    return f"{error}, got {shown(found)}"
 
 
 # --- dataclasses, by a rule for each field

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvflow.checks import check_known
+from kvflow.checks import check_known, refusal
 from kvflow.errors import ConfigError
 
 
@@ -38,7 +38,7 @@ def _checked(value: Any, wanted: Any, where: str) -> Any:
     try:
         given = msgspec.convert(value, dict[str, Any] if nested else wanted)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {refusal(error, value)}") from error
     if not nested:
         return given
     check_known(given, _json_types(wanted), where=where)

@@ -149,7 +149,7 @@ async def test_an_answer_larger_than_the_limit_is_not_read(monkeypatch: pytest.M
         ("groups", {"block_size": 8}, ProtocolError, "cache share: group 0 of 1, block_size 4"),
         ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
         ("cache_shares", {"group": 1}, ProtocolError, "cache share: group 1 of 1"),
-        ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours float32, theirs int8"),
+        ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours 'float32', theirs 'int8'"),
         ("", {"clock_s": float("nan")}, ProtocolError, r"\$.clock_s"),
         ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, r"\$.seals.address"),
         ("regions", {"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),

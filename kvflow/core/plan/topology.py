@@ -207,7 +207,7 @@ def differences(ours: Sequence[CacheShare], theirs: Sequence[CacheShare]) -> lis
 
 
 def _difference(name: str, ours: object, theirs: object) -> str:
-    return "" if ours == theirs else f"{name}: ours {ours}, theirs {theirs}"
+    return "" if ours == theirs else f"{name}: ours {ours!r}, theirs {theirs!r}"
 
 
 def _apart(name: str, ours: int, theirs: int) -> str:

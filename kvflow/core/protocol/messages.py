@@ -16,13 +16,14 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from msgspec import Meta
 
-from kvflow.checks import is_name, printable
+from kvflow.checks import answer, is_name, printable, refusal
 from kvflow.config import RANKS_MAX
 from kvflow.core.bounds import (
     READER_CHARS_MAX,
@@ -507,7 +508,9 @@ def _decode(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        why = printable(str(error), _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
+        raw = answer(partial(msgspec.msgpack.decode, data))
+        why = str(error) if raw is None else refusal(error, raw)
+        why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
         raise WireError(f"{len(data)} bytes do not decode: {why}") from error
 
 

@@ -198,7 +198,7 @@ def _refused(peer: Address, refusal: messages.Refusal, ours: LocalRank) -> PeerE
             except messages.WireError as error:
                 return peer.failure(ProtocolError, str(error))
             differences += topology.differences(ours.cache_shares, refusal.cache_shares)
-        return _incompatible(peer, differences)
+        return _incompatible(peer, list(dict.fromkeys(differences)))
     if refusal.version != messages.PROTOCOL_VERSION:
         versions = f"kvflow protocol version: ours {messages.PROTOCOL_VERSION}, theirs {refusal.version}"
         return peer.failure(PeerIncompatible, versions)
