@@ -583,8 +583,8 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
     Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
-    if checks.count(tickets, "merge_tickets: tickets", most=RANKS_MAX) < 1:
-        raise RequestError("merge_tickets: expected at least one ticket, got none")
+    if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
+        raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")
     given = checks.answer(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
         raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
