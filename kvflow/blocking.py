@@ -57,6 +57,8 @@ from kvflow.runtime.statistics import RuntimeStatistics
 from kvflow.runtime.store.requests import RestoreReport, RestoreRequest, SaveReport, SaveRequest
 from kvflow.runtime.world import World
 
+__all__ = ["Lease", "Load", "Pending", "Runtime"]
+
 logger = logger_of(__name__)
 
 ResultT = TypeVar("ResultT")

@@ -60,6 +60,8 @@ from kvflow.core.protocol.prompts import check_prompt, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, RequestError, UsageError
 
+__all__ = ["ConnectorScheduler", "EngineRequest", "Finished", "Matched", "Scheduled", "SchedulingConfig", "Sharing"]
+
 
 def _groups(value: object, what: str) -> tuple[GroupFacts, ...]:
     if not isinstance(value, tuple | list) or not all(isinstance(group, GroupFacts) for group in value):

@@ -23,6 +23,8 @@ from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.runtime.runtime import Runtime
 from kvflow.runtime.statistics import RuntimeStatistics
 
+__all__ = ["PrometheusMetrics"]
+
 _SCRAPE_WAIT_S = 1.0
 
 
