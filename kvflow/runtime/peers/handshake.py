@@ -102,10 +102,6 @@ class Handshakes:
     def _note_clock(
         self, peer: Peer, reply: messages.Metadata | messages.LeaseFound | messages.ClockShown, sent_s: float
     ) -> None:
-        try:
-            messages.check_clock(reply.clock_s)
-        except messages.WireError as error:
-            raise peer.at.failure(ProtocolError, str(error)) from error
         now_s = self._clock.now_s()
         peer.clock_due_s = now_s + self._config.limits.clock_age_s
         theirs, theirs_s = reply.incarnation, reply.clock_s

@@ -83,8 +83,7 @@ class Newsroom:
         return len(self._waiting)
 
     def answer(self, question: messages.WaitingRequest) -> Answered:
-        """What there is to tell, or the promise of it. WireError if the question cannot be right."""
-        messages.check_patient(question)
+        """What there is to tell, or the promise of it."""
         reply = self._now(question)
         return self._waiting.wait(question) if reply is None else reply
 
