@@ -270,13 +270,26 @@ def until_blocking(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to that")
 
 
-def test_a_request_that_waits_for_blocks_keeps_its_prompt() -> None:
-    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile."""
+@pytest.mark.parametrize("flows", [False, True])
+def test_a_request_that_waits_for_blocks_keeps_its_prompt(flows: bool) -> None:
+    """The decode engine has no room for longer than the lease's ttl; its steps go on meanwhile. A lease that flows is
+    found when prefill opens it, and kept from then on; so is one that has come to its end.
+    """
     network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
     prefill = make("prefill", network, 1.0, clock=lambda: theirs)
     decode = make("decode", network, -1.0, clock=lambda: ours)
     with settled_afterwards(Pair(prefill, decode)):
-        decode.scheduler.add(Request("d", 7, prefill.prefill()))
+        if flows:
+            rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
+            decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
+            assert [keep.request_id for keep in decode.step().keep] == ["d"]
+            prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
+            prefill.step(("r", 3), blocks=[1])
+            prefill.step(("r", 7), blocks=[1, 2])
+            assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
+            prefill.step()
+        else:
+            decode.scheduler.add(Request("d", 7, prefill.prefill()))
         for _ in range(4):
             until_renewed(prefill, decode, ours)
             on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
@@ -304,30 +317,6 @@ def test_the_time_of_a_lease_begins_when_its_request_has_finished(pair: Pair) ->
     next(None for _ in steps() if offer.sent)
     assert offer.restart is None, "its time is begun anew although its ticket is out"
     assert prefill.until(lease_ended) == OfferEnded("r", LeaseOutcome.EXPIRED, True)
-
-
-def test_a_flow_that_waits_for_blocks_keeps_its_prompt() -> None:
-    """Its lease is found when prefill opens it, and kept from then on; so is one that has come to its end."""
-    network, theirs, ours = InprocNetwork(), ManualClock(), ManualClock()
-    prefill = make("prefill", network, 1.0, clock=lambda: theirs)
-    decode = make("decode", network, -1.0, clock=lambda: ours)
-    with settled_afterwards(Pair(prefill, decode)):
-        rendezvous = Ticket.rendezvous(prefill.worker.introduction(), "name")
-        decode.scheduler.add(Request("d", 7, rendezvous.to_params()))
-        assert [keep.request_id for keep in decode.step().keep] == ["d"]
-        prefill.scheduler.add(Request("r", 7, producer_params(rendezvous)))
-        prefill.step(("r", 3), blocks=[1])
-        prefill.step(("r", 7), blocks=[1, 2])
-        assert prefill.scheduler.request_finished("r", completed=True).hold_blocks
-        prefill.step()
-        for _ in range(4):
-            until_renewed(prefill, decode, ours)
-            on_loop(prefill.runtime, partial(theirs.advance, CONFIG.lease_ttl_s * 0.6))
-        decode.scheduler.update_after_alloc("d", [5, 6], 7)
-        assert isinstance(decode.until(load_ended), Loaded)
-        hold_passes = partial(on_loop, prefill.runtime, partial(theirs.advance, CONFIG.limits.seal_hold_s))
-        assert prefill.until(lease_ended, meanwhile=hold_passes) == OfferEnded("r", LeaseOutcome.READ, True)
-        decode.scheduler.request_finished("d", completed=True)
 
 
 def until_renewed(prefill: Engine, decode: Engine, clock: ManualClock) -> None:

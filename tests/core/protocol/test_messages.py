@@ -455,7 +455,7 @@ def test_region_tables_survive_the_wire(
     ],
 )
 def test_a_region_table_that_cannot_be_true_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(messages.WireError, match=f"region table|{next(iter(changes))}|out of range") as caught:
+    with pytest.raises(messages.WireError, match=f"region table|{'|'.join(changes)}|out of range") as caught:
         messages.regions_from_wire(sent(msgspec.structs.replace(REGIONS, **changes)))
     assert len(str(caught.value)) < 300
 
