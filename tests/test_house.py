@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -56,6 +58,7 @@ LOGGERS_AS_A_WHOLE = {
     "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
     "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
 }
+DOUBLES_MAX = 43
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 # Tests whose subject is time itself, each with the reason.
@@ -297,6 +300,41 @@ def test_all_is_what_exists() -> None:
     assert public == set(kvflow.__all__)
     assert len(kvflow.__all__) == len(set(kvflow.__all__))
     assert kvflow.__all__ == sorted(kvflow.__all__)
+
+
+@pytest.mark.parametrize("module", kvflow.__public_modules__)
+def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
+    place = ROOT / module.replace(".", "/")
+    tree = SOURCES[(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).relative_to(ROOT).as_posix()]
+    bound = {name for node in ast.walk(tree) for name in _names_bound(node)}
+    (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
+    assert set(names) <= bound
+    assert names == sorted(set(names))
+
+
+def _binds_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and [target.id for target in node.targets if isinstance(target, ast.Name)] == [
+        "__all__"
+    ]
+
+
+def _names_bound(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            yield name
+        case ast.ImportFrom(names=names):
+            yield from (found.asname or found.name for found in names)
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            yield name
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """But for the handles in threads, which are those of asyncio; new doubles are named apart."""
+    defined = Counter(
+        node.name for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    twice = sorted(name for name, count in defined.items() if count > 1)
+    assert len(twice) <= DOUBLES_MAX, twice
 
 
 # --- shape of the code

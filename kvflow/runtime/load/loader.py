@@ -76,6 +76,8 @@ logger = logger_of(__name__)
 _OVER = "the offer is over (expired, withdrawn, or read by all it was for): compute the prompt again"
 _PAST_DEADLINE = "it ended later than its producer is known to hold the blocks: compute the prompt again"
 _BROKEN = "its producer could not compute the prompt, and says so: have another one compute it"
+_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
+_OF_PEER_MAX = (1 << 15, 128)  # of one rank
 _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
 
 
@@ -207,10 +209,9 @@ class Loader:
         try:
             if config.role == "producer":
                 raise UsageError(f"load_blocks: the role of engine {config.engine_id!r} is 'producer'")
-            chars_max, ids_max = config.limits.request_id_chars_max, config.limits.block_ids_max
-            plain = checked_load_request(request, chars_max, ids_max)
+            plain = checked_load_request(request, config.limits.block_ids_max)
             what = f"request {plain.request_id!r}"
-            ticket = self._read_ticket(plain.ticket, ids_max)
+            ticket = self._read_ticket(plain.ticket, config.limits.block_ids_max)
             says_tokens = plain.prompt is not None or plain.num_tokens is not None
             if says_tokens and not ticket.awaited:
                 _check_offer(ticket, plain)
@@ -540,7 +541,6 @@ def _whose(ticket: Ticket) -> str:
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
     """What may be in flight at once, in all and from one rank, which may grow with its speed."""
-    most = config.limits
-    of_peer = most.peer_in_flight_bytes_max, most.peer_in_flight_descriptors_max, most.peer_in_flight_reads_max
-    in_all = config.in_flight_bytes_max, most.in_flight_descriptors_max, most.in_flight_reads_max
+    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
+    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)
