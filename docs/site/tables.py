@@ -17,30 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import kvflow
+
 DOCS = Path(__file__).resolve().parents[1]
-PACKAGES = {
-    "kvflow": "The runtime and what is passed to it.",
-    "kvflow.blocking": "The same for engines that are not asyncio programs.",
-    "kvflow.connector": "Both halves of a connector.",
-    "kvflow.observe": "Metrics, spans, timelines.",
-    "kvflow.testing": "Tests of your engine.",
-}
-"""The public modules, in reading order."""
-ELSEWHERE = {
-    "kvflow.blocking": ("kvflow.blocking.Runtime", "kvflow.blocking.Load", "kvflow.blocking.Lease"),
-    "kvflow.connector": (
-        "kvflow.connector.scheduler.ConnectorScheduler",
-        "kvflow.connector.scheduler.SchedulingConfig",
-        "kvflow.connector.worker.ConnectorWorker",
-        "kvflow.connector.worker.Results",
-    ),
-    "kvflow.observe": (
-        "kvflow.observe.prometheus.PrometheusMetrics",
-        "kvflow.observe.opentelemetry",
-        "kvflow.observe.timeline.RecordFile",
-    ),
-}
-"""Where a module has no `__all__` of its own: its public names."""
 FIRST = ("Runtime", "Config", "ServeRequest", "Lease", "Ticket", "LoadRequest", "Load", "LoadReport", "CacheLayout")
 _MARK = re.compile(r"^<!-- table: (\w+) -->\n(?:.*?^<!-- /table -->\n)?", re.MULTILINE | re.DOTALL)
 
@@ -48,31 +27,54 @@ _MARK = re.compile(r"^<!-- table: (\w+) -->\n(?:.*?^<!-- /table -->\n)?", re.MUL
 def public_names() -> dict[str, list[str]]:
     """Full names of what is public, by module; what one meets first comes first."""
     found = {}
-    for module in PACKAGES:
-        if module in ELSEWHERE:
-            found[module] = list(ELSEWHERE[module])
-            continue
-        names = [name for name in importlib.import_module(module).__all__ if name != "errors"]
+    for module in kvflow.__public_modules__:
+        names = [name for name in names_of(module) if name not in ("errors", "register")]
         names.sort(key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name))
         found[module] = [f"{module}.{name}" for name in names]
     return found
 
 
+def names_of(module: str) -> list[str]:
+    """The `__all__` of a module, which need not be one that can be imported here."""
+    for node in ast.parse(_source_of(module).read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return list(ast.literal_eval(value))
+    raise AssertionError(f"{module} has no __all__")
+
+
 def find(full: str) -> Any:
-    """What a full name stands for: a module, or something in one."""
+    """What a full name stands for; None if it is of a module that cannot be imported here."""
     module, _, name = full.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
-    except AttributeError:
-        return importlib.import_module(full)
+    except ImportError:
+        return None
+
+
+def said_of(full: str) -> str:
+    """The first paragraph of a public name's docstring."""
+    module, _, name = full.rpartition(".")
+    found = find(full)
+    if found is not None:
+        return "" if isinstance(found, str) else (inspect.getdoc(found) or "").split("\n\n")[0]
+    for path in sorted(_source_of(module).parent.glob("*.py")):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+                return (ast.get_docstring(node) or "").split("\n\n")[0]
+    return ""
+
+
+def _source_of(module: str) -> Path:
+    path = DOCS.parent.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
 def api_table() -> str:
     def rows() -> Iterator[tuple[str, str]]:
         for module, names in public_names().items():
-            yield f"**{module}**", PACKAGES[module]
-            for full in names:
-                yield f"`{full}`", (inspect.getdoc(find(full)) or "").split("\n\n")[0]
+            yield f"**{module}**", ""
+            yield from ((f"`{full}`", said_of(full)) for full in names)
 
     return table(("name", "what it is"), rows())
 
