@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from tests.planted.bugs import BUGS, Bug
 ROOT = Path(__file__).parents[2]
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "site", "__pycache__")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_OPTIONS = ("-q", "-x", "--no-header", "--tb=no", "--timeout=60", "-p", "no:cacheprovider")
 _STAMPS = count(int(time.time()) + 60, 60)
 """Of files that were changed: Python tells by their time whether it has to compile them anew."""
 
@@ -45,6 +47,7 @@ def main(names: list[str]) -> int:
         if failed is None or failed:
             print(f"{output[-4000:]}\nthe finders fail without a bug: {failed}")
             return 1
+        print(f"without a bug {len(finders)} finders pass", flush=True)
         results = {name: try_bug(tree, name, bug) for name, bug in chosen.items()}
     found = sum(results.values())
     print(f"{found} of {len(results)} planted bugs are found")
@@ -89,16 +92,44 @@ def write(file: Path, text: str) -> None:
     os.utime(file, (stamp, stamp))
 
 
-def run(tree: Path, finders: tuple[str, ...] | list[str]) -> tuple[list[str] | None, str]:
-    """Which tests fail, up to the first few; None if they could not be run. And what pytest says."""
-    command = (sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=no", "--timeout=60", "-p", "no:cacheprovider")
-    environment = {**os.environ, "PYTHONPATH": str(tree)}
-    done = subprocess.run([*command, *finders], cwd=tree, env=environment, capture_output=True, text=True, check=False)
-    output = done.stdout + done.stderr
+def run(tree: Path, finders: Sequence[str]) -> tuple[list[str] | None, str]:
+    """Which test fails first, if any; None if they could not be run. And what pytest says.
+
+    In a child of this process, which has loaded what takes long and is not kvflow's.
+    """
+    log = tree.parent / "log"
+    child = os.fork()
+    if child == 0:
+        code = 3
+        try:
+            with log.open("w") as stream:
+                for number in (1, 2):
+                    os.dup2(stream.fileno(), number)
+            code = run_here(tree, finders)
+        except BaseException:  # noqa: BLE001 - whatever it is, the parent tells it
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    output = log.read_text()
     failed = _FAILED.findall(output) or (["a test that hangs"] if "+ Timeout +" in output else [])
-    ran = done.returncode == 0 or (done.returncode == 1 and failed)
-    return (failed if ran else None), output
+    return (failed if code == 0 or (code == 1 and failed) else None), output
+
+
+def run_here(tree: Path, finders: Sequence[str]) -> int:
+    """In the child: from here on `kvflow` and `tests` are those of the copy."""
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("kvflow", "tests")]:
+        del sys.modules[name]
+    return int(pytest.main([*_OPTIONS, *finders]))
 
 
 if __name__ == "__main__":
+    import pytest
+    import torch  # noqa: F401
+
     sys.exit(main(sys.argv[1:]))
