@@ -15,16 +15,19 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from itertools import count
 from pathlib import Path
+
+import pytest
 
 from tests.planted.bugs import BUGS, Bug
 
 ROOT = Path(__file__).parents[2]
 _LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "site", "__pycache__")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-_OPTIONS = ("-q", "-x", "--no-header", "--tb=no", "--timeout=60", "-p", "no:cacheprovider")
+_OPTIONS = ("-q", "-x", "--no-header", "--tb=no", "-p", "no:cacheprovider")
+_TIMEOUT_S = 60
 _STAMPS = count(int(time.time()) + 60, 60)
 """Of files that were changed: Python tells by their time whether it has to compile them anew."""
 
@@ -125,11 +128,28 @@ def run_here(tree: Path, finders: Sequence[str]) -> int:
     sys.path[:] = [str(tree), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("kvflow", "tests")]:
         del sys.modules[name]
-    return int(pytest.main([*_OPTIONS, *finders]))
+    return int(pytest.main([*_OPTIONS, *finders], plugins=[_Impatient()]))
+
+
+class _Impatient:
+    """A failure is enough: it is not made smaller, and who hangs is not waited for."""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self) -> None:
+        from hypothesis import Phase, settings
+
+        phases = [Phase.explicit, Phase.generate]
+        settings.register_profile("impatient", settings.get_profile("kvflow"), phases=phases, database=None)
+        settings.load_profile("impatient")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None]:
+        yield
+        for item in items:
+            item.add_marker(pytest.mark.timeout(_TIMEOUT_S), append=False)
 
 
 if __name__ == "__main__":
-    import pytest
     import torch  # noqa: F401
 
     sys.exit(main(sys.argv[1:]))
