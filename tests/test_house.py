@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -22,9 +24,8 @@ PACKAGE = ROOT / "kvflow"
 class Trees(Mapping[str, ast.Module]):
     """Files by their paths from the root, each parsed once, when it is looked at: every worker collects this file."""
 
-    def __init__(self, folder: Path, *without: str) -> None:
-        paths = (path.relative_to(ROOT) for path in folder.rglob("*.py"))
-        self._paths = [path.as_posix() for path in paths if path.parts[1] not in without]
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [path.relative_to(ROOT).as_posix() for path in paths]
         self._parsed: dict[str, ast.Module] = {}
 
     def __getitem__(self, path: str) -> ast.Module:
@@ -41,8 +42,17 @@ class Trees(Mapping[str, ast.Module]):
         return len(self._paths)
 
 
-SOURCES = Trees(PACKAGE)
-TESTS = Trees(ROOT / "tests", "ray", "vllm")  # real servers answer over HTTP: they are polled
+BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
+"""Of those who work on kvflow: programs like the package's, and no tests."""
+SOURCES = Trees(PACKAGE.rglob("*.py"))
+BENCHES = Trees(BENCH_FILES)
+TESTS = Trees(
+    path
+    for path in (ROOT / "tests").rglob("*.py")
+    if path not in BENCH_FILES
+    if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
+)
+PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
@@ -57,7 +67,7 @@ ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", 
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
 COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
-COMPARED_WITH_KVFLOW |= {f"kvflow/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
+COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
@@ -72,9 +82,8 @@ LOOKING_AGAIN = {
 LOGGERS_AS_A_WHOLE = {
     "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
     "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
-    "kvflow/bench/fleet/life.py": "a bench says nothing",
-    "kvflow/bench/peers/nixl_connect.py": "another library says nothing",
 }
+DOUBLES_MAX = 43
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 # Tests whose subject is time itself, each with the reason.
@@ -259,7 +268,7 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
         path = rest.pop()
         for name in imported_to_run(path):
             file = file_of(name)
-            if name.split(".")[0] == "kvflow" and file not in found:
+            if name.split(".")[0] in ("kvflow", "tests") and file not in found:
                 assert part_of(file) == "bench", f"{path} imports {name}"
                 found.add(file)
                 rest.append(file)
@@ -269,12 +278,16 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
 def file_of(name: str) -> str:
     """Where an imported module is, or the module that an imported name is of."""
     bases = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]
-    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in SOURCES), "")
+    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in PROGRAM_FILES), "")
 
 
 def imported_to_run(path: str) -> Iterator[str]:
     """Without what is imported for its type only."""
-    body = [node for node in SOURCES[path].body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    body = [
+        node
+        for node in PROGRAM_FILES[path].body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))
+    ]
     return imports(path, ast.Module(body=body, type_ignores=[]))
 
 
@@ -332,6 +345,39 @@ def test_all_is_what_exists() -> None:
     assert public == set(kvflow.__all__)
     assert len(kvflow.__all__) == len(set(kvflow.__all__))
     assert kvflow.__all__ == sorted(kvflow.__all__)
+
+
+@pytest.mark.parametrize("module", kvflow.__public_modules__)
+def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
+    place = ROOT / module.replace(".", "/")
+    tree = SOURCES[(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).relative_to(ROOT).as_posix()]
+    bound = {name for node in nodes(tree) for name in _names_bound(node)}
+    (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
+    assert set(names) <= bound
+    assert names == sorted(set(names))
+
+
+def _binds_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
+    return isinstance(node, ast.Assign) and [target.id for target in node.targets if isinstance(target, ast.Name)] == [
+        "__all__"
+    ]
+
+
+def _names_bound(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.ClassDef(name=name) | ast.FunctionDef(name=name):
+            yield name
+        case ast.ImportFrom(names=names):
+            yield from (found.asname or found.name for found in names)
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            yield name
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """But for the handles in threads, which are those of asyncio; new doubles are named apart."""
+    defined = Counter(node.name for tree in SOURCES.values() for node in nodes(tree) if isinstance(node, ast.ClassDef))
+    twice = sorted(name for name, count in defined.items() if count > 1)
+    assert len(twice) <= DOUBLES_MAX, twice
 
 
 # --- shape of the code

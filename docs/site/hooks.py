@@ -7,7 +7,7 @@ repository, so nothing can be out of date.
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -20,6 +20,8 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+import kvflow
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -63,10 +65,25 @@ def _table_named(name: str) -> str:
     return TABLES[name]()
 
 
-def _api(module: str) -> str:
-    """Every public name of a module, one after the other."""
-    names = importlib.import_module(module).__all__
-    return "\n\n".join(f"::: {module}.{name}" for name in names if name != "errors")
+def _api(_: str) -> str:
+    """Every public name of every public module, one after the other."""
+    parts = []
+    for module in kvflow.__public_modules__:
+        parts.append(f"## {module}")
+        parts += [f"::: {module}.{name}" for name in public_names(module) if name not in ("errors", "register")]
+    return "\n\n".join(parts)
+
+
+def public_names(module: str) -> list[str]:
+    """The `__all__` of a module, which need not be one that can be imported here."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    for node in ast.parse(Path(spec.origin).read_text("utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="__all__")], value=value):
+                return list(ast.literal_eval(value))
+    raise AssertionError(f"{module} has no __all__")
 
 
 # --- tables
@@ -111,7 +128,7 @@ def default_of(entry: Field[Any]) -> str:
         return "required"
     if is_dataclass(value):
         return f"{type(value).__name__}()"
-    if isinstance(value, int) and "bytes" in entry.name:
+    if isinstance(value, int) and value and "bytes" in entry.name:
         shift, unit = next((shift, unit) for shift, unit in _UNITS if value % (1 << shift) == 0)
         return f"{value >> shift} {unit}"
     return repr(value) if isinstance(value, str | bool | float | int | None) else str(value) or "{}"

@@ -167,7 +167,7 @@ BUGS: dict[str, Bug] = {
         within="runtime/peers/rendezvous.py",
     ),
     "any number of questions may wait": Bug(
-        "        if not room or self._of_reader[reader] >= limits.reader_questions_waiting_max or not question.wait_s:",
+        "        if not room or self._of_reader[reader] >= OF_READER_MAX or not question.wait_s:",
         "        if not question.wait_s:",
         (RUNTIME + "rendezvous.py::test_questions_of_strangers_keep_no_honest_one_from_its_answer",),
     ),
@@ -253,7 +253,7 @@ BUGS: dict[str, Bug] = {
         (RUNTIME + "connections.py::test_questions_share_a_connection_and_answers_may_come_in_any_order",),
     ),
     "requests of any size are taken": Bug(
-        "            (zmq.MAXMSGSIZE, config.limits.side_channel_request_bytes_max),\n",
+        "            (zmq.MAXMSGSIZE, REQUEST_BYTES_MAX),\n",
         "",
         (RUNTIME + "listener_limits.py::test_a_request_that_is_too_large_ends_its_connection_unread",),
     ),
@@ -269,8 +269,8 @@ BUGS: dict[str, Bug] = {
         ("tests/test_border.py::test_a_field_of_another_type_is_refused_and_named",),
     ),
     "a rank's port may be above the last": Bug(
-        "        if port and port + self.listen_port_offset > PORT_MAX:",
-        "        if port > PORT_MAX:",
+        "    if port and port + config.listen_port_offset > PORT_MAX:",
+        "    if port > PORT_MAX:",
         ("tests/test_config.py",),
     ),
     # --- connector, blocking, observers, devices
@@ -300,7 +300,7 @@ BUGS: dict[str, Bug] = {
         ),
     ),
     "failed loads are timed as if they had succeeded": Bug(
-        '        if record.error or record.outcome == "cancelled":\n            return\n',
+        "    if record.error or record.outcome == CANCELLED:\n        return\n",
         "",
         ("tests/observe/test_prometheus.py::test_what_has_happened_is_counted_and_what_is_open_is_shown",),
     ),

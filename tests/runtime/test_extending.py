@@ -358,7 +358,7 @@ async def test_a_producer_that_tells_wrong_blocks() -> None:
     await fails(news((1, -1)), ProtocolError, "block id -1")
     await fails(news((1, 2, 3, 4, 5)), ProtocolError, "5 blocks of a lease that has 4")
     await fails(news((1,), (2,)), ProtocolError, "more blocks of 2 groups")
-    await fails(news(payload=bytes(1 << 13)), ProtocolError, "payload_bytes_max")
+    await fails(news(payload=bytes(1 << 13)), ProtocolError, "8192 bytes, at most 4096")
     await fails(messages.News(state=messages.LeaseNews.COMPLETE), ProtocolError, "blocks hold 0 of 16 tokens")
     await fails(messages.Ack(), ProtocolError, "expected News, got Ack")
 

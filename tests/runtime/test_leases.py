@@ -197,14 +197,17 @@ async def test_a_load_that_has_ended_renews_no_more(timed: TimedPair) -> None:
     assert (await lease, timed.loading.renewals) == (LeaseOutcome.EXPIRED, 1)
 
 
-@pytest.mark.parametrize(("bytes_max", "messages"), [(4096, 1), (400, 1), (220, 2), (1, 8)])
-async def test_a_peer_gets_one_message_for_all_its_leases(bytes_max: int, messages: int) -> None:
+@pytest.mark.parametrize(("bytes_max", "sent"), [(4096, 1), (400, 1), (220, 2), (1, 8)])
+async def test_a_peer_gets_one_message_for_all_its_leases(
+    bytes_max: int, sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As far as they fit; a producer whose limit is too small for one drops them, counted."""
-    async with timed_pair(limited(BASE, notification_bytes_max=bytes_max)) as timed:
+    monkeypatch.setattr(messages, "NOTIFICATION_BYTES_MAX", bytes_max)
+    async with timed_pair(BASE) as timed:
         tasks = [await timed.hold(timed.offer([block], f"req-{block}"), [block]) for block in range(8)]
         timed.reader_clock.advance(16.0)
         await settle()
-        assert (timed.loading.renewals, timed.transport.statistics.notifications_sent) == (8, messages)
+        assert (timed.loading.renewals, timed.transport.statistics.notifications_sent) == (8, sent)
         assert timed.serving.renewals == (8 if bytes_max > 1 else 0)
         for task in tasks:
             await timed.let_go(task)

@@ -25,6 +25,7 @@ from kvflow.errors import (
     RequestError,
 )
 from kvflow.runtime.load.load import Load
+from kvflow.runtime.producer import waiting as waiting_questions
 from kvflow.runtime.producer.serving import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair
@@ -32,7 +33,7 @@ from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
 from tests.runtime.test_ranks import Engines, engines
 from tests.support.pairs import cache_of, known
 from tests.support.scripted import scripted_pair
-from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, limited, turns, until
+from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, turns, until
 
 SECRET = "secret-0f2a"
 PROMPT = list(range(100, 116))
@@ -386,10 +387,11 @@ async def test_giving_up_what_is_not_offered_ends_with_either_engine(closes: str
 
 
 @in_virtual_time
-async def test_questions_of_strangers_keep_no_honest_one_from_its_answer() -> None:
+async def test_questions_of_strangers_keep_no_honest_one_from_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     world = InprocCluster().world()
-    config = limited(CONFIG, questions_waiting_max=8, request_questions_waiting_max=2, reader_questions_waiting_max=4)
-    async with inproc_pair(config=config, producer_world=world, consumer_world=world) as pair:
+    for name, most in (("WAITING_MAX", 8), ("OF_REQUEST_MAX", 2), ("OF_READER_MAX", 4)):
+        monkeypatch.setattr(waiting_questions, name, most)
+    async with inproc_pair(config=CONFIG, producer_world=world, consumer_world=world) as pair:
         news = cache_of(pair.producer.runtime).serving.news
         local = cache_of(pair.producer.runtime).local
 

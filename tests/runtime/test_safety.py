@@ -116,7 +116,7 @@ async def test_one_failed_slice_fails_the_load_after_the_others_have_stopped(can
 
 async def test_a_cancel_is_not_lost_while_a_failed_load_waits_for_its_last_slice() -> None:
     """The third slice waits for a permit; it gets the failed one's, finds the failure, and the second is still out."""
-    async with open_pair(limited(SLICED, slices_in_flight_max=3, in_flight_reads_max=2)) as pair:
+    async with open_pair(limited(replace(SLICED, in_flight_bytes_max=600), slices_in_flight_max=3)) as pair:
         task = await pair.hold(pair.offer(range(8)), range(8))
         pair.transport.perform()
         await until(lambda: len(pair.transport.held) == 2)

@@ -15,7 +15,7 @@ from budgets import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from pairs import EnginePair, cache_of, engine_world, load_request, open_pair
-from tests_support import PATIENT, WAIT_S, altered, limited, small_cache, until
+from tests_support import PATIENT, WAIT_S, altered, small_cache, until
 
 from kvflow import Config, LeaseOutcome, Runtime, Ticket
 from kvflow.core.cache.layout import BlockShape
@@ -29,6 +29,7 @@ from kvflow.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from kvflow.runtime.channel import connections
 
 BRIEF = replace(PATIENT, handshake_timeout_s=0.2)
 Answer = Callable[[list[bytes]], list[bytes] | None]
@@ -134,9 +135,9 @@ async def test_an_answer_that_is_no_kvflow_message(pair: EnginePair, frames: lis
         await pair.fails(ProtocolError, ticket_for(pair, port), match="the answer is no kvflow message")
 
 
-async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
-    config = limited(PATIENT, side_channel_message_bytes_max=1000)
-    async with open_pair(config) as pair, fake_peer(lambda _: [b"x", b"y" * 2000]) as port:
+async def test_an_answer_larger_than_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ANSWER_BYTES_MAX", 1000)
+    async with open_pair() as pair, fake_peer(lambda _: [b"x", b"y" * 2000]) as port:
         await pair.fails(PeerUnreachable, ticket_for(pair, port))
 
 
@@ -146,7 +147,7 @@ async def test_an_answer_larger_than_the_limit_is_not_read() -> None:
         ("", {"engine_id": "other"}, PeerRefused, "expected engine 'producer', found 'other'"),
         ("", {"incarnation": "ffff"}, ProtocolError, "agent name: expected '.*#ffff', got"),
         ("groups", {"window": 8}, ProtocolError, "groups: kind full, window 8"),
-        ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours float32, theirs int8"),
+        ("cache_shares", {"dtype": "int8"}, PeerIncompatible, "dtype: ours 'float32', theirs 'int8'"),
         ("", {"clock_s": float("nan")}, ProtocolError, r"\$.clock_s"),
         ("", {"seals": messages.SealLocation(address=0, count=5, hold_s=0.01)}, ProtocolError, r"\$.seals.address"),
         ("regions", {"bases": [1]}, ProtocolError, "region table: 1 bases and 4 strides"),
@@ -249,9 +250,9 @@ async def test_garbage_does_not_stop_the_listener(frames: list[bytes]) -> None:
 
 
 async def test_garbage_is_counted() -> None:
-    async with open_pair(limited(PATIENT, side_channel_message_bytes_max=10_000)) as pair:
+    async with open_pair() as pair:
         await exchange(pair.writer.address, [msgspec.msgpack.encode(messages.our_header(b"")), b"\xc1"])
-        await send_only(pair.writer.address, [[b"one"], [b"x" * 20_000, b"too large"], [b"not a header", b""]])
+        await send_only(pair.writer.address, [[b"one"], [b"x" * 100_000, b"too large"], [b"not a header", b""]])
         assert pair.listener.refused == 1
         await until(lambda: pair.listener.dropped >= 2)
         await pair.load(pair.offer([3]))

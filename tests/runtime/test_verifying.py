@@ -33,6 +33,7 @@ from kvflow.errors import (
 )
 from kvflow.runtime.load.load import Verification
 from kvflow.runtime.memory.digests import DigestedCache
+from kvflow.runtime.producer import digests
 from kvflow.runtime.world import World
 from tests.fuzz.mutants import mutant
 
@@ -261,7 +262,7 @@ async def test_digests_that_fail_here_leave_the_load_unverified(pair: EnginePair
     async def fails(job: object) -> None:
         raise RuntimeError("out of memory")
 
-    verifier = loader._verifying._verifier
+    verifier = loader._whole.verifying._verifier
     verifier._gear = verifier._gear._replace(run=fails)
     lease = pair.offer([3])
     error = await pair.fails(TransferFailed, lease, verify=True)
@@ -300,8 +301,9 @@ async def test_digests_under_way_are_bounded_and_others_are_answered_meanwhile()
         assert pair.serving.digests_refused == 1
 
 
-async def test_one_reader_leaves_room_for_others() -> None:
-    async with open_pair(limited(PATIENT, reader_digests_max=1)) as pair:
+async def test_one_reader_leaves_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "OF_READER_MAX", 1)
+    async with open_pair() as pair:
         held = HeldDigests(pair.writer)
         leases = [pair.offer([at], f"req-{at}") for at in range(2)]
         task = pair.start(leases[0], [0], verify=True)
