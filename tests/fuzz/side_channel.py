@@ -42,8 +42,6 @@ import zmq.asyncio
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz.attackers import send_messages, send_streams
-from fuzz.mutants import bent, mutant
 from tests_support import PATIENT, WAIT_S, altered, limited
 
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
@@ -51,9 +49,12 @@ from kvflow.core.protocol import messages
 from kvflow.errors import KVFlowError
 from kvflow.runtime.assembly import RegisteredCache
 from kvflow.runtime.channel.keyring import Keyring, make_key_files
+from kvflow.runtime.channel.listening import REQUEST_BYTES_MAX
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
 from kvflow.transport.base import AgentName
+from tests.fuzz.attackers import send_messages, send_streams
+from tests.fuzz.mutants import bent, mutant
 
 BLOCKS = 32
 PRODUCER_FILL = 7.0
@@ -386,7 +387,7 @@ async def send(on: Scene, seed: str, count: int) -> int:
     """Messages over ZeroMQ from one attacker."""
     server_key = await key_of(on.producer) if on.mode is Mode.CURVE else b""
     local = on.producer.cache.local
-    bytes_max = on.producer.runtime.config.limits.side_channel_request_bytes_max
+    bytes_max = REQUEST_BYTES_MAX
     fingerprint = local.compatibility.fingerprint()
     port = port_of(on.producer)
     return await run(on, send_messages, seed, port, fingerprint, local.cache_shares, bytes_max, count, server_key)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
-import group_hand_overs
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -20,8 +19,8 @@ from kvflow.runtime.load import plan
 from kvflow.runtime.peers import handshake
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
-from tests import hand_overs
 from tests.runtime import test_groups, test_state, test_topologies
+from tests.support import hand_overs
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -113,7 +112,6 @@ MUTATIONS: dict[str, tuple[Patch, st.SearchStrategy[Any]]] = {
 }
 RUN: dict[type, Callable[[Any, World], Coroutine[Any, Any, None]]] = {
     hand_overs.HandOver: hand_overs.run,
-    group_hand_overs.GroupHandOver: group_hand_overs.run,
     test_state.Case: test_state.run,
 }
 

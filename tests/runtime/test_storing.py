@@ -37,8 +37,8 @@ from kvflow.runtime.store.disk import EntryFile
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import MoveFailed, MoveLost, Settled
-from tests.storing import StoringEngine, storing
-from tests.tests_support import PATIENT, WAIT_S, limited, small_cache, until
+from tests.support.storing import StoringEngine, storing
+from tests.support.tests_support import PATIENT, WAIT_S, limited, small_cache, until
 
 ENTRY_BYTES = 4096 + 3 * 2 * 2 * 256  # a header, three blocks of two layers' K and V
 BOTH = pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])
@@ -387,8 +387,7 @@ async def test_blocks_in_use_are_busy(tmp_path: Path) -> None:
 
 
 async def test_moves_take_permits_of_the_queue_that_reads_wait_in(tmp_path: Path) -> None:
-    limits = limited(PATIENT, in_flight_reads_max=1).limits
-    async with storing(tmp_path, limits=limits) as engine:
+    async with storing(tmp_path, in_flight_bytes_max=1) as engine:
         await engine.save("a")
         first = await engine.held("a")
         second = asyncio.create_task(engine.restore("a", [7, 8, 9]))

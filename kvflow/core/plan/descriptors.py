@@ -142,6 +142,12 @@ def count_block_ids(given: object, most: int, what: str = "block_ids") -> int:
     return count
 
 
+def counted_block_ids(given: object, what: str, *, most: int) -> object:
+    """Block ids as they were given, if there are no more than `most`."""
+    count_block_ids(given, most, what)
+    return given
+
+
 def given_block_ids(tables: Sequence[Sequence[int]]) -> Sequence[int] | Sequence[Sequence[int]]:
     """Block ids by group as requests take them: those of one group are a plain list."""
     return tables[0] if len(tables) == 1 else tables

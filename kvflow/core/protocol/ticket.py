@@ -37,7 +37,6 @@ _TRACEPARENT = re.compile("(?:[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2})
 _PROMPT_DIGEST = re.compile("(?:[0-9a-f]{32})?")
 _NAME_CHARS_MAX = 1024
 _FINITE_MAX = math.nextafter(math.inf, 0.0)
-_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _PLACE_OF = operator.attrgetter("pp_rank", "tp_rank")
 _MORE_BLOCK_IDS_OF = operator.attrgetter("more_block_ids")
 _BLOCK_IDS_OF = operator.attrgetter("block_ids")
@@ -598,6 +597,8 @@ def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
 
     Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
+    if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
+        raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")
     given = checks.answer(lambda: tuple(tickets))
     if not given or not all(isinstance(ticket, Ticket) for ticket in given):
         raise RequestError(f"merge_tickets: expected at least one ticket, and tickets only, got {shown(tickets)}")
@@ -640,12 +641,5 @@ def _wrong(given: Mapping[str, Any], error: Exception) -> RequestError:
     """What somebody else has filled in cannot be read."""
     if isinstance(error, msgspec.ValidationError):
         hint = "; expected a dict of `lease.ticket.to_params()`" if "required field" in str(error) else ""
-        return RequestError(f"ticket: {error}, got {shown(_value_at(str(error), given))}{hint}")
+        return RequestError(f"ticket: {checks.refusal(error, given)}{hint}")
     return RequestError(f"ticket: {shown(error)}")
-
-
-def _value_at(message: str, given: Any) -> Any:
-    """The value that msgspec's message points at, as in "... - at `$.kvflow.ranks[0].port`"."""
-    for name, index in _STEP.findall(message.rpartition("`$")[2]):
-        given = checks.answer(partial(operator.getitem, given, name or int(index)))
-    return given

@@ -54,6 +54,8 @@ from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 
 logger = logger_of(__name__)
 
+_IN_ALL_MAX = (1 << 17, 512)  # descriptors and reads in flight, beside Config.in_flight_bytes_max
+_OF_PEER_MAX = (1 << 15, 128)  # of one rank
 _AHEAD_S = 1e-3  # what it takes at most to see the end of a read and to post another one
 
 
@@ -79,7 +81,7 @@ class Loader:
     ) -> None:
         config, limits = context.config, context.config.limits
         self._config = config
-        self._bounds = (limits.request_id_chars_max, limits.block_ids_max, config.load_deadline_s)
+        self._bounds = (limits.block_ids_max, config.load_deadline_s)
         self._rank = context.identity.rank
         self._observers = context.observers
         self._now_s = context.clock.now_s
@@ -190,11 +192,11 @@ class Loader:
 
     def _accept(self, request: LoadRequest, begun_s: float, *, waited_s: float) -> tuple[Load, Work]:
         """Check all that can be judged without the peer: from here on it is open. Its time runs already."""
-        chars_max, ids_max, usual_s = self._bounds
+        ids_max, usual_s = self._bounds
         try:
             if self._config.role == "producer":
                 raise UsageError(f"load_blocks: the role of engine {self._config.engine_id!r} is 'producer'")
-            plain = checked_load_request(request, chars_max, ids_max)
+            plain = checked_load_request(request, ids_max)
             what = f"request {plain.request_id!r}"
             ticket = self._read_ticket(plain.ticket, ids_max)
             if plain.verify and (problem := self._gear.digests.own.problem):
@@ -354,7 +356,6 @@ class Loader:
 
 def reads_in_flight(config: Config, *, grows: bool) -> FairQueue:
     """What may be in flight at once, in all and from one rank, which may grow with its speed."""
-    most = config.limits
-    of_peer = most.peer_in_flight_bytes_max, most.peer_in_flight_descriptors_max, most.peer_in_flight_reads_max
-    in_all = config.in_flight_bytes_max, most.in_flight_descriptors_max, most.in_flight_reads_max
+    of_peer = config.limits.peer_in_flight_bytes_max, *_OF_PEER_MAX
+    in_all = config.in_flight_bytes_max, *_IN_ALL_MAX
     return FairQueue(in_all, of_peer, ahead_s=_AHEAD_S if grows else 0.0)

@@ -175,7 +175,7 @@ class NixlAgents:
             raise TransportError(f"NIXL cannot reach device {device.kind!r}; it reaches {sorted(_MEMORY_KINDS)}")
         if device.kind == "cuda":
             self._use_cuda(device.number)
-        if self._config.prefault and device.kind == "cpu":
+        if device.kind == "cpu":
             for span in spans:
                 _prefault(span)
         rows = [(span.address, span.size_bytes, device.number, "") for span in spans]

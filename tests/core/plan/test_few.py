@@ -8,12 +8,12 @@ from itertools import repeat
 import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
+from tests.support.budgets import examples
 
 from kvflow.core.cache.layout import KVStyle
 from kvflow.core.plan.block_map import BlockMap
 from kvflow.core.plan.descriptors import FEW, Piece, alike, match_few, read_few
 from kvflow.core.plan.slices import plan_slices
-from tests.budgets import examples
 from tests.core.caches import Cache, whole_sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,

@@ -1,0 +1,435 @@
+"""One prompt handed over from one engine to another, rank by rank, and everything that must hold afterwards.
+
+A `HandOver` is pure data: both engines, the prompt, the ticket and the paths that bytes may take. Each of its parts is
+some layers of the model, as both engines hold them; engines may put the same layers into different groups. `run` opens
+a runtime for each rank, serves, loads, and judges by the reference model, token by token and from what attention needs:
+every byte of every consumer, the producers' memory, reports, leases and books.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kvflow import (
+    CacheGroup,
+    CacheLayout,
+    Config,
+    Lease,
+    LeaseOutcome,
+    LoadReport,
+    LoadRequest,
+    Runtime,
+    ServeRequest,
+    merge_tickets,
+)
+from kvflow.errors import ConfigError
+from kvflow.runtime.world import World
+from kvflow.testing import assert_closed, assert_quiet
+from tests.support.reference_model import CONSUMER_FILL, PRODUCER_FILL, Engine, Place, RankCache
+from tests.support.tests_support import PATIENT, WAIT_S, limited
+
+_FIRST_PORT, _LAST_PORT = 12000, 32000  # below the ports that systems give to outgoing connections
+_port_bases = itertools.count(os.getpid() * 101)
+
+
+class Arrival(enum.Enum):
+    """When the consumer's ranks load: all at once, or each when the one before it is done."""
+
+    TOGETHER = "together"
+    IN_TURN = "in turn"
+    REVERSED = "reversed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """How bytes may travel: which drawn options a hand-over's Config gets."""
+
+    staged: tuple[bool, bool] = (False, False)
+    """Host staging on the producer and on the consumer."""
+    scratch: str = "never"
+    scratch_slot_bytes_max: int = 1 << 16
+    slice_bytes_max: int = 1 << 24
+    slice_descriptors_max: int = 8192
+
+    @property
+    def exact(self) -> bool:
+        """Whether no byte is read that is not wanted."""
+        return self.scratch == "never"
+
+
+STRAIGHT = Paths()
+
+
+class Attention(NamedTuple):
+    """Which tokens layers need: all (no window), the last `window` ones, or those since its last multiple."""
+
+    window: int | None = None
+    chunked: bool = False
+
+    def needs(self, token: int, tokens: int) -> bool:
+        """Whether a token matters once `tokens` are computed, of which the last may be computed again."""
+        if self.window is None:
+            return True
+        if self.chunked:
+            return token // self.window >= (tokens - 1) // self.window
+        return token >= tokens - self.window
+
+    def first_block(self, tokens: int, block_size: int) -> int:
+        """The first block with a token that matters."""
+        return min((token for token in range(tokens) if self.needs(token, tokens)), default=0) // block_size
+
+
+FULL = Attention()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some layers of the model, as both engines hold them, and the blocks of the prompt on both sides."""
+
+    producer: Engine
+    consumer: Engine
+    attention: Attention = FULL
+    offered: tuple[int, ...]
+    """The producer's blocks: the prompt's last ones, or its first ones without a window."""
+    wanted: tuple[int, ...]
+    """The consumer's: the last of what is offered; those before are cached."""
+
+    def tokens(self, num_tokens: int) -> range:
+        """Which tokens of a prompt are read: both sides have their blocks."""
+        ours, theirs, start = self.consumer.block_size, self.producer.block_size, 0
+        if self.attention.window is None:
+            num_tokens = min(num_tokens, len(self.offered) * theirs)
+        else:
+            start = (-(-num_tokens // theirs) - len(self.offered)) * theirs
+        cached = (-(-num_tokens // ours) - len(self.wanted)) * ours
+        return range(max(start, cached, 0), num_tokens) if self.wanted else range(num_tokens, num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandOver:
+    parts: tuple[Part, ...]
+    num_tokens: int
+    one_pool: tuple[bool, bool] = (False, False)
+    """Whether the groups of the producer, and of the consumer, have their block ids in common."""
+    by_name: bool = False
+    """Whether block ids are given by the groups' names, or in order."""
+    merged: tuple[bool, bool] = (False, False)
+    """Whether the producer, and the consumer, hold all layers in one group, for which every token is kept: the parts
+    have one table of blocks then, and windows are only the other side's."""
+    named: tuple[int, ...] = ()
+    """The producer's ranks whose tickets are merged, in this order; none means all."""
+    fixed_ports: bool = False
+    arrival: Arrival = Arrival.TOGETHER
+    paths: Paths = STRAIGHT
+
+    @property
+    def plain(self) -> bool:
+        """Whether engines register a dict of layers, and no groups."""
+        return len(self.parts) == 1 and self.parts[0].attention == FULL and not self.by_name and not any(self.merged)
+
+    @property
+    def verified(self) -> bool:
+        """Whether its loads are to be verified: of plain ones every other one."""
+        return not self.plain or self.num_tokens % 2 == 1
+
+    def engines(self, side: int) -> list[Engine]:
+        """The producer (side 0) or the consumer, part by part."""
+        return [part.consumer if side else part.producer for part in self.parts]
+
+    def ids(self, side: int) -> list[tuple[int, ...]]:
+        """Block ids of each part. Those of a common pool are told apart by the order of the parts."""
+        tables = [part.wanted if side else part.offered for part in self.parts]
+        if not self.one_pool[side] or self.merged[side]:
+            return tables
+        sizes = [0, *(engine.num_blocks for engine in self.engines(side))]
+        starts = itertools.accumulate(sizes)
+        return [tuple(start + block for block in table) for start, table in zip(starts, tables, strict=False)]
+
+    def request_ids(self, side: int, parts: Sequence[slice] | None = None) -> Any:
+        """Block ids as a request has them; `parts` says which of each table."""
+        tables = [list(table) for table in self.ids(side)]
+        if parts is not None:
+            tables = [table[some] for table, some in zip(tables, parts, strict=True)]
+        if self.by_name and not self.merged[side]:
+            return {f"part{at}": table for at, table in enumerate(tables) if table}
+        return tables[0] if self.merged[side] or len(tables) == 1 else tables
+
+
+def one_part(
+    producer: Engine, consumer: Engine, *, offered: tuple[int, ...], wanted: tuple[int, ...], **more: Any
+) -> HandOver:
+    """Between engines whose layers are all alike: `offered` blocks of the producer go to `wanted` ones."""
+    return HandOver(parts=(Part(producer=producer, consumer=consumer, offered=offered, wanted=wanted),), **more)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    place: Place
+    caches: list[RankCache]
+    """Of each part."""
+    runtime: Runtime
+
+    def __str__(self) -> str:
+        """As reports name it."""
+        config = self.runtime.config
+        return f"{config.engine_id} (dp {config.dp_rank} pp {self.place.pp} tp {self.place.tp}) at "
+
+
+Compute = Callable[[list[_Rank], list[Lease]], Awaitable[None]]
+"""Computes the prompt in leases that were opened before, whose blocks hold all of it when it returns."""
+
+
+async def run(
+    case: HandOver, world: World | None = None, compute: Compute | None = None, *, extends: bool = False
+) -> None:
+    """Do it in this world (None takes the real one, with NIXL); AssertionError says what is not as it should be.
+
+    With `compute` the leases are opened and loads begun before anything is computed; with `extends` the leases have
+    no blocks before they are given some.
+    """
+    async with AsyncExitStack() as stack:
+        replicas = await open_producer(stack, case, world)
+        producers = replicas[case.parts[0].producer.dp_rank]
+        for rank in producers:
+            for cache, ids in zip(rank.caches, case.ids(0), strict=True):
+                cache.pattern.fill(ids)
+        theirs = [cache for rank in itertools.chain(*replicas) for cache in rank.caches]
+        before = [cache.snapshot() for cache in theirs]
+        consumers = await open_engine(stack, case, 1, world)
+        leases = serve(case, producers, None if compute is None else 0, extends=extends)
+        reports = await _load(case, producers, consumers, leases, compute)
+        await _all_read(leases)
+        _check_books(producers, consumers, reports)
+        names = [f"{rank}{rank.runtime.address}" for rank in producers]
+    for rank in itertools.chain(*replicas, consumers):
+        assert_closed(rank.runtime.statistics())
+    assert before == [cache.snapshot() for cache in theirs], "the producer was written to"
+    _check_bytes(case, producers, consumers)
+    for rank, report in zip(consumers, reports, strict=True):
+        _check_report(case, rank, report, names)
+
+
+def serve(
+    case: HandOver, producers: Iterable[_Rank], computed_tokens: int | None = None, *, extends: bool = False
+) -> list[Lease]:
+    """The offer of every rank."""
+    request = ServeRequest(
+        "request",
+        block_ids=case.request_ids(0, [slice(0)] * len(case.parts) if extends else None),
+        num_tokens=case.num_tokens,
+        computed_tokens=computed_tokens,
+        extends=extends,
+    )
+    return [rank.runtime.serve_blocks(request) for rank in producers]
+
+
+def ticket_of(case: HandOver, leases: list[Lease]) -> dict[str, Any]:
+    """The ticket as a router hands it over."""
+    tickets = [leases[index].ticket for index in case.named or range(len(leases))]
+    ticket: dict[str, Any] = json.loads(json.dumps(merge_tickets(tickets).to_params()))
+    return ticket
+
+
+async def open_producer(stack: AsyncExitStack, case: HandOver, world: World | None) -> list[list[_Rank]]:
+    """All replicas up to the one that has the request; the others hold nothing but the sentinel."""
+    engine = case.parts[0].producer
+    count = (engine.dp_rank + 1) * len(engine.places)
+    while True:
+        base = free_ports(count) if case.fixed_ports else 0
+        async with AsyncExitStack() as attempt:
+            try:
+                replicas = [
+                    await open_engine(attempt, case, 0, world, dp_rank, base) for dp_rank in range(engine.dp_rank + 1)
+                ]
+            except ConfigError as error:
+                if "cannot bind" in str(error):
+                    continue  # somebody else on this machine was faster
+                raise
+            await stack.enter_async_context(attempt.pop_all())
+            return replicas
+
+
+async def open_engine(
+    stack: AsyncExitStack, case: HandOver, side: int, world: World | None, dp_rank: int | None = None, port: int = 0
+) -> list[_Rank]:
+    """A registered runtime for each rank of one replica."""
+    engines, fill = case.engines(side), (PRODUCER_FILL, CONSUMER_FILL)[side]
+    first = engines[0]
+    if case.one_pool[side] and not case.merged[side]:
+        total = sum(engine.num_blocks for engine in engines)
+        engines = [replace(engine, num_blocks=total) for engine in engines]
+    ranks = []
+    for place in first.places:
+        config = replace(
+            _config(first, place, side, case.paths, world),
+            listen=f"tcp://127.0.0.1:{port}",
+            dp_rank=first.dp_rank if dp_rank is None else dp_rank,
+            num_kv_heads=first.model.kv_heads if first.tells_heads and case.plain else None,
+        )
+        caches = [RankCache(engine, place, fill) for engine in engines]
+        runtime = await stack.enter_async_context(Runtime(config, world=world or World()))
+        if case.plain:
+            await runtime.register_kv_caches(caches[0].tensors, caches[0].layout)
+        else:
+            await runtime.register_kv_caches(_groups_of(case, side, caches))
+        ranks.append(_Rank(place, caches, runtime))
+    return ranks
+
+
+def _groups_of(case: HandOver, side: int, caches: Sequence[RankCache]) -> list[CacheGroup]:
+    if case.merged[side]:
+        layers = {f"{at}.{name}": tensor for at, cache in enumerate(caches) for name, tensor in cache.tensors.items()}
+        layouts = [renamed(cache.layout, f"{at}.") for at, cache in enumerate(caches)]
+        return [CacheGroup("all", layers, layouts)]
+    return [
+        CacheGroup(
+            f"part{at}",
+            cache.tensors,
+            cache.layout,
+            window=part.attention.window,
+            kind="chunked" if part.attention.chunked else None,
+            pool="all" if case.one_pool[side] else None,
+            num_kv_heads=cache.engine.model.kv_heads if cache.engine.tells_heads else None,
+        )
+        for at, (part, cache) in enumerate(zip(case.parts, caches, strict=True))
+    ]
+
+
+def renamed(layout: CacheLayout, prefix: str) -> CacheLayout:
+    """The layout of layers whose names have something in front, so that they are different from all others."""
+    return replace(layout, layer_names=tuple(prefix + name for name in layout.layer_names))
+
+
+def _config(engine: Engine, place: Place, side: int, paths: Paths, world: World | None) -> Config:
+    """A rank of the producer (side 0) or of the consumer, whose bytes take these paths."""
+    config = replace(
+        PATIENT,
+        engine_id="decode" if side else "prefill",
+        tp_rank=place.tp,
+        tp_size=engine.tp_size,
+        pp_rank=place.pp,
+        pp_size=len(engine.stages),
+        drain_timeout_s=0.03,  # these two only count when something has failed
+        cancel_grace_s=1.0,
+        staging="always" if paths.staged[side] else "auto",
+        scratch=paths.scratch,
+    )
+    return limited(
+        config,
+        seal_hold_s=0.05 if world is None else 0.004,
+        leases_max=4,
+        loads_max=64,
+        scratch_slot_bytes_max=paths.scratch_slot_bytes_max,
+        slice_bytes_max=paths.slice_bytes_max,
+        slice_descriptors_max=paths.slice_descriptors_max,
+    )
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on. Each call looks further up."""
+    for _ in range(200):
+        base = _FIRST_PORT + next(_port_bases) * 31 % (_LAST_PORT - _FIRST_PORT)
+        with ExitStack() as stack:
+            try:
+                for port in range(base, base + count):
+                    probe = stack.enter_context(socket.socket())
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return base
+    raise OSError(f"no {count} free ports in a row")
+
+
+async def _load(
+    case: HandOver, producers: list[_Rank], consumers: list[_Rank], leases: list[Lease], compute: Compute | None
+) -> list[LoadReport]:
+    """Every rank's report, in the order of the ranks."""
+    verify = case.verified or None
+    request = LoadRequest("request", ticket_of(case, leases), case.request_ids(1), verify=verify)
+    if case.arrival is Arrival.TOGETHER:
+        loads = [rank.runtime.start_load(request) for rank in consumers]
+        if compute is not None:
+            await compute(producers, leases)
+        ends = await asyncio.gather(*(_awaited(load) for load in loads), return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return ends
+    step = -1 if case.arrival is Arrival.REVERSED else 1
+    reports = [await rank.runtime.load_blocks(request) for rank in consumers[::step]]
+    return reports[::step]
+
+
+async def _awaited(load: Awaitable[LoadReport]) -> LoadReport:
+    return await load
+
+
+async def _all_read(leases: list[Lease]) -> None:
+    """Every lease ends, also those of ranks that nobody read from, and because all readers said so."""
+    try:
+        async with asyncio.timeout(WAIT_S):
+            outcomes = await asyncio.gather(*leases)
+    except TimeoutError:
+        raise AssertionError(f"still open after {WAIT_S} s: {[x for x in leases if not x.done]}") from None
+    assert set(outcomes) == {LeaseOutcome.READ}, outcomes
+
+
+def _check_bytes(case: HandOver, producers: Iterable[_Rank], consumers: Iterable[_Rank]) -> None:
+    """Every token that matters is there, and no other byte has changed."""
+    offered, wanted = case.ids(0), case.ids(1)
+    for rank, (at, part) in itertools.product(consumers, enumerate(case.parts)):
+        tokens, windowed = part.tokens(case.num_tokens), part.attention.window is not None
+        cached = (-(-tokens.stop // part.consumer.block_size) - len(part.wanted)) * part.consumer.block_size
+        for token in range(cached, tokens.start):
+            assert not part.attention.needs(token, tokens.stop), f"token {token} is not read"
+        source = [other.caches[at] for other in producers] if part.wanted else []
+        first = tokens.start if windowed else 0
+        difference = rank.caches[at].difference(source, offered[at], wanted[at], tokens.stop, first_token=first)
+        assert not difference, f"consumer, part {at}: {difference}"
+
+
+def _check_books(producers: Iterable[_Rank], consumers: Iterable[_Rank], reports: Iterable[LoadReport]) -> None:
+    """Everything is quiet, each lease ended by what its readers said and nobody said anything twice."""
+    for rank in producers:
+        serving = rank.runtime.statistics().serving
+        assert serving is not None
+        told = (serving.read, serving.late_notifications)
+        assert (*told, serving.duplicate_notifications, serving.malformed_notifications) == (1, 0, 0, 0), serving
+    for rank, report in zip(consumers, reports, strict=True):
+        loading = rank.runtime.statistics().loading
+        assert loading is not None
+        assert (loading.succeeded, loading.bytes) == (1, report.bytes), loading
+    for rank in itertools.chain(producers, consumers):
+        assert_quiet(rank.runtime.statistics())
+
+
+def _check_report(case: HandOver, rank: _Rank, report: LoadReport, names: list[str]) -> None:
+    counts = [len(part.tokens(case.num_tokens)) for part in case.parts]
+    blocks = sum(len(part.wanted) for part in (case.parts[:1] if case.merged[1] else case.parts))
+    offered = any(part.offered for part in case.parts)
+    told = (report.tokens, report.blocks, report.notified, bool(report.sources))
+    assert told == (max(counts) if blocks else 0, blocks, offered, blocks > 0), report
+    wanted = sum(count * part.consumer.token_bytes(rank.place) for count, part in zip(counts, case.parts, strict=True))
+    assert report.bytes == wanted or (report.bytes > wanted and not case.paths.exact), report
+    assert min(report.seconds.values()) >= 0.0, report
+    assert report.verified == (case.verified and blocks > 0), report
+    holders = {
+        name
+        for part in case.parts
+        for name, place in zip(names, part.producer.places, strict=True)
+        if set(part.producer.layers(place)) & set(part.consumer.layers(rank.place))
+        and set(part.producer.heads(place)) & set(part.consumer.heads(rank.place))
+    }
+    assert len(set(report.sources)) == len(report.sources), report
+    assert set(report.sources) <= holders, f"{report.sources} are not among {holders}"
+    assert report.descriptors >= len(report.sources), report

@@ -1,0 +1,188 @@
+"""Small things that several test modules need."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, ParamSpec
+
+import msgspec
+import torch
+
+from kvflow import CacheLayout, Config, Limits, Runtime, RuntimeState, Ticket
+from kvflow.core.policy.states import LeaseState, lease_open
+from kvflow.core.protocol.ticket import RankLease
+from kvflow.runtime.records import LeaseRecord, LoadRecord
+from kvflow.testing import run_virtual
+
+Parameters = ParamSpec("Parameters")
+
+WAIT_S = 60.0
+"""How long a test waits at most for what has to happen: a host may be slow, and only a failing test waits so long."""
+
+PATIENT = Config(
+    engine_id="any",
+    lease_ttl_s=10 * WAIT_S,
+    load_deadline_s=WAIT_S,
+    handshake_timeout_s=WAIT_S,
+    cancel_grace_s=WAIT_S,
+    drain_timeout_s=1.0,
+    limits=Limits(
+        clock_age_s=10 * WAIT_S, lease_wait_s=WAIT_S, goodbye_timeout_s=WAIT_S, transport_close_timeout_s=WAIT_S
+    ),
+)
+"""No bound of it passes before what a test waits for has come. A test of a bound sets that one."""
+
+
+def limited(config: Config, **limits: Any) -> Config:
+    """`config` with these limits, and its others."""
+    return replace(config, limits=replace(config.limits, **limits))
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until the condition holds; TimeoutError where it never does."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def turns(count: int) -> None:
+    """Let others run so many times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def each(names: str | Sequence[str], values: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """One test of all values, where `pytest.mark.parametrize` would make hundreds; it names every value that failed.
+
+    Fixtures are made once, not for each value. Not for coroutines.
+    """
+    cases = list(values)
+    words = [names] if isinstance(names, str) else list(names)
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        def run(**fixtures: Any) -> None:
+            failed: dict[str, Exception] = {}
+            for case in cases:
+                try:
+                    test(**fixtures, **(dict(zip(words, case, strict=True)) if len(words) > 1 else {words[0]: case}))
+                except Exception as error:  # noqa: BLE001 - whatever it is: it is told
+                    failed[ascii(case)[:200]] = error
+            if failed:
+                told = [f"{case}: {type(error).__name__}: {error}" for case, error in failed.items()]
+                raise AssertionError("\n".join(told)) from next(iter(failed.values()))
+
+        assert cases, "no case"
+        assert not inspect.iscoroutinefunction(test), "it would never run"
+        functools.update_wrapper(run, test)
+        left = [known for name, known in inspect.signature(test).parameters.items() if name not in words]
+        run.__signature__ = inspect.Signature(left)  # type: ignore[attr-defined]
+        del run.__dict__["__wrapped__"]
+        return run
+
+    return decorate
+
+
+def in_virtual_time(test: Callable[Parameters, Coroutine[Any, Any, None]]) -> Callable[Parameters, None]:
+    """Time passes only while nothing else can happen, so what a bound is to end has always begun before it passes."""
+
+    @functools.wraps(test)
+    def run(*arguments: Parameters.args, **options: Parameters.kwargs) -> None:
+        run_virtual(test(*arguments, **options))
+
+    return run
+
+
+class Records:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.loads: list[LoadRecord] = []
+        self.leases: list[LeaseRecord] = []
+
+    def load_ended(self, record: LoadRecord) -> None:
+        self.loads.append(record)
+
+    def lease_ended(self, record: LeaseRecord) -> None:
+        self.leases.append(record)
+
+
+def small_cache(
+    *, num_blocks: int = 8, layers: int = 2, block_size: int = 4, device: str = "cpu", fill: float = 0.0
+) -> tuple[dict[str, torch.Tensor], CacheLayout]:
+    """A cache of a few kilobytes, K and V stacked first, HND."""
+    shape = (2, num_blocks, 2, block_size, 8)
+    kv_caches = {f"layers.{index}": torch.full(shape, fill, device=device) for index in range(layers)}
+    return kv_caches, CacheLayout.infer(kv_caches, order="HND", block_size=block_size)
+
+
+async def leases_ended(runtime: Runtime) -> None:
+    """Wait until the blocks of ended leases are back; a lease that a test left open fails it."""
+    cache = runtime._supervisor.cache
+    if cache is None or runtime.state is RuntimeState.CLOSED:
+        return
+    leases = [offer.lease for offer in cache.serving._offers.values()]
+    open_now = [lease for lease in leases if lease_open(lease.state)]  # what ends them may be on its way
+    async with asyncio.timeout(WAIT_S):
+        await cache.serving.drained()
+    left_open = [lease for lease in open_now if lease.state is LeaseState.EXPIRED]
+    assert not left_open, f"nothing ended them but their time: {left_open}"
+
+
+async def pass_deadlines(runtime: Runtime) -> None:
+    """Let the deadlines of the loads under way pass now, where a test has brought them to the moment that it means."""
+    assert runtime._supervisor.cache is not None
+    loader, now_s = runtime._supervisor.cache.loader, asyncio.get_running_loop().time()
+    for work in loader._loads.values():
+        work.ends_s = now_s
+    loader._look_at(now_s)
+
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TICKET = Ticket(
+    engine_id="prefill-0",
+    request_id="req-1",
+    block_ids=(3,),
+    num_tokens=4,
+    ttl_s=30.0,
+    tp_size=1,
+    pp_size=1,
+    dp_rank=0,
+    block_size=4,
+    kv_heads=2,
+    model_kv_heads=0,
+    fixed_ports=False,
+    ranks=(
+        RankLease(
+            pp_rank=0,
+            tp_rank=0,
+            lease_id="0123456789abcdef" * 2,
+            seal_index=1,
+            incarnation="8f14e45fceea167a",
+            expires_s=5.0,
+            host="10.0.0.7",
+            port=5601,
+            block_ids=(5,),
+        ),
+    ),
+    traceparent=TRACEPARENT,
+    prompt_digest="0123456789abcdef" * 2,
+)
+"""A right ticket with everything that one may have."""
+
+
+def any_ticket(engine_id: str = "prefill", **changes: Any) -> Ticket:
+    """A ticket of an engine of one rank that offers nothing, with these values in it or in its rank."""
+    rank = msgspec.structs.replace(TICKET.first, block_ids=None)
+    nothing = {"block_ids": (), "num_tokens": 0, "prompt_digest": "", "ranks": (rank,)}
+    return altered(msgspec.structs.replace(TICKET, engine_id=engine_id, **nothing), **changes)
+
+
+def altered(ticket: Ticket, **changes: Any) -> Ticket:
+    """A ticket with other values, those of its first rank included."""
+    of_rank = {name: changes.pop(name) for name in list(changes) if name in RankLease.__struct_fields__}
+    first = msgspec.structs.replace(ticket.first, **of_rank)
+    return msgspec.structs.replace(ticket, ranks=(first, *ticket.ranks[1:]), **changes)

@@ -1,0 +1,331 @@
+"""What vLLM's configuration becomes, and which of it is refused. No server is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+import kvflow.vllm.connector as connector_module
+from kvflow import CacheGroup, CacheLayout, Config, LeaseOutcome, Limits, ServeRequest
+from kvflow.blocking import Runtime
+from kvflow.connector.scheduler import ConnectorScheduler
+from kvflow.connector.step import Step
+from kvflow.connector.worker import ConnectorWorker, LoadFailed, OfferEnded
+from kvflow.core.cache.groups import GroupFacts, GroupKind
+from kvflow.errors import ConfigError, LeaseExpired
+from kvflow.vllm import settings, stock
+from kvflow.vllm.connector import KVFlowConnector, KVFlowIntroduction, KVFlowIntroductions, KVFlowMetadata
+from kvflow.vllm.layout import Group, groups_of
+from kvflow.vllm.metrics import KVFlowStats
+from kvflow.vllm.settings import config_of, extra_of, scheduling_of
+
+FULL = Group(at=0, specs={}, facts=GroupFacts(name="full", block_size=16), recycles=False)
+
+
+def vllm_config(role: str = "kv_both", **extra: Any) -> Any:
+    """The parts of a VllmConfig that are read."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            engine_id="engine",
+            kv_role=role,
+            kv_buffer_device="cpu",
+            kv_connector_extra_config=extra,
+            is_kv_producer=role != "kv_consumer",
+            is_kv_consumer=role != "kv_producer",
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=4, data_parallel_index=1, pipeline_parallel_size=2),
+        model_config=SimpleNamespace(model="org/model", use_mla=False, get_total_num_kv_heads=lambda: 8),
+    )
+
+
+def test_ranks_and_names_are_vllms() -> None:
+    config = config_of(vllm_config(), tp_rank=3, pp_rank=1)
+    assert (config.engine_id, config.model, config.num_kv_heads) == ("engine", "org/model", 8)
+    assert (config.tp_rank, config.tp_size, config.pp_rank, config.pp_size, config.dp_rank) == (3, 4, 1, 2, 1)
+    assert config.role == "both"
+    assert config_of(vllm_config("kv_consumer"), tp_rank=0, pp_rank=0).role == "consumer"
+    assert (config.listen, config.listen_port) == ("tcp://127.0.0.1:0", 0)
+
+
+def test_extra_config_goes_where_it_belongs() -> None:
+    given = vllm_config(
+        "kv_producer",
+        listen="tcp://127.0.0.1:5600",
+        lease_ttl_s=7,
+        fetch_tokens_min=64,
+        release_failed_loads=False,
+        kv_format="plain",
+        limits={"peers_max": 7},
+    )
+    config = config_of(given, tp_rank=3, pp_rank=1)
+    assert config.limits == Limits(peers_max=7)
+    assert (config.lease_ttl_s, config.listen_port) == (7.0, 5600 + (1 * 2 + 1) * 4 + 3)
+    scheduling = scheduling_of(given, [FULL])
+    assert (scheduling.block_size, scheduling.lease_ttl_s, scheduling.fetch_tokens_min) == (16, 7.0, 64)
+    assert (scheduling.produces, scheduling.consumes) == (True, False)
+    assert not scheduling.release_failed_loads
+    assert extra_of(given).kv_format == "plain"
+
+
+def test_workers_on_several_nodes_name_the_addresses_that_their_own_nodes_have() -> None:
+    given = vllm_config(listen="tcp://0.0.0.0:0", advertise_host="auto:10.0.0.1")
+    config = config_of(given, tp_rank=3, pp_rank=1)
+    assert (config.listens_everywhere, config.advertise_toward) == (True, "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"lease_ttl": 5}, "unknown: lease_ttl; did you mean 'lease_ttl_s'"),
+        ({"tp_rank": 5}, r"unknown: tp_rank \(engine_id, tp_rank.*come from vLLM\)"),
+        ({"lease_ttl_s": "5"}, "kv_connector_extra_config: lease_ttl_s: Expected `float`, got `str`"),
+        ({"fetch_tokens_min": 1.5}, "kv_connector_extra_config: fetch_tokens_min: Expected `int`, got `float`"),
+        ({"limits": {"peer_max": 5}}, "kv_connector_extra_config: limits: unknown: peer_max; did you mean 'peers_max'"),
+        ({"limits": {"peers_max": "5"}}, "kv_connector_extra_config: limits: peers_max: Expected `int`, got `str`"),
+        ({"lease_ttl_s": -1}, "lease_ttl_s: expected seconds above 0"),
+        ({"fetch_tokens_min": 0}, "fetch_tokens_min: expected a whole number from 1 on"),
+        ({"listen": "5600"}, "listen: expected 'tcp://host:port'"),
+    ],
+)
+def test_what_cannot_be_meant_is_named(extra: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scheduling_of(vllm_config(**extra), [FULL])
+
+
+HEADS: dict[str, Any] = {"block_size": 128, "num_kv_heads": 3, "head_size": 64, "dtype": torch.float32}
+STATE: dict[str, Any] = {"block_size": 2048, "shapes": ((3, 8),), "dtypes": (torch.float32,)}
+
+
+def cache_of(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layers.{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_groups_and_their_windows() -> None:
+    """vLLM keeps what the next token needs: a window counts the token itself."""
+    found = groups_of(
+        cache_of(
+            FullAttentionSpec(**HEADS),
+            SlidingWindowSpec(**HEADS, sliding_window=96),
+            ChunkedLocalAttentionSpec(**HEADS, attention_chunk_size=64),
+            MambaSpec(**STATE),
+            FullAttentionSpec(**HEADS, sliding_window=96),  # as with the hybrid cache manager off
+        )
+    )
+    facts = [(group.facts.kind, group.facts.window, group.facts.block_size, group.recycles) for group in found]
+    assert facts == [
+        ("full", 0, 128, False),
+        ("sliding", 95, 128, True),
+        ("chunked", 64, 128, True),
+        ("state", 0, 1, True),
+        ("full", 0, 128, True),
+    ]
+    assert [group.at for group in found] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("specs", "problem"),
+    [
+        ((), "the model has no KV cache"),
+        ((CrossAttentionSpec(**HEADS),), "layers.0, ...: CrossAttentionSpec is not transferred"),
+        ((MambaSpec(**STATE, num_speculative_blocks=2),), "state with speculative decoding is not transferred"),
+        ((FullAttentionSpec(**HEADS, tokens_per_state=4),), "4 tokens are compressed into one"),
+    ],
+)
+def test_what_is_not_transferred_is_refused_at_the_start(specs: tuple[KVCacheSpec, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        groups_of(cache_of(*specs))
+
+
+@pytest.mark.parametrize(
+    ("role", "params", "left"),
+    [
+        ("kv_both", {"do_remote_decode": True}, True),
+        ("kv_producer", {"do_remote_decode": True, "do_remote_prefill": True}, True),
+        ("kv_consumer", {"do_remote_decode": True}, False),
+        ("kv_both", {"do_remote_decode": True, "do_remote_prefill": True}, False),
+        ("kv_both", {}, False),
+        ("kv_both", None, False),
+    ],
+)
+def test_the_last_token_is_left_only_by_who_offers(role: str, params: dict[str, Any] | None, left: bool) -> None:
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._scheduling = scheduling_of(vllm_config(role), [dataclasses.replace(FULL, recycles=True)])
+    connector._scheduler = ConnectorScheduler(connector._scheduling, new_secret=lambda: "secret")
+    connector._stats = KVFlowStats()
+    prompt = [5, 6, 7]
+    request: Any = SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=prompt,
+        _all_token_ids=[*prompt],
+        all_token_ids=prompt,
+        num_prompt_tokens=3,
+        max_tokens=9,
+        kv_transfer_params=params,
+        abort_immediately=False,
+        lora_request=None,
+        cache_salt=None,
+        mm_features=[],
+        prompt_embeds=None,
+        get_skip_reading_prefix_cache=lambda: False,
+    )
+    connector.on_new_request(request)
+    assert (request.num_prompt_tokens, request.max_tokens) == ((2, 1) if left else (3, 9))
+    assert (request.prompt_token_ids, request._all_token_ids) == ((prompt[:2],) * 2 if left else (prompt,) * 2)
+    assert prompt == [5, 6, 7], "it may be another request's, too"
+
+
+@pytest.mark.parametrize(
+    ("buffers", "sleeps", "problem"),
+    [
+        ("xpu", False, "kv_buffer_device is 'xpu', the cache is on 'cuda'"),
+        ("cuda", True, "sleep mode with a cache on 'cuda'"),
+    ],
+)
+def test_what_would_go_wrong_on_a_gpu_is_refused(buffers: str, sleeps: bool, problem: str) -> None:
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._vllm_config = SimpleNamespace(  # type: ignore[assignment]
+        kv_transfer_config=SimpleNamespace(kv_buffer_device=buffers),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+    )
+    cache: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    with pytest.raises(ConfigError, match=problem):
+        connector.register_kv_caches({"layers.0": cache})
+
+
+@pytest.mark.parametrize(
+    ("platform", "buffers", "expected"), [("cuda", "cpu", "always"), ("cuda", "cuda", "auto"), ("cpu", "cpu", "auto")]
+)
+def test_a_buffer_on_the_cpu_is_host_staging(
+    platform: str, buffers: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "current_platform", SimpleNamespace(device_type=platform))
+    config = vllm_config()
+    config.kv_transfer_config.kv_buffer_device = buffers
+    assert config_of(config, tp_rank=0, pp_rank=0).staging == expected
+
+
+def test_a_step_on_a_gpu_is_told_what_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads wait for what was queued before the step, saves for the step itself; on a CPU nothing is recorded."""
+    connector = KVFlowConnector.__new__(KVFlowConnector)
+    connector._role = KVConnectorRole.WORKER
+    begun: list[tuple[object, object]] = []
+    connector._worker = SimpleNamespace(  # type: ignore[assignment]
+        begin=lambda step, ready=None, after=None: begun.append((ready, after))
+    )
+    recorded: list[object] = []
+
+    class Event:
+        def record(self) -> None:
+            recorded.append(self)
+
+    monkeypatch.setattr(connector_module.torch.cuda, "Event", Event)
+    for connector._records in (False, True):
+        connector.bind_connector_metadata(KVFlowMetadata(Step()))
+        connector.start_load_kv(None)  # type: ignore[arg-type]
+        connector.wait_for_save()
+    before, computed = recorded
+    assert begun == [(None, None), (None, None), (None, before), (computed, None)]
+
+
+def test_a_worker_that_is_told_of_sleep_gives_its_cache_back_and_the_ranks_are_introduced_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As vLLM 0.33 calls it; 0.32 has no such calls, and sleep mode is refused on a GPU there."""
+    monkeypatch.setattr(connector_module, "_TELLS_OF_SLEEP", True)
+    config = vllm_config("kv_both")
+    config.model_config.enable_sleep_mode = True
+    cache = torch.zeros(2, 4, 2, 16, 8)
+    layout = CacheLayout.infer({"layers.0": cache}, order="HND", block_size=16)
+    with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
+        worker, scheduler = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
+        worker._runtime, worker._worker, worker._vllm_config = runtime, ConnectorWorker(runtime), config
+        worker._role, worker._records = KVConnectorRole.WORKER, False
+        worker._registered = [CacheGroup("full", {"layers.0": cache}, layout)]
+        scheduler._vllm_config, scheduler._stats = config, KVFlowStats()
+        scheduler._scheduling = scheduling_of(config, [FULL])
+        scheduler._scheduler = ConnectorScheduler(scheduler._scheduling, new_secret=lambda: "secret")
+        runtime.register_kv_caches(worker._registered)
+
+        def step() -> KVFlowIntroductions | None:
+            made = scheduler._scheduler.build_step((), preempted=(), block_ids=lambda _: ())
+            worker.bind_connector_metadata(KVFlowMetadata(made))
+            return cast(KVFlowIntroductions | None, worker.build_connector_worker_meta())
+
+        first = worker._worker.introduction()
+        scheduler._scheduler.introduce(first)
+        assert step() is None
+        lease = runtime.serve_blocks(ServeRequest("req", [1], 16))
+        scheduler.reset_cache()
+        worker.release_kv_caches()
+        assert lease.wait(10.0) is LeaseOutcome.REVOKED
+        worker.restore_kv_caches()
+        told = step()
+        assert told is not None
+        assert told.tickets[0].first.incarnation != first.first.incarnation
+        assert step() is not None, "asked again until it is known"
+        output: Any = SimpleNamespace(finished_recving=None, finished_sending=None, kv_connector_worker_meta=told)
+        scheduler.update_connector_output(output)
+        assert scheduler._scheduler._introduction == told.tickets[0]
+        assert step() is None
+        assert len(told.aggregate(told).tickets) == 2
+
+
+def test_what_workers_show_stock_readers_goes_to_all_of_them_with_the_next_step() -> None:
+    """So that whichever a stock reader asks answers for all, before it can have parameters."""
+    scheduler, worker = (KVFlowConnector.__new__(KVFlowConnector) for _ in range(2))
+    made, seen = ConnectorScheduler(scheduling_of(vllm_config(), [FULL]), new_secret=lambda: "secret"), list[Any]()
+    scheduler._scheduler, worker._role = made, KVConnectorRole.WORKER
+    worker._records, worker._ranks = False, SimpleNamespace(show=seen.append)  # type: ignore[assignment]
+    with Runtime(Config(engine_id="prefill", transport="inproc")) as runtime:
+        cache = {"layers.0": torch.zeros(2, 4, 2, 16, 8)}
+        runtime.register_kv_caches(cache, CacheLayout.infer(cache, order="HND", block_size=16))
+        ticket = ConnectorWorker(runtime).introduction()
+    scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): KVFlowIntroduction(ticket, b"card")})
+    output: Any = SimpleNamespace(
+        kv_connector_block_state=SimpleNamespace(resolve_block_ids=None),
+        num_scheduled_tokens={},
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        preempted_req_ids=None,
+    )
+    for _ in range(2):
+        worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+    assert seen == [(b"card",)]
+
+
+def test_prompts_of_windows_are_computed_whole_for_stock_readers() -> None:
+    window = dataclasses.replace(FULL, recycles=True)
+    state = Group(at=1, specs={}, facts=GroupFacts(name="s", block_size=1, kind=GroupKind.STATE), recycles=True)
+    config = vllm_config(stock_peers=True)
+    assert scheduling_of(config, [window]).withhold_last_token
+    assert not scheduling_of(config, [FULL]).withhold_last_token
+    assert not scheduling_of(vllm_config(), [window]).withhold_last_token
+    with pytest.raises(ConfigError, match="state per request"):
+        stock.dialect_of(extra_of(config), Config(engine_id="e"), scheduling_of(config, [FULL, state]))
+
+
+def test_statistics_add_up() -> None:
+    error = LeaseExpired("gone", request_id="r", peer="tcp://127.0.0.1:1")
+    stats = KVFlowStats.of([LoadFailed("r", ((1,),), error), OfferEnded("s", LeaseOutcome.READ, True)])
+    both = stats.aggregate(KVFlowStats.of([LoadFailed("r", ((1,),), None)]))
+    assert both.data["load_failures"] == ["LeaseExpired", "Abandoned"]
+    assert both.reduce()["Failed loads"] == 2
+    assert both.reduce()["Leases read"] == 1
+    assert KVFlowStats().is_empty()
+    assert not both.is_empty()
