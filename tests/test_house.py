@@ -23,8 +23,8 @@ TESTS = {
     for path in (ROOT / "tests").rglob("*.py")
     if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
 }
-BENCHES = {path: TESTS.pop(path) for path in list(TESTS) if re.match(r"tests/bench/(?!test_)", path)}
-"""Of those who work on kvflow: programs like the package's, and no tests."""
+BENCHES = {path: TESTS.pop(path) for path in list(TESTS) if re.match(r"tests/(bench/(?!test_)|gpu/)", path)}
+"""Of those who work on kvflow: programs like the package's, and no tests of its behaviour."""
 PROGRAM_FILES = SOURCES | BENCHES
 
 # Imports point down this list; parts of one line do not import each other.
@@ -39,7 +39,7 @@ IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "si
 ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
-COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "tests/gpu/raw.py"}
 COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
