@@ -141,10 +141,10 @@ def docs(options: list[str]) -> int:
 
 def package(options: list[str]) -> int:
     """The wheel is tried where there is no checkout. `--tag v1.2.3`: only if that is the version."""
-    python = ensure(MAIN, "package")
     version = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
     if options and options != ["--tag", f"v{version}"]:
         sys.exit(f"package: the version of pyproject.toml is {version}, asked for was {' '.join(options)}")
+    python = ensure(MAIN, "package")
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
