@@ -26,9 +26,7 @@ from kvflow.bench.scenario import Children, Outcome, RankSet, Samples, Turn
 from kvflow.bench.targets import Spread
 
 _LAYERS = 8
-_LEGEND = (
-    "Loads one after the other beside turns of the loop that never end; 0: no such task."
-)
+_LEGEND = "Loads one after the other beside turns of the loop that never end; 0: no such task."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
