@@ -23,7 +23,8 @@ from kvflow.bench.targets import Spread, at_most
 from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
-from kvflow.core.plan.descriptors import check_block_ids, match_chunks, plan_slices
+from kvflow.core.plan.descriptors import check_block_ids, match_chunks
+from kvflow.core.plan.slices import plan_slices
 from kvflow.limits import Limits, by_device
 
 _BLOCK_SIZE = 16

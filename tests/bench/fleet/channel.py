@@ -16,6 +16,7 @@ from kvflow.config import Config
 from kvflow.core.policy.circuit import delay_s
 from kvflow.limits import Limits
 from kvflow.runtime.channel.asking import ASK_AGAIN, ATTEMPTS_MAX
+from kvflow.runtime.channel.connections import KEPT_IDLE_S, KEPT_MAX
 from kvflow.testing.side_channel import Exchange, Frames, InprocSideChannel, settle
 
 
@@ -80,7 +81,7 @@ class Port:
 
     def _end_idle(self, now_s: float) -> None:
         for connection, used_s in list(self.connections.items()):
-            if used_s > now_s - self._limits.side_channel_idle_s:
+            if used_s > now_s - KEPT_IDLE_S:
                 break
             if connection.asked:
                 self.connections.move_to_end(connection)
@@ -187,7 +188,7 @@ class _Asker:
         self._kept.move_to_end(address)
         port.connections[connection] = now_s
         port.connections.move_to_end(connection)
-        if len(self._kept) > self._wires.limits.side_channel_kept_max:
+        if len(self._kept) > KEPT_MAX:
             _, oldest = self._kept.popitem(last=False)
             if not oldest.asked:
                 oldest.open = False
