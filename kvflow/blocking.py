@@ -337,9 +337,7 @@ def _storing_s(config: Config, request: SaveRequest | RestoreRequest) -> float:
 
 
 def _ending_s(config: Config) -> float:
-    limits = config.limits
-    reads_s = limits.seal_hold_s + config.cancel_grace_s + 2 * limits.transport_close_timeout_s
-    return reads_s + config.drain_timeout_s + limits.goodbye_timeout_s
+    return config.ending_s + config.limits.goodbye_timeout_s + 2 * config.limits.transport_close_timeout_s
 
 
 def _closing_s(config: Config) -> float:

@@ -182,6 +182,11 @@ class Config:
         return {name: params_of(self, name) for name in self.nixl_backend.split(",")}
 
     @property
+    def ending_s(self) -> float:
+        """Longest time that leases and loads take to end once they have to."""
+        return self.limits.seal_hold_s + self.cancel_grace_s + self.drain_timeout_s
+
+    @property
     def listen_port_offset(self) -> int:
         """dp_rank * tp_size + tp_rank; see `rank_offset` for pipeline stages."""
         return rank_offset(self.dp_rank, self.pp_rank, self.tp_rank, tp_size=self.tp_size, pp_size=self.pp_size)

@@ -48,15 +48,8 @@ def config_of(place: ReplicaPlace, settings: dict[str, Any]) -> Config:
         ConfigError: a setting cannot be right, or there is no such one.
     """
     host = f"[{place.node_ip}]" if ":" in place.node_ip else place.node_ip
-    values = {
-        "engine_id": place.engine_id,
-        "listen": f"tcp://{host}:0",
-        "drain_timeout_s": SETTLE_S,
-        **settings,
-    }
-    if unknown := sorted(values.keys() - Config.__dataclass_fields__.keys()):
-        raise ConfigError(f"ReplicaRuntime: no fields of Config: {', '.join(unknown)}")
-    return Config(**values)
+    own = {"engine_id": place.engine_id, "listen": f"tcp://{host}:0", "drain_timeout_s": SETTLE_S}
+    return Config(**{**own, **settings})
 
 
 def drain_deadline_s(place: ReplicaPlace, config: Config, wanted_s: float | None = None) -> float:
@@ -89,6 +82,4 @@ def time_to_drain_s(place: ReplicaPlace, config: Config) -> float:
 
 def _closing_s(config: Config) -> float:
     """The bound of what follows a drain's deadline: leases and loads are ended, then the runtime is closed."""
-    limits = config.limits
-    ending_s = limits.seal_hold_s + config.cancel_grace_s + config.drain_timeout_s
-    return ending_s + limits.goodbye_timeout_s + limits.transport_close_timeout_s
+    return config.ending_s + config.limits.goodbye_timeout_s + config.limits.transport_close_timeout_s

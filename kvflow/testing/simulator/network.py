@@ -91,7 +91,7 @@ class Network:
         """A transport for an agent of a host."""
         self._addresses[host.address] = host
         ways = partial(self._post, host), partial(self._notify, host), partial(self._wake, host), self._landed
-        transport = InprocTransport(name, self.agents, carrier=_Carrier(*ways))
+        transport = InprocTransport(name, self.agents, carrier=_SimulatedCarrier(*ways))
         host.agents.append(transport)
         self._hosts[transport] = host
         return transport
@@ -255,7 +255,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class _Carrier:
+class _SimulatedCarrier:
     """See `transport.inproc.Carrier`: the network as one host's agents see it."""
 
     carry: Callable[[InprocTransport, InprocRead], None]
