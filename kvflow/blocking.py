@@ -164,7 +164,7 @@ class Load(Pending[LoadReport]):
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
-        """The same, by group of layers."""
+        """The local blocks, by group of layers."""
         return self._load.block_tables if self._load else ()
 
     @property
@@ -269,7 +269,7 @@ class Lease:
         self._host = host
         self._loop = host.loop
         self.outcome: Pending[LeaseOutcome] = host.start(lambda _: lease.wait())
-        """How it ended, once the blocks may be reused."""
+        """Outcome of the lease, once the blocks may be reused."""
 
     def __repr__(self) -> str:
         return f"<blocking {self._lease!r}>"
@@ -523,7 +523,7 @@ class Runtime:
         """Take no new work, and wait for what is open: see `kvflow.Runtime.drain`."""
 
     def statistics(self) -> RuntimeStatistics:
-        """What is open now and what has happened so far. Legal in every state."""
+        """Counts of what is open now and what has happened so far. Legal in every state."""
         if self._host.alive:
             with contextlib.suppress(RuntimeClosed, RuntimeBroken):  # it has ended meanwhile
                 return self._host.call_at_once(asynchronous.Runtime.statistics, self._call_timeout_s)

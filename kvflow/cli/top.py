@@ -52,7 +52,7 @@ class Row:
 
 
 def rows_of(before: Scrape, now: Scrape, *, engines: bool) -> list[Row]:
-    """What has happened between two scrapes, and what is open now, by name. Pure.
+    """Rows by name: rates between two scrapes, and what is open now. Pure.
 
     What is new, or has begun to count anew, has no rates yet.
     """
