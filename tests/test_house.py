@@ -25,6 +25,9 @@ TESTS = {
     for path in (ROOT / "tests").rglob("*.py")
     if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
 }
+BENCHES = {path: TESTS.pop(path) for path in list(TESTS) if re.match(r"tests/bench/(?!test_)", path)}
+"""Of those who work on kvflow: programs like the package's, and no tests."""
+PROGRAM_FILES = SOURCES | BENCHES
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
@@ -39,7 +42,7 @@ ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", 
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
 COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
-COMPARED_WITH_KVFLOW |= {f"kvflow/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
+COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
 LOOKING_AGAIN = {
@@ -54,8 +57,6 @@ LOOKING_AGAIN = {
 LOGGERS_AS_A_WHOLE = {
     "kvflow/vllm/connector.py": "kvflow's lines go where vLLM's go",
     "kvflow/testing/simulator/simulation.py": "a simulation says nothing",
-    "kvflow/bench/fleet/life.py": "a bench says nothing",
-    "kvflow/bench/peers/nixl_connect.py": "another library says nothing",
 }
 DOUBLES_MAX = 35
 LOG_LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "log")
@@ -222,7 +223,7 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
         path = rest.pop()
         for name in imported_to_run(path):
             file = file_of(name)
-            if name.split(".")[0] == "kvflow" and file not in found:
+            if name.split(".")[0] in ("kvflow", "tests") and file not in found:
                 assert part_of(file) == "bench", f"{path} imports {name}"
                 found.add(file)
                 rest.append(file)
@@ -232,12 +233,16 @@ def test_what_kvflow_is_compared_with_runs_none_of_it() -> None:
 def file_of(name: str) -> str:
     """Where an imported module is, or the module that an imported name is of."""
     bases = [part.replace(".", "/") for part in (name, name.rpartition(".")[0])]
-    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in SOURCES), "")
+    return next((path for base in bases for path in (f"{base}.py", f"{base}/__init__.py") if path in PROGRAM_FILES), "")
 
 
 def imported_to_run(path: str) -> Iterator[str]:
     """Without what is imported for its type only."""
-    body = [node for node in SOURCES[path].body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    body = [
+        node
+        for node in PROGRAM_FILES[path].body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))
+    ]
     return imports(path, ast.Module(body=body, type_ignores=[]))
 
 

@@ -277,7 +277,7 @@ async def test_digests_that_fail_here_leave_the_load_unverified(pair: EnginePair
     async def fails(job: object) -> None:
         raise RuntimeError("out of memory")
 
-    verifier = loader._verifying._verifier
+    verifier = loader._whole.verifying._verifier
     verifier._gear = verifier._gear._replace(run=fails)
     lease = pair.offer([3])
     error = await pair.fails(TransferFailed, lease, verify=True)

@@ -29,8 +29,8 @@ import pytest
 import typer.main
 
 from kvflow import Config
-from kvflow.bench.gpu.command import make_parser
 from kvflow.cli.app import app
+from tests.bench.__main__ import bench
 
 ROOT = Path(__file__).parents[2]
 TOP = ("README.md", "docs/changelog.md", ".github/CONTRIBUTING.md", ".github/SECURITY.md", "examples/README.md")
@@ -167,15 +167,13 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
     """A command exists, and so do the options that it is given; one that is complete has all that it needs."""
     match words:
         case ["kvflow", *rest]:
-            check_kvflow(rest, complete=complete)
+            check_typer(app, rest, complete=complete)
         case ["python3", "dev.py", *rest]:
             check_command(started_by_dev(rest))
         case ["python", "-m", "asyncio" | "mkdocs" | "mypy" | "pytest" | "ruff", *_]:
             pass
-        case ["python", "-m", "kvflow.bench.gpu", *rest]:
-            assert make_parser().parse_known_args(rest)[1] == [], words
-        case ["python", "-m", "kvflow.cli.main", *rest]:
-            check_kvflow(rest, complete=complete)
+        case ["python", "-m", "tests.bench", *rest]:
+            check_typer(bench, rest, complete=complete)
         case ["python", "-I", command, *rest]:  # as dev.py starts what a wheel has installed
             check_command([Path(command).name, *rest])
         case ["python", script, *rest]:
@@ -190,13 +188,13 @@ def check_command(words: list[str], *, complete: bool = False) -> None:
             raise AssertionError(f"nobody checks this command: {words}")
 
 
-def check_kvflow(words: list[str], *, complete: bool) -> None:
-    command, rest = typer.main.get_command(app), list(words)
+def check_typer(program: typer.Typer, words: list[str], *, complete: bool) -> None:
+    command, rest = typer.main.get_command(program), list(words)
     while rest and not _PLACEHOLDER.match(rest[0]) and (commands := getattr(command, "commands", None)):
-        assert rest[0] in commands, f"kvflow {words}: there are {sorted(commands)}"
+        assert rest[0] in commands, f"{words}: there are {sorted(commands)}"
         command = commands[rest.pop(0)]
     known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    assert options_of(rest) <= known, f"kvflow {words}: its options are {sorted(known)}"
+    assert options_of(rest) <= known, f"{words}: its options are {sorted(known)}"
     if complete and words[:1] == ["keys"]:  # cheap, and what follows on the page uses the files
         command.main(rest, standalone_mode=False)
     elif complete:
@@ -214,11 +212,9 @@ def started_by_dev(words: list[str]) -> list[str]:
     dev = types.ModuleType("dev")
     vars(dev)["__file__"] = str(ROOT / "dev.py")
     exec(compile((ROOT / "dev.py").read_text(), "dev.py", "exec"), vars(dev))
-    system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command))
-    vars(dev).update(os=system, run=start, check=start, ensure=lambda _: "python", ensure_vllm=lambda _: "python")
-    vars(dev).update(ensure_ray=lambda _: "python", ensure_peers=lambda _: "python")
-    vars(dev).update(make_environment=lambda _: Path("python"), install_torch=start, has_gpu=lambda: True)
-    vars(dev).update(with_wheels=lambda _: "python")
+    system = types.SimpleNamespace(environ={}, execv=lambda _, command: start(*command), chdir=lambda _: None)
+    vars(dev).update(os=system, run=start, check=start, ensure=lambda *_: Path("python"))
+    vars(dev).update(with_wheels=lambda _: Path("python"))
     assert dev.main(words) == 0 or started, f"dev.py {words}: see its first lines"
     return started[-1]
 
