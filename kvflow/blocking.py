@@ -483,7 +483,7 @@ class Runtime:
         finally:
             _tell(self._host.loop, kept.close)
 
-    @_verb(lambda config, _: config.lease_lifetime_s + config.handshake_timeout_s)
+    @_verb(lambda config, *_, **__: config.lease_lifetime_s + config.handshake_timeout_s)
     def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it: see `kvflow.Runtime.release_blocks`."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
-from kvflow.doctor.cuda.nvidia import Driver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import InstalledDriver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.version import installed
 
 VARIABLES = (
@@ -54,7 +54,7 @@ class Probe:
 class Cuda:
     """What was seen. `None` means that it cannot be known here."""
 
-    driver: Driver | None
+    driver: InstalledDriver | None
     nvlinks: Mapping[int, int]
     nearness: Mapping[str, Mapping[str, str]]
     peermem: bool

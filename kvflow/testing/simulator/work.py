@@ -13,7 +13,7 @@ from kvflow.runtime.runtime import Runtime
 from kvflow.testing.simulator.cache import RankCache
 
 if TYPE_CHECKING:
-    from kvflow.testing.simulator.engine import Engine
+    from kvflow.testing.simulator.engine import SimEngine
 
 
 class DeviceWork:
@@ -47,11 +47,11 @@ async def all_over(device: Iterable[DeviceWork | None]) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Offer:
+class SimOffer:
     """A prompt that an engine offers: on each of its ranks under a lease."""
 
     number: int
-    engine: Engine
+    engine: SimEngine
     tokens: int
     tables: list[list[int]]
     """Block ids by group."""
@@ -106,11 +106,11 @@ class LoadPlan:
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class SimLoad:
     """One prompt on its way into an engine: on each of its ranks a load."""
 
-    offer: Offer
-    engine: Engine
+    offer: SimOffer
+    engine: SimEngine
     tables: list[list[int]]
     """Block ids by group: the prompt's last blocks, where the first are cached."""
     cancelled: bool = False
@@ -131,14 +131,14 @@ class Load:
 class RankLoad:
     """What reads are posted for: one rank's part of a load."""
 
-    load: Load
+    load: SimLoad
     last_landing_s: float = 0.0
     """When bytes came to its blocks last."""
     flipped: bool = False
     """Whether one of them was another one than was sent."""
 
 
-class Rank:
+class SimRank:
     """One rank in one life: its memory, its runtime, and what came of both."""
 
     def __init__(self, index: int, cache: RankCache, runtime: Runtime) -> None:
@@ -156,10 +156,10 @@ class Rank:
         self.uses = books.ledger._use
         self.uses_seen = b""
 
-    def holds_lease(self, offer: Offer) -> bool:
+    def holds_lease(self, offer: SimOffer) -> bool:
         """Whether an offer's lease on this rank is open."""
         return len(offer.leases) > self.index and not offer.leases[self.index].done
 
-    def has_leased(self, offer: Offer, block: int) -> bool:
+    def has_leased(self, offer: SimOffer, block: int) -> bool:
         """Whether an offer's lease on this rank is open, and has been given the block."""
         return self.holds_lease(offer) and any(block in ids for ids in offer.leases[self.index].block_tables)
