@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 
 
 class PlainTyper(typer.Typer):
@@ -14,7 +17,7 @@ class PlainTyper(typer.Typer):
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_PlainGroup, **options)
 
-    def command(self, *arguments: Any, **options: Any) -> Any:
+    def command(self, *arguments: Any, **options: Any) -> Callable[[CommandT], CommandT]:
         return super().command(*arguments, cls=_Command, **options)
 
 
