@@ -505,9 +505,33 @@ def _decode(data: bytes, kind: Any) -> Any:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raw = answer(partial(msgspec.msgpack.decode, data))
-        why = str(error) if raw is None else refusal(error, raw)
+        why = _with_names(str(error) if raw is None else refusal(error, raw), kind)
         why = printable(why, _ERROR_CHARS_MAX)  # msgspec repeats a tag or a word that it does not know
         raise WireError(f"{len(data)} bytes do not decode: {why}") from error
+
+
+def _with_names(refused: str, kind: Any) -> str:
+    """A refusal that names fields of messages that are sent as arrays, which msgspec numbers; a tag is number 0."""
+
+    def named(found: re.Match[str]) -> str:
+        place, number = found[1], int(found[2])
+        names = _OUTER.get(kind, ()) if place == "$" else _INNER[place.partition("[")[0]]
+        return f"{place}.{names[number]}" if number < len(names) else found[0]
+
+    return _NUMBERED.sub(named, refused)
+
+
+_NUMBERED = re.compile(r"(\$|\.target|\.sender|\.block|\.parts\[\d+\])\[(\d+)\]")
+_OUTER: dict[Any, tuple[str, ...]] = {
+    Header: Header.__struct_fields__,
+    Notification: ("kind", *ReadDone.__struct_fields__),
+}
+_INNER = {
+    ".target": Target.__struct_fields__,
+    ".sender": Target.__struct_fields__,
+    ".block": BlockShape._fields,
+    ".parts": DigestPart.__struct_fields__,
+}
 
 
 def regions_to_wire(regions: Regions) -> RegionTable:
