@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-CommandT = TypeVar("CommandT", bound=Callable[..., Any])
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class PlainTyper(typer.Typer):
@@ -17,7 +17,7 @@ class PlainTyper(typer.Typer):
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_PlainGroup, **options)
 
-    def command(self, *arguments: Any, **options: Any) -> Callable[[CommandT], CommandT]:
+    def command(self, *arguments: Any, **options: Any) -> Callable[[FunctionT], FunctionT]:
         return super().command(*arguments, cls=_Command, **options)
 
 
