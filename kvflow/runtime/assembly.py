@@ -31,8 +31,10 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign, Ways
 from kvflow.runtime.load.flight import Gear, Poller, Words
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.loader import Loader, reads_in_flight
+from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
+from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
@@ -94,7 +96,10 @@ class RegisteredCache:
         """To engines of our own make; `reach` may know others."""
         own = Ways(self.own_reach, RemoteLeases(context, local, self.peers, self.own_reach))
         self.reach, self.remote_leases = foreign.ways(context, local, self.peers, own) if foreign else own
-        self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
+        self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
+        meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
+        carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry)
+        self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
         """Who answers readers of another make."""
