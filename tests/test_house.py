@@ -66,7 +66,7 @@ IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "si
 ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
-COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py"}
 COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.
