@@ -2,7 +2,8 @@
 
 The blocks of a page are taken in order. Its python blocks run in one namespace, so that they build on each other. A
 comment right above a block, which readers do not see, says otherwise: `<!-- anew -->` goes back to the names that the
-page began with, `<!-- file: NAME -->` adds the block to a file, and pytest is run on the files of a page at its end.
+page began with, `<!-- file: NAME -->` adds the block to a file, and pytest is run on the files of a page at its end,
+`<!-- script -->` is a program of its own, and the block of text behind it is what it prints, word by word.
 A kind of block, or a command, that nobody here knows is an error.
 """
 
@@ -78,7 +79,7 @@ def blocks_of(page: str, text: str) -> list[Block]:
 
 async def check_blocks(blocks: list[Block], names: dict[str, Any], folder: Path) -> None:
     """Run or check all blocks of a page, which see `names` and add to them; raises whatever is wrong with one."""
-    given, files = dict(names), dict[str, str]()
+    given, files, printed = dict(names), dict[str, str](), ""
     for block in blocks:
         if block.mark == "anew":
             names.clear()
@@ -86,6 +87,10 @@ async def check_blocks(blocks: list[Block], names: dict[str, Any], folder: Path)
         if block.mark.startswith("file: "):
             name = block.mark.removeprefix("file: ")
             files[name] = files.get(name, "") + block.text
+        elif block.mark == "script":
+            printed = run_script(block, folder)
+        elif block.kind == "text":
+            assert printed == block.text, f"{block.where}: the script above prints\n{printed}"
         elif block.kind == "python":
             assert not _TEST.search(block.text), f"{block.where}: a test that nobody runs"
             await run_python(block, names)
@@ -101,6 +106,17 @@ async def run_python(block: Block, names: dict[str, Any]) -> None:
     result = eval(code, names)
     if inspect.iscoroutine(result):
         await result
+
+
+def run_script(block: Block, folder: Path) -> str:
+    """What a block prints that is run as a file of its own, as a reader would who has pasted it."""
+    script = folder / "pasted.py"
+    script.write_text(block.text)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, f"{block.where}: {done.stderr}"
+    return done.stdout
 
 
 def run_project(files: dict[str, str], folder: Path) -> None:
@@ -127,8 +143,6 @@ def check_other(block: Block) -> None:
             import yaml
 
             yaml.safe_load(block.text)
-        case "mermaid":  # compared with the tables by a test of its own
-            assert block.mark.startswith("states:"), f"{block.where}: a diagram that is made from no table"
         case "":  # nothing that one could paste
             assert _DRAWN.search(block.text), f"{block.where}: no drawing; what language is it?"
         case _:
