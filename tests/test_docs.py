@@ -167,7 +167,9 @@ def test_members_named_within_the_text_exist() -> None:
     """Of what users hold, in asyncio or in threads."""
     kinds = {"runtime": "Runtime", "load": "Load", "lease": "Lease"}
     for page, path in PAGES.items():
-        for held, member in re.findall(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
+        for held, member in re.findall(
+            r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()
+        ):
             both = [getattr(module, kinds[held]) for module in (kvflow, kvflow.blocking)]
             assert any(hasattr(kind, member) for kind in both), f"{page}: {held}.{member}"
 
