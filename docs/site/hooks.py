@@ -77,7 +77,9 @@ def _api_page(full: str) -> str:
         options["show_if_no_docstring"] = True  # its members
     if name in _HANDLES:
         options |= {"merge_init_into_class": False, "filters": ["!^_", *shown]}
-    lines = [f"      {key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+    lines = [
+        f"      {key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
+    ]
     return "\n".join([f"::: {full}", "    options:", *lines, ""])
 
 
