@@ -427,19 +427,20 @@ WAITS: dict[str, Callable[[Pair, Lease, Load], object]] = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_who_would_wait_for_itself_is_told(wait: str) -> None:
+def test_who_would_wait_for_itself_is_told() -> None:
     """On the loop's thread, such as in an observer: nothing is done, where it would have been stuck for good."""
     with opened_pair(InprocNetwork(), config=PLAIN) as pair:
         lease = pair.producer.serve_blocks(ServeRequest("req", [1, 2], num_tokens=8, computed_tokens=0))
         load = pair.consumer.start_load(load_request(lease))
 
-        async def from_within(_: asynchronous.Runtime) -> None:
-            WAITS[wait](pair, lease, load)
+        for name, wait in WAITS.items():
 
-        with pytest.raises(UsageError, match="wait for itself"):
-            on_loop(pair.consumer if wait.startswith("Load") else pair.producer, from_within)
-        assert (lease.state, load.done, len(lease.block_ids)) == (LeaseState.OFFERED, False, 2)
+            async def from_within(_: asynchronous.Runtime, wait: Callable[..., object] = wait) -> None:
+                wait(pair, lease, load)
+
+            with pytest.raises(UsageError, match="wait for itself"):
+                on_loop(pair.consumer if name.startswith("Load") else pair.producer, from_within)
+            assert (lease.state, load.done, len(lease.block_ids)) == (LeaseState.OFFERED, False, 2), name
         assert lease.revoke().wait(WAIT_S) == "revoked"
         with pytest.raises(LeaseExpired):
             load.result(WAIT_S)

@@ -105,19 +105,6 @@ async def pass_time(seconds: float) -> None:
 
 
 @in_virtual_time
-async def test_a_read_lands_later_and_ends_once() -> None:
-    setup, reader, target = await begin()
-    read(reader, target)
-    assert not reader.memory.any()
-    await pass_time(1.0)
-    assert (reader.memory == 7).all()
-    ((when_s, event),) = reader.events
-    assert isinstance(event, ReadEnded)
-    assert event.error is None
-    assert when_s >= setup.landings[-1][0]
-
-
-@in_virtual_time
 async def test_a_torn_read_sees_memory_at_several_moments() -> None:
     setup, reader, target = await begin(torn_share=1.0, read_s=0.01)
     seen_mixed = False
@@ -259,21 +246,6 @@ async def start_listener(setup: Setup, node: Node) -> None:
 
     node.host.life.task(serve())
     await pass_time(0.1)
-
-
-@in_virtual_time
-async def test_an_answer_comes_back() -> None:
-    setup, reader, target = await begin()
-    await start_listener(setup, target)
-    reply = await ask(setup, reader)
-    assert reply == messages.ClockShown(incarnation="1", clock_s=1.0)
-
-
-@in_virtual_time
-async def test_nobody_listens() -> None:
-    setup, reader, _ = await begin()
-    with pytest.raises(PeerUnreachable, match="refused"):
-        await ask(setup, reader)
 
 
 @each("how", ["unanswered", "cut", "frozen"])
