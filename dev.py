@@ -2,7 +2,7 @@
 """One command for each thing one does with a checkout; needs only Python (3.11 or newer) and pip.
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
-    python3 dev.py stale [--vllm]   a hand-over that comes too late: in the stock way, and with kvflow (--vllm: by servers)
+    python3 dev.py stale [--vllm]   a hand-over that comes too late, in the stock way and with kvflow (--vllm: servers)
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
@@ -13,7 +13,7 @@
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
-    python3 dev.py package          build wheel and sdist, check them, and run `kvflow demo` from the installed wheel
+    python3 dev.py package          build wheel and sdist, check them, run `kvflow selftest` from the installed wheel
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
@@ -160,7 +160,7 @@ def package(options: list[str]) -> int:
         fresh = make_environment(Path(folder))
         install_torch(fresh)
         check(*pip_install(fresh), f"{wheel}[cli]")
-        return run(fresh, "-I", fresh.parent / "kvflow", "demo")
+        return run(fresh, "-I", fresh.parent / "kvflow", "selftest")
 
 
 def setup(options: list[str]) -> int:

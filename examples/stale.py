@@ -2,14 +2,15 @@
 
     python examples/stale.py
 
-Two engines in this process, each with a cache of its own and the same model. The prefill engine computes Bob's prompt and
-keeps its blocks for `LEASE_S` seconds. In the one run the decode engine reads them meanwhile; in the other Bob's request
-waits longer than that (a queue, a frozen host, a slow router), and the prefill engine gives the blocks to Alice's prompt.
+Two engines in this process, each with a cache of its own and the same model. The prefill engine computes Bob's prompt
+and keeps its blocks for `LEASE_S` seconds. In the one run the decode engine reads them meanwhile; in the other Bob's
+request waits longer than that (a queue, a frozen host, a slow router), and the prefill engine gives the blocks to
+Alice's prompt.
 
 The stock way is that of vLLM's NixlConnector: the parameters name blocks and addresses, blocks are kept until a
-notification or a timer, and a read that NIXL says is DONE counts. Nothing tells its reader that the timer was first. The
-reader then computes the prompt's last token, as vLLM does, and goes on from there. `python3 dev.py stale --vllm` shows the
-same with real vLLM servers.
+notification or a timer, and a read that NIXL says is DONE counts. Nothing tells its reader that the timer was first.
+The reader then computes the prompt's last token, as vLLM does, and goes on from there. `python3 dev.py stale --vllm`
+shows the same with real vLLM servers.
 
 Exit codes: 0 it went as told here, 1 it did not, 2 something failed, 130 interrupted.
 """

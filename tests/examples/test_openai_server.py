@@ -24,6 +24,7 @@ import openai
 import pytest
 import torch
 import uvloop
+from doc_blocks import PAGES, blocks_of
 from openai_server.launcher import Service
 from openai_server.load_test import LoadSettings, put_load, quantile
 from openai_server.workload import ALL_QUESTIONS, Question, answers_alone, tokens_alone
@@ -341,7 +342,7 @@ class TestService:
             ({"model": "gpt-7"}, openai.NotFoundError, "model", "'gpt-7' does not exist"),
             ({"prompt": ""}, openai.BadRequestError, "prompt", "at least one token"),
             ({"prompt": [1, 10**9]}, openai.BadRequestError, "prompt", "1000000000 is no token"),
-            ({"max_tokens": 10**5}, openai.BadRequestError, None, "100001, at most 4096"),
+            ({"max_tokens": 10**5}, openai.BadRequestError, "prompt", "4096 tokens. However, you requested 100001"),
             ({"n": 2}, openai.BadRequestError, "n", "^.*n: this server does not support it; it takes null or 1"),
             ({"extra_body": {"top_k": 5}}, openai.BadRequestError, "top_k", "top_k: this server does not support it"),
         ],
@@ -358,6 +359,25 @@ class TestService:
         with pytest.raises(kind, match=message) as caught:
             client.completions.create(**{"model": MODEL, "prompt": "a", "max_tokens": 1} | dict(wrong))
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param)
+
+    def test_a_prompt_that_is_too_long_is_named_in_the_clients_words(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=ask(SUM), max_tokens=10**5)
+        assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+    def test_the_root_says_what_there_is(self, running: Running) -> None:
+        root = json.loads(running.get(None, ""))
+        assert root["model"] == MODEL
+        for path in root["endpoints"]:
+            if "completions" not in path:
+                assert running.get(None, path.removeprefix("/"))
+
+    def test_the_tutorials_client_is_answered(self, running: Running, capsys: pytest.CaptureFixture[str]) -> None:
+        """As it stands there, but for the port."""
+        page = "docs/tutorials/server.md"
+        (block,) = [block for block in blocks_of(page, PAGES[page].read_text()) if block.kind == "python"]
+        exec(block.text.replace("http://127.0.0.1:8000", running.url), {})
+        assert capsys.readouterr().out.strip()
 
     def test_so_is_what_is_no_request_at_all(self, running: Running, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as unknown:
