@@ -163,7 +163,7 @@ class PrefillWorker(Protocol):
         """Where its blocks are to be had."""
 
     async def ask(self, request: PrefillRequest) -> PrefillReply:
-        """Have a prompt computed. Raises AttemptError. Its answer may come after the first step, and says no more then."""
+        """Have a prompt computed; what it answers after the first step says no more. Raises AttemptError."""
 
     def give_up(self, request_id: str) -> None:
         """Nobody is going to load it."""
