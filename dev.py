@@ -79,6 +79,8 @@ PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no
 # A command, the environment and extras that it needs, and what is run there, with the user's options behind it.
 COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
+    "stale": (MAIN, "demo", ("examples/stale.py",)),
+    "stale --vllm": (VLLM, "", ("tests/vllm/stock_late.py", "--tries", "4")),
     "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),
@@ -93,8 +95,9 @@ TESTED = {environment.name: environment for environment in (VLLM, RAY)}
 
 
 def main(arguments: list[str]) -> int:
-    name, options = (arguments or [""])[0], arguments[1:]
-    special = {"stale": stale, "gpu": gpu, "lint": lint, "docs": docs, "package": package}
+    words = 2 if arguments[:2] == ["stale", "--vllm"] else 1
+    name, options = " ".join(arguments[:words]), arguments[words:]
+    special = {"gpu": gpu, "lint": lint, "docs": docs, "package": package}
     if name not in {*COMMANDS, *SERVERS, *TESTED, *special}:
         print(__doc__)
         return 2
@@ -104,24 +107,17 @@ def main(arguments: list[str]) -> int:
         return special[name](options)
     if name in TESTED and ("--test" in options or name not in SERVERS):
         return run_tests(ensure(TESTED[name]), f"tests/{name}", [word for word in options if word != "--test"])
-    environment, extras, words = (COMMANDS | SERVERS)[name]
+    environment, extras, command = (COMMANDS | SERVERS)[name]
     python = ensure(environment, extras)
     if name in SERVERS:
         os.chdir(ROOT)
-        os.execv(python, [str(python), *words, *options])
-    return run(python, *words, *options)
+        os.execv(python, [str(python), *command, *options])
+    return run(python, *command, *options)
 
 
 def run_tests(python: Path, tests: str, options: list[str]) -> int:
     some = [] if any(option.startswith(tests) for option in options) else [tests]
     return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *some, *options)
-
-
-def stale(options: list[str]) -> int:
-    if "--vllm" not in options:
-        return run(ensure(MAIN, "demo"), "examples/stale.py", *options)
-    words = [word for word in options if word != "--vllm"]
-    return run(ensure(VLLM), "tests/vllm/stock_late.py", *(words or ["--tries", "4"]))
 
 
 def gpu(options: list[str]) -> int:

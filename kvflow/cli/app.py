@@ -19,8 +19,8 @@ from rich.text import Text
 from kvflow.bench.child import BenchError
 from kvflow.bench.loads import Transport
 from kvflow.cli.bench import bench, told
-from kvflow.cli.selftest import BLOCKS_MAX, hand_over
 from kvflow.cli.flags import PlainTyper
+from kvflow.cli.selftest import BLOCKS_MAX, hand_over
 from kvflow.config import Config
 from kvflow.doctor.findings import Finding, Status, is_broken
 from kvflow.doctor.run import examine
