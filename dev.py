@@ -80,7 +80,7 @@ PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no
 COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
     "stale": (MAIN, "demo", ("examples/stale.py",)),
-    "stale --vllm": (VLLM, "", ("tests/vllm/stock_late.py", "--tries", "4")),
+    "stale --vllm": (VLLM, "", ("tests/vllm/compare.py", "--only", "stale")),
     "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),

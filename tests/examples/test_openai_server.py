@@ -230,14 +230,6 @@ class TestService:
     Thorough: see `test_a_service_of_a_tiny_model_answers_as_one_process_does` of this file.
     """
 
-    @BOTH
-    def test_an_answer_is_what_one_process_says(self, client: openai.OpenAI, alone: Alone, question: Question) -> None:
-        right = Piece(alone(question, 16), "length")
-        assert whole_of(client, question, max_tokens=16) == right
-        pieces = pieces_of(client, question, max_tokens=16)
-        assert joined(pieces) == right
-        assert len([piece for piece in pieces if piece.text]) > 5
-
     def test_answers_look_as_openais(self, client: openai.OpenAI, alone: Alone, smollm2_checkpoint: Path) -> None:
         assert [model.id for model in client.models.list()] == [MODEL]
         assert client.models.retrieve(MODEL).id == MODEL
@@ -326,16 +318,6 @@ class TestService:
         streamed = client.completions.create(**parameters, stream=True, stream_options={"include_usage": True})
         assert list(streamed)[-1].usage == usage
 
-    def test_what_ordinary_clients_send_without_wanting_anything_by_it(
-        self, client: openai.OpenAI, alone: Alone
-    ) -> None:
-        nothing: dict[str, Any] = {"n": 1, "presence_penalty": 0, "logit_bias": {}, "user": "me", "stop": None}
-        nothing |= {"seed": None, "temperature": 0.0, "top_p": 1}
-        of_chat = {"response_format": {"type": "text"}, "tools": [], "store": False, "logprobs": False}
-        assert whole_of(client, SUM, **nothing, **of_chat, max_completion_tokens=60).text == alone(SUM, 60)
-        of_completions = {"best_of": 1, "echo": False, "suffix": ""}
-        assert whole_of(client, FRANCE, **nothing, **of_completions, max_tokens=4).text == alone(FRANCE, 4)
-
     @pytest.mark.parametrize(
         ("wrong", "kind", "param", "message"),
         [
@@ -401,7 +383,7 @@ class TestService:
         assert running.health(f"{role}-0")["runtime"] == "open"
 
     def test_a_deadline_ends_a_whole_answer(self, running: Running, client: openai.OpenAI) -> None:
-        with pytest.raises(openai.APIStatusError, match=r"deadline (has passed|exceeded)") as caught:
+        with pytest.raises(openai.APIStatusError, match="before its deadline") as caught:
             client.completions.create(model=MODEL, prompt="a b", max_tokens=2000, extra_body={"deadline_s": 0.7})
         assert (caught.value.status_code, caught.value.code) == (504, "deadline_exceeded")
         running.until_idle()
@@ -412,7 +394,7 @@ class TestService:
         text, deadline_s = "", 1
         while not text:  # a host may be too slow for a first token within the deadline
             deadline_s *= 2
-            with pytest.raises(openai.APIError, match=r"deadline (has passed|exceeded)") as caught:
+            with pytest.raises(openai.APIError, match="before its deadline") as caught:
                 for piece in client.completions.create(
                     model=MODEL,
                     prompt=COUNTING.text,
@@ -455,10 +437,11 @@ class TestService:
                     if index == 0:
                         begun.release()
             except openai.APIError as error:
+                told.append(str(error))
                 return text, error.code
             return text, None
 
-        right = alone(COUNTING, 40)
+        right, told = alone(COUNTING, 40), list[str]()
         begun, pid = threading.Semaphore(0), running.health("decode-0")["pid"]
         with ThreadPoolExecutor() as threads:
             # First the one kind, then the other: both decode workers have one of each.
@@ -473,6 +456,7 @@ class TestService:
         (complete, no_error), (cut, error) = outcomes
         assert (complete, no_error) == (right, None)
         assert error == "worker_lost"
+        assert "decode-" not in told[0], "which worker it was is nobody's affair outside"
         assert right.startswith(cut)
         assert cut != right
         running.expect("router: decode-0 is up")

@@ -1,6 +1,6 @@
 """Parameters of a stock producer that are used too late: what comes of it with kvflow as the reader, and with stock.
 
-    python3 dev.py stale --vllm [--tries 4] [--reader kvflow|stock] [--router-late]
+    .venv-vllm/bin/python tests/vllm/stock_late.py [--tries 200] [--reader kvflow|stock] [--router-late]
 
 Requests wait at the decode engine, behind one that it computes, when all its processes are frozen, as by a host that
 pages or a machine that is moved. The producer's leases run out, it gives the blocks to other prompts, and the reader
