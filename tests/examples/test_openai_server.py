@@ -44,6 +44,7 @@ COUNTING = Question(text="1, 2, 3,", chat=False)
 SUM = Question(text="What is 2+2? Answer with one number.", chat=True)
 SMILEY = Question(text="Write the word dog in Japanese, and a smiley.", chat=True)
 ASKED = (FRANCE, STORY, COUNTING, SUM, SMILEY)
+HOSTS_DIFFER = ("--deadline-s", "240")  # a busy one takes minutes for what takes seconds on a quiet one
 LINE_TIMEOUT_S = 240.0  # a worker that starts, or starts again, loads its model first
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(600)]
@@ -108,7 +109,7 @@ def running(smollm2_checkpoint: Path) -> Iterator[Running]:
 def service(checkpoint: Path, *, workers_each: int) -> Iterator[Running]:
     counts = [word for role in ("--prefill", "--decode") for word in (role, str(workers_each))]
     process = subprocess.Popen(
-        [sys.executable, str(SERVER), "serve", *counts, "--port", "0", "--checkpoint", str(checkpoint)],
+        [sys.executable, str(SERVER), "serve", *counts, "--port", "0", "--checkpoint", str(checkpoint), *HOSTS_DIFFER],
         env=os.environ | {"PYTHONPATH": str(Path(kvflow.__file__).parents[1])},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
