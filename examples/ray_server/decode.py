@@ -65,8 +65,8 @@ class Decode:
                     request_id, prompt, prefill, partial(self._decoding, prefill), self._opened.start_task
                 )
                 first = await anext(steps)
-        yield first
         async with aclosing(steps):
+            yield first
             async for step in steps:
                 yield step
 
