@@ -8,8 +8,8 @@ import re
 import subprocess
 import sys
 import types
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,15 +19,40 @@ import kvflow
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "kvflow"
-SOURCES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8")) for path in PACKAGE.rglob("*.py")}
-TESTS = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text("utf-8"))
-    for path in (ROOT / "tests").rglob("*.py")
-    if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
-}
-BENCHES = {path: TESTS.pop(path) for path in list(TESTS) if re.match(r"tests/bench/(?!test_)", path)}
+
+
+class Trees(Mapping[str, ast.Module]):
+    """Files by their paths from the root, each parsed once, when it is looked at: every worker collects this file."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._paths = [path.relative_to(ROOT).as_posix() for path in paths]
+        self._parsed: dict[str, ast.Module] = {}
+
+    def __getitem__(self, path: str) -> ast.Module:
+        if path not in self._parsed:
+            if path not in self._paths:
+                raise KeyError(path)
+            self._parsed[path] = ast.parse((ROOT / path).read_text("utf-8"))
+        return self._parsed[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
 """Of those who work on kvflow: programs like the package's, and no tests."""
-PROGRAM_FILES = SOURCES | BENCHES
+SOURCES = Trees(PACKAGE.rglob("*.py"))
+BENCHES = Trees(BENCH_FILES)
+TESTS = Trees(
+    path
+    for path in (ROOT / "tests").rglob("*.py")
+    if path not in BENCH_FILES
+    if path.relative_to(ROOT).parts[1] not in ("ray", "vllm")  # real servers answer over HTTP: they are polled
+)
+PROGRAM_FILES = ChainMap(SOURCES, BENCHES)
 
 # Imports point down this list; parts of one line do not import each other.
 LEVELS = [["errors"], ["checks"], ["limits", "logs"], ["config"], ["core"], ["device"], ["transport"], ["runtime"]]
@@ -102,7 +127,7 @@ def part_of(name: str) -> str:
 
 def imports(path: str, tree: ast.Module) -> Iterator[str]:
     """The dotted name of everything imported anywhere in a file, names from a package in full."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name for alias in names)
@@ -118,17 +143,37 @@ def imports(path: str, tree: ast.Module) -> Iterator[str]:
                         yield "<computed>"
 
 
-IMPORTED = {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
+@functools.cache
+def imported() -> dict[str, set[str]]:
+    """The packages that each file imports."""
+    return {path: {name.split(".")[0] for name in imports(path, tree)} for path, tree in SOURCES.items()}
 
 
 def importers(package: str) -> set[str]:
-    return {path for path, names in IMPORTED.items() if package in names}
+    return {path for path, names in imported().items() if package in names}
+
+
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All of a file: each is walked through once."""
+    return tuple(ast.walk(tree))
 
 
 @functools.cache
 def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
     """The dotted text of what is called, and the call."""
-    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [(text_of(node.func), node) for node in nodes(tree) if isinstance(node, ast.Call)]
+
+
+def text_of(node: ast.expr) -> str:
+    """As `ast.unparse`, which takes fifty times as long for a dotted name."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{text_of(value)}.{name}"
+        case _:
+            return ast.unparse(node)
 
 
 def run_python(code: str) -> str:
@@ -306,7 +351,7 @@ def test_all_is_what_exists() -> None:
 def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
     place = ROOT / module.replace(".", "/")
     tree = SOURCES[(place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).relative_to(ROOT).as_posix()]
-    bound = {name for node in ast.walk(tree) for name in _names_bound(node)}
+    bound = {name for node in nodes(tree) for name in _names_bound(node)}
     (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
     assert set(names) <= bound
     assert names == sorted(set(names))
@@ -330,9 +375,7 @@ def _names_bound(node: ast.AST) -> Iterator[str]:
 
 def test_a_class_name_means_one_thing() -> None:
     """But for the handles in threads, which are those of asyncio; new doubles are named apart."""
-    defined = Counter(
-        node.name for tree in SOURCES.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
-    )
+    defined = Counter(node.name for tree in SOURCES.values() for node in nodes(tree) if isinstance(node, ast.ClassDef))
     twice = sorted(name for name, count in defined.items() if count > 1)
     assert len(twice) <= DOUBLES_MAX, twice
 
@@ -365,8 +408,10 @@ def sleeps(tree: ast.AST) -> list[str]:
     """Calls that wait for time to pass; giving way to other tasks with asyncio.sleep(0) is none."""
     found = []
     for name, call in calls(tree):
+        if name.rpartition(".")[2] not in ("sleep", "usleep", "nanosleep"):
+            continue
         gives_way = [ast.unparse(argument) for argument in call.args[:1]] == ["0"]
-        if name.split(".")[-1] in ("sleep", "usleep", "nanosleep") and not (name == "asyncio.sleep" and gives_way):
+        if not (name == "asyncio.sleep" and gives_way):
             found.append(f"line {call.lineno}: {ast.unparse(call)}")
     return found
 
@@ -424,7 +469,7 @@ def test_the_library_leaves_the_hosts_threads_and_lock_alone() -> None:
 def meddling(tree: ast.AST) -> list[int]:
     """Lines that name what is not the library's to use."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         match node:
             case (
                 ast.Attribute(value=ast.Name("time"), attr="sleep")
@@ -459,9 +504,9 @@ def test_no_logger_is_told_text_from_outside_bare() -> None:
             continue
         made = [call for name, call in calls(tree) if name.endswith("getLogger")]
         assert bool(made) == (path in LOGGERS_AS_A_WHOLE), f"{path}: loggers are made by logs.logger_of"
-        told = {ast.unparse(parent.value) for parent in ast.walk(tree) if isinstance(parent, ast.Attribute)}
-        for node in (node for node in ast.walk(tree) if isinstance(node, ast.Assign)):
-            for target in map(ast.unparse, node.targets):
+        told = {text_of(parent.value) for parent in nodes(tree) if isinstance(parent, ast.Attribute)}
+        for node in (node for node in nodes(tree) if isinstance(node, ast.Assign)):
+            for target in map(text_of, node.targets):
                 if target in told and target.lower().endswith("logger"):
                     assert ast.unparse(node.value).startswith("logger_of("), f"{path}:{node.lineno}"
         for name, call in calls(tree):
@@ -480,7 +525,7 @@ def test_no_logger_is_told_text_from_outside_bare() -> None:
 def marked_thorough(node: ast.AST) -> bool:
     """Whether a test or a class of tests stays out of the fast suite; a marked parameter is its test's own matter."""
     decorators = getattr(node, "decorator_list", [])
-    return any(ast.unparse(decorator) == "pytest.mark.thorough" for decorator in decorators)
+    return any(text_of(decorator) == "pytest.mark.thorough" for decorator in decorators)
 
 
 def thorough_of(path: str) -> dict[str, bool]:
@@ -497,9 +542,11 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
     """Its docstring says "Thorough: see `test_x` of this file", or of the file with that path in tests/."""
     seen = 0
     for path, tree in TESTS.items():
-        marks = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
-        assert not [mark for mark in marks if "pytestmark" in mark and "thorough" in mark], path
-        for node in (node for node in ast.walk(tree) if marked_thorough(node)):
+        marks = [
+            node for node in tree.body if isinstance(node, ast.Assign) and text_of(node.targets[0]) == "pytestmark"
+        ]
+        assert not [mark for mark in marks if "thorough" in ast.unparse(mark)], path
+        for node in (node for node in nodes(tree) if marked_thorough(node)):
             assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             said = re.search(r"Thorough: see `(test_\w+)` of (this file|`([\w/]+\.py)`)", ast.get_docstring(node) or "")
             assert said is not None, f"{path}: {node.name}"

@@ -334,13 +334,6 @@ async def test_the_wait_for_a_turn_counts_as_queued(narrow: EnginePair) -> None:
     assert (await waiting).total_s == pytest.approx(0.009)
 
 
-async def test_a_failed_read_gives_its_share_back(narrow: EnginePair) -> None:
-    failing, waiting = await start_in_order(narrow, ([0, 1], 0), ([2], 0))
-    await fail_next(narrow, failing)
-    await step(narrow, waiting)
-    narrow.assert_loaded([2], [2])
-
-
 async def test_a_load_that_fails_while_it_waits_posts_no_more() -> None:
     """Of two slices one is in flight and one waits; the first one fails."""
     async with open_pair(limited(ONE_BY_ONE, slices_in_flight_max=2)) as pair:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -119,13 +118,6 @@ async def test_a_lease_that_is_restarted_lasts_as_if_it_were_offered_then(
     assert await lease is LeaseOutcome.EXPIRED
     lease.restart()  # no effect
     assert lease.done
-
-
-async def test_a_lease_is_restarted_with_a_time(timed: TimedPair) -> None:
-    lease = timed.offer([3])
-    for ttl_s in (0.0, -1.0, math.nan, "5"):
-        with pytest.raises(RequestError, match="ttl_s"):
-            lease.restart(ttl_s)  # type: ignore[arg-type]
 
 
 class EagerClock(ManualClock):
@@ -450,14 +442,6 @@ async def test_a_producer_that_cannot_be_told_is_no_error(timed: TimedPair) -> N
     assert not lease.done
 
 
-async def test_a_release_needs_a_ticket() -> None:
-    async with timed_pair(limited(BASE, block_ids_max=2)) as timed:
-        lease = timed.offer([3])
-        for ticket in ({}, altered(lease.ticket, port=0), altered(lease.ticket, block_ids=(1, 2, 3))):
-            with pytest.raises(RequestError, match="ticket"):
-                await timed.reader.release_blocks(ticket)
-
-
 def answer_to_release(timed: TimedPair, lease: Lease, *, named: bool = True, **change: object) -> messages.Reply:
     """What the producer says to a release by a rank like the consumer, but for a change in what it holds."""
     local = cache_of(timed.reader).local
@@ -504,14 +488,3 @@ async def test_a_release_without_a_lease_id_is_for_the_same_blocks_only(timed: T
 
 
 # --- what a cancelled load leaves
-
-
-async def test_a_cancelled_load_is_among_the_quarantines_until_its_bytes_have_stopped(timed: TimedPair) -> None:
-    """Others go on."""
-    tasks = [await timed.hold(timed.offer([block], f"req-{block}"), [block]) for block in (3, 4)]
-    assert timed.reader.quarantines == ()
-    quarantine = await timed.quarantined(tasks[0])
-    assert (quarantine.request_id, quarantine.block_ids, quarantine.safe) == ("req-3", (3,), False)
-    await timed.let_go(tasks[1])
-    await quarantine.settled()
-    assert (quarantine.safe, timed.reader.quarantines) == (True, ())

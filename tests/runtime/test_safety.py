@@ -79,14 +79,6 @@ async def test_a_deadline_in_the_wire_phase_names_it_and_carries_the_quarantine(
         await error.quarantine.settled()
 
 
-async def test_a_used_ticket_never_loads_again(pair: EnginePair) -> None:
-    """A router that retries elsewhere: the first reader has released the blocks, the second one is stale."""
-    lease = pair.offer([3])
-    await pair.load(lease)
-    assert await lease is LeaseOutcome.READ
-    await pair.fails(LeaseExpired, lease, [1])
-
-
 async def test_a_seal_that_another_lease_uses_now_does_not_help_an_old_ticket(pair: EnginePair) -> None:
     old = pair.offer([3], "old")
     old.revoke()
@@ -139,16 +131,6 @@ async def test_a_cancel_is_not_lost_while_a_failed_load_waits_for_its_last_slice
             await task
 
 
-@in_virtual_time
-async def test_a_lost_notification_costs_time_and_nothing_else() -> None:
-    async with virtual_pair() as pair:
-        pair.transport.faults.drop_notifications = True
-        lease = pair.offer([3])
-        await pair.load(lease)
-        assert await lease is LeaseOutcome.EXPIRED
-        pair.assert_loaded([0], [3])
-
-
 async def test_notifications_that_are_duplicate_late_or_forged_change_nothing(pair: EnginePair) -> None:
     pair.transport.faults.duplicate_notifications = True
     lease, second = pair.offer([3]), pair.offer([5], "second")
@@ -174,19 +156,4 @@ async def test_cancelling_who_awaits_a_lease_leaves_the_lease(pair: EnginePair) 
         await waiter
     assert not lease.done
     await pair.load(lease)
-    assert await lease is LeaseOutcome.READ
-
-
-@pytest.mark.parametrize("steps", range(12))
-async def test_cancelling_at_any_step_leaves_nothing_behind(pair: EnginePair, steps: int) -> None:
-    """Cancel after a growing number of loop iterations: in every await on the way, handshake included."""
-    lease = pair.offer([3, 4])
-    task = pair.start(lease, [0, 1])
-    await turns(steps * 3)
-    task.cancel()
-    try:
-        await task
-    except asyncio.CancelledError:
-        await pair.load(lease, [0, 1])
-    pair.assert_loaded([0, 1], [3, 4])
     assert await lease is LeaseOutcome.READ

@@ -8,7 +8,7 @@ from itertools import repeat
 import numpy as np
 from hypothesis import event, given
 from hypothesis import strategies as st
-from tests.budgets import examples
+from tests.support.budgets import examples
 
 from kvflow.core.cache.layout import KVStyle
 from kvflow.core.plan.block_map import BlockMap
