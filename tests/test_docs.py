@@ -139,6 +139,7 @@ def test_settings_named_in_operations_exist() -> None:
     assert set(named) <= limits | {field.name for field in fields(Config)}
 
 
+_MEMBER = re.compile(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`")
 _PATH = re.compile(r"`((?:\w+/)+\w+(?:\.py)?)`")
 GROUPS = {errors.KVFlowError, errors.InvalidInput, errors.RuntimeUnavailable, errors.PeerError, errors.LoadError}
 GROUPS |= {errors.StoreError}
@@ -180,7 +181,7 @@ def test_members_named_within_the_text_exist() -> None:
     """Of what users hold, in asyncio or in threads."""
     kinds = {"runtime": "Runtime", "load": "Load", "lease": "Lease"}
     for page, path in PAGES.items():
-        for held, member in re.findall(r"`[^`\n]*?(?<!\.)\b(runtime|load|lease)\.(?!py\b)(\w+)[^`\n]*`", path.read_text()):
+        for held, member in re.findall(_MEMBER, path.read_text()):
             both = [getattr(module, kinds[held]) for module in (kvflow, kvflow.blocking)]
             assert any(hasattr(kind, member) for kind in both), f"{page}: {held}.{member}"
 

@@ -124,7 +124,8 @@ class Runtime:
         the runtime's own loop was closed, from any other. Cancelling it stops the waiting; the closing goes on.
 
         Raises:
-            RuntimeBroken: reads, or a copy, could not be stopped: the registered memory must stay until the process ends.
+            RuntimeBroken: reads, or a copy, could not be stopped: the registered memory must stay until the process
+                ends.
             UsageError: called on another loop than its own.
         """
         loop = self._supervisor.loop
@@ -148,15 +149,15 @@ class Runtime:
         """Make the cache readable by peers and writable by loads. A runtime has one at a time: see `unregister`.
 
         After `unregister` it waits until that is over. The tensors stay referenced until they are unregistered or the
-        runtime is closed. Where the transport cannot reach the cache's device, or with Config.staging "always", blocks go
-        through host buffers. Cancelling leaves the runtime unregistered.
+        runtime is closed. Where the transport cannot reach the cache's device, or with Config.staging "always", blocks
+        go through host buffers. Cancelling leaves the runtime unregistered.
 
         Args:
-            kv_caches: a dict of tensors by layer name, where all layers share a block table; else a list of `CacheGroup`s,
-                such as for layers with a sliding window.
+            kv_caches: a dict of tensors by layer name, where all layers share a block table; else a list of
+                `CacheGroup`s, such as for layers with a sliding window.
             layout: what the tensors of a dict look like; groups have their own.
-            copy_blocks: copies between host buffers and the cache. Without it kvflow copies itself, which needs tensors that
-                torch can index.
+            copy_blocks: copies between host buffers and the cache. Without it kvflow copies itself, which needs
+                tensors that torch can index.
 
         Raises:
             LayoutError: the tensors are not as their layout says, or groups do not go together.
@@ -222,8 +223,8 @@ class Runtime:
         """Read the blocks that a ticket offers into local blocks; the same as `await start_load(request)`.
 
         Waits its turn when others load, too (`LoadRequest.priority`); never reports a success that is partial or stale.
-        Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines` until
-        they have. Who may be cancelled uses `start_load`, whose handle tells.
+        Cancelling returns within Config.cancel_grace_s; if bytes may still land then, the load is in `quarantines`
+        until they have. Who may be cancelled uses `start_load`, whose handle tells.
 
         Args:
             request: the ticket, and the local blocks to fill.
@@ -234,8 +235,8 @@ class Runtime:
         Raises:
             RequestError: request or ticket cannot be right; PromptMismatch, BlocksBusy.
             PeerError: the producer, or the way to it.
-            LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded, DeadlineExceeded. If bytes may still land its
-                `quarantine` is the load.
+            LoadError: LeaseExpired, PrefillFailed, TransferFailed, Overloaded, DeadlineExceeded. If bytes may still
+                land its `quarantine` is the load.
             RuntimeUnavailable: the runtime drains, is closed, or has no cache just now.
             RuntimeBroken: the runtime has to be closed.
         """
@@ -266,16 +267,18 @@ class Runtime:
     async def release_blocks(self, ticket: Ticket | Mapping[str, Any]) -> bool:
         """Give up what a ticket offers without reading it, such as for a request that was rejected before decode.
 
-        One message to each rank, no handshake; its lease ends as if we had read. The offer of a rendezvous may be yet to
-        come: then it is waited for, within the ticket's `ttl_s`, and its ranks are connected. A release that comes late or
+        One message to each rank, no handshake; its lease ends as if we had read. The offer of a rendezvous may be yet
+        to
+        come: then it is waited for, within the ticket's `ttl_s`, and its ranks are connected. A release that comes
+            late or
         twice changes nothing. Legal while the runtime drains. Cancelling stops it; some ranks may have been told then.
 
         Args:
             ticket: as it came from the router.
 
         Returns:
-            Whether all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be reached
-            is no error, since leases run out.
+            Whether all ranks were told, within Config.handshake_timeout_s. A producer that has restarted or cannot be
+            reached is no error, since leases run out.
 
         Raises:
             RequestError: the ticket cannot be right.
@@ -367,8 +370,8 @@ class Runtime:
     async def prewarm(self, engines: Iterable[PeerAddress | Ticket | Mapping[str, Any]]) -> tuple[Prewarmed, ...]:
         """Connect to engines before the first load from them, so that no load waits for a handshake.
 
-        One bad engine does not keep others from being connected. Takes at most Config.handshake_timeout_s for each rank.
-        Cancelling stops the waiting; handshakes under way go on.
+        One bad engine does not keep others from being connected. Takes at most Config.handshake_timeout_s for each
+        rank. Cancelling stops the waiting; handshakes under way go on.
 
         Args:
             engines: each named by the address of one of its ranks, or by a ticket of it.
@@ -402,8 +405,8 @@ class Runtime:
         """Take no new work, and wait until all leases and loads have ended, or until `deadline_s`.
 
         From the first moment `serve_blocks` and `load_blocks` raise RuntimeDraining, and readers that come are refused
-        with PeerNotReady unless they have a ticket of an open lease. Draining twice is fine. Cancelling stops the waiting: the
-        runtime stays draining, and nothing is revoked.
+        with PeerNotReady unless they have a ticket of an open lease. Draining twice is fine. Cancelling stops the
+        waiting: the runtime stays draining, and nothing is revoked.
 
         Args:
             deadline_s: when leases are revoked and loads ended (Config.drain_timeout_s if None), which takes at most

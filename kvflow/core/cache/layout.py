@@ -161,8 +161,8 @@ class CacheLayout:
             order: names the axes of the tensors' shape, "NHD" or "HND".
             block_size: in tokens; checked against the shape.
             style: needed only where shapes do not tell: a 5-axis tensor whose first two axes are both 2.
-            layer_indices: the numbers in the layers' names ("model.layers.12.self_attn") by default, or their positions if
-                some name has none or several.
+            layer_indices: the numbers in the layers' names ("model.layers.12.self_attn") by default, or their
+                positions if some name has none or several.
             kv_format: what the bytes mean, for caches that are not plain elements.
 
         Returns:

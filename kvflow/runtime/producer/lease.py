@@ -199,8 +199,8 @@ class Lease:
         A reader in the middle of a read gets LeaseExpired, never a success.
 
         Returns:
-            The lease: `await lease.revoke()` gives how it ended once its blocks are free, which is READ if its readers were
-            faster.
+            The lease: `await lease.revoke()` gives how it ended once its blocks are free, which is READ if its readers
+            were faster.
 
         Raises:
             UsageError: off the runtime's loop.
@@ -231,16 +231,16 @@ class Lease:
         """The prompt's first `num_tokens` tokens are computed, in all groups, once `ready` has happened, or are now.
 
         For leases that were opened with `computed_tokens`. Readers take what is there, and end when all is. A group's
-        state belongs to the prompt's last token. An advance takes effect after all earlier ones, and none on a lease that
-        has ended.
+        state belongs to the prompt's last token. An advance takes effect after all earlier ones, and none on a lease
+        that has ended.
 
         Args:
             num_tokens: how many are computed by then, from the first one on.
             ready: an event behind the step that computes them. **Without it the bytes have to be there.**
 
         Raises:
-            RequestError: fewer tokens than were told before, more than the lease has or its blocks hold (`extend`), or what
-                is no event.
+            RequestError: fewer tokens than were told before, more than the lease has or its blocks hold (`extend`), or
+                what is no event.
             UsageError: off the runtime's loop.
         """
         self._require_here("advance()")
