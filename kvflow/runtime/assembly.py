@@ -159,7 +159,7 @@ def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = Fa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
+class _RankMemory:
     """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
@@ -226,7 +226,7 @@ async def _prepared(
     groups: Sequence[CacheGroup],
     sets: tuple[LayerSet, ...],
     copy_blocks: BlockCopier | None,
-) -> _Memory:
+) -> _RankMemory:
     """The memory that peers read: checked, or host blocks for it."""
     where = device_of([layer for one in sets for layer in one.caches.items()])
     staged, shown = is_staged(where.kind, config.staging), sets
@@ -238,13 +238,13 @@ async def _prepared(
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))
-    return _Memory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+    return _RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
 async def _register(
     context: RankContext,
     gear: Gear,
-    memory: _Memory,
+    memory: _RankMemory,
     scratch: Scratch,
     foreign: Foreign | None,
     files: Files | None,
@@ -272,13 +272,13 @@ async def _register(
     return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
 
 
-async def _store(context: RankContext, gear: Gear, memory: _Memory, local: LocalRank, files: Files) -> BlockStore:
+async def _store(context: RankContext, gear: Gear, memory: _RankMemory, local: LocalRank, files: Files) -> BlockStore:
     from kvflow.runtime.store.store import open_store  # most runtimes have none
 
     return await open_store(context, gear, memory.own, local, files)
 
 
-def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _Memory, *, grows: bool) -> Gear:
+def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _RankMemory, *, grows: bool) -> Gear:
     def run(job: Callable[[], None]) -> Awaitable[None]:
         return copy_thread.run(partial(_copying, memory.device, job))
 
