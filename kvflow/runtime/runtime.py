@@ -38,8 +38,8 @@ from kvflow.runtime.supervisor import Supervisor
 from kvflow.runtime.world import World
 
 if TYPE_CHECKING:
+    from kvflow.runtime.store.jobs import Job
     from kvflow.runtime.store.store import BlockStore
-    from kvflow.runtime.store.transit import Transit
 
 _RUNNING = (RuntimeState.OPEN, RuntimeState.DRAINING)
 
@@ -93,7 +93,7 @@ class Runtime:
         return self._supervisor.address
 
     @property
-    def quarantines(self) -> tuple[Load | Transit, ...]:
+    def quarantines(self) -> tuple[Load | Job, ...]:
         """Loads and restores that have ended and in whose blocks bytes may still land: await their `settled()`."""
         cache = self._supervisor.held
         if cache is None or cache.store is None:
