@@ -340,8 +340,12 @@ class Runtime:
             self._supervisor.require_running(new_work=True)
 
     def _require_cache(self, what: str, *, new_work: bool = True) -> RegisteredCache:
+        supervisor = self._supervisor
+        here = asyncio._get_running_loop() is supervisor.loop
+        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
+            return supervisor.cache  # the usual case, in few steps
         self._require(what, new_work=new_work)
-        return self._supervisor.require_cache()
+        return supervisor.require_cache()
 
     def _require_store(self, what: str, *, new_work: bool = True) -> BlockStore:
         store = self._require_cache(what, new_work=new_work).store

@@ -58,6 +58,8 @@ class HeldBlocks:
     """How many of them the blocks hold in the end: all, or those of full blocks only."""
     counts: tuple[int, ...]
     """How many blocks there are in the end, by group."""
+    extends: bool
+    """Whether blocks are still to be added."""
     advances: deque[_Advance] = field(default_factory=deque)
     """Those that are still to come, in order."""
     computed: int = 0
@@ -80,11 +82,6 @@ class HeldBlocks:
     def fail(self, error: BaseException) -> None:
         assert self.on_error is not None, "it was opened"
         self.on_error(error)
-
-    @property
-    def extends(self) -> bool:
-        """Whether blocks are still to be added."""
-        return any(len(ids) < count for ids, count in zip(self.tables, self.counts, strict=True))
 
     @property
     def readable(self) -> tuple[BlockIds, ...]:
@@ -161,6 +158,7 @@ class OfferedBlocks:
             num_tokens=num_tokens,
             offered_tokens=offered_tokens,
             counts=counts,
+            extends=extends and _few(tables, counts),
         )
 
     def give_up(self, held: HeldBlocks) -> None:
@@ -183,7 +181,7 @@ class OfferedBlocks:
                 held.taken_on_host.append(host)
                 held.host_tables = tuple(np.concatenate(both) for both in zip(held.host_tables, host, strict=True))
             undo.pop_all()
-        held.tables, held.entries = tables, entries
+        held.tables, held.entries, held.extends = tables, entries, _few(tables, held.counts)
 
     def holds(self, held: HeldBlocks) -> int:
         """How many tokens of the prompt the lease's blocks have room for, in all groups."""
@@ -236,11 +234,6 @@ class OfferedBlocks:
     def _of(self, group: GroupFacts) -> str:
         return f" of group {group.name!r}" if len(self._groups) > 1 else ""
 
-    def open(self, held: HeldBlocks, on_error: OnError, on_there: Callable[[], None]) -> None:
-        """Set the seal, so that readers find the lease; what is computed by now may be read."""
-        held.on_error, held.on_there = on_error, on_there
-        self.grow(held)
-
     def advance(self, held: HeldBlocks, tokens: int, ready: DeviceEvent | None) -> None:
         """So many tokens are computed once `ready` has happened, or are now."""
         if ready is None and not held.advances:
@@ -252,12 +245,15 @@ class OfferedBlocks:
             advance.watch = self._copy_thread.watch(ready, partial(self._happened, held, advance))
 
     def grow(self, held: HeldBlocks) -> None:
-        """Let readers know of what is computed by now."""
+        """Set the seal: from now on readers find the lease, and may read what is computed by now."""
         if held.history is not None:
             held.history.note(held.computed)
         if not held.closed:
-            self._seal(held)
-            self._stage_next(held)
+            self._seals.seal(held.seal_index, held.lease_id, held.missing)
+            if held.on_there is not None:
+                held.on_there()
+            if held.host_tables is not None:
+                self._stage_next(held, held.host_tables)
 
     def _happened(self, held: HeldBlocks, advance: _Advance, error: BaseException | None) -> None:
         """An event has, or nobody will ever know: then the lease is over."""
@@ -305,21 +301,16 @@ class OfferedBlocks:
             found.append(host_ids)
         return tuple(found)
 
-    def _seal(self, held: HeldBlocks) -> None:
-        self._seals.seal(held.seal_index, held.lease_id, held.missing)
-        if held.on_there is not None:
-            held.on_there()
-
-    def _stage_next(self, held: HeldBlocks) -> None:
+    def _stage_next(self, held: HeldBlocks, host_tables: tuple[BlockIds, ...]) -> None:
         """Copy the next computed tokens of all groups to the host, unless that is under way."""
-        if held.host_tables is None or held.copying:
+        if held.copying:
             return
         upto = self._stage_upto(held)
         if upto <= held.staged:
             return
         copies = []
         for group, count, ids, host_ids, buffers in zip(
-            self._groups, held.counts, held.tables, held.host_tables, self._staging, strict=True
+            self._groups, held.counts, held.tables, host_tables, self._staging, strict=True
         ):
             some = _blocks_of(group, count, held.offered_tokens, range(held.staged, upto))
             if len(ids[some]):
@@ -361,6 +352,11 @@ class OfferedBlocks:
                 if len(host_ids):
                     buffers.pool.give_back(host_ids)
         on_free()
+
+
+def _few(tables: Sequence[BlockIds], counts: Sequence[int]) -> bool:
+    """Whether these are not all blocks that there are in the end."""
+    return any(len(ids) < count for ids, count in zip(tables, counts, strict=True))
 
 
 def _blocks_of(group: GroupFacts, count: int, num_tokens: int, tokens: range) -> slice:

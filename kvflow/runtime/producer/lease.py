@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import enum
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.plan.descriptors import BlockIds, GivenBlockIds, count_block_ids
+from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
-from kvflow.core.protocol.ticket import Ticket, checked_traceparent
+from kvflow.core.protocol.ticket import checked_traceparent
 from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
+from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,18 @@ class ServeRequest:
     """Whether a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
 
 
+_OPTIONAL: tuple[tuple[str, object, Callable[[object, str], Any]], ...] = (
+    ("ttl_s", None, checks.seconds),
+    ("reader_count", 1, partial(checks.whole, least=1)),
+    ("traceparent", "", lambda value, _: checked_traceparent(value)),
+    ("ready", None, checked_event),
+    ("computed_tokens", None, partial(checks.whole, least=0)),
+    ("extends", False, checks.flag),
+    ("payload", False, checks.flag),
+)
+"""What a request may leave out: what it is then, and how another value is checked."""
+
+
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
     """The request with its numbers and texts as Python's own, so that its ticket is one that readers take.
 
@@ -66,30 +79,15 @@ def checked_serve_request(request: object, config: Config) -> ServeRequest:
     request_id = checks.request_id(given.request_id, config.limits.request_id_chars_max)
     try:
         count_block_ids(given.block_ids, config.limits.block_ids_max)
-        return ServeRequest(
-            request_id,
-            given.block_ids,
-            checks.whole(given.num_tokens, "num_tokens", least=0, most=FAILED - 1),
-            None if given.ttl_s is None else checks.seconds(given.ttl_s, "ttl_s"),
-            checks.whole(given.reader_count, "reader_count", least=1),
-            checked_traceparent(given.traceparent),
-            given.prompt,
-            checked_event(given.ready, "ready"),
-            None if given.computed_tokens is None else checks.whole(given.computed_tokens, "computed_tokens", least=0),
-            checks.flag(given.extends, "extends"),
-            checks.flag(given.payload, "payload"),
-        )
+        num_tokens = checks.whole(given.num_tokens, "num_tokens", least=0, most=FAILED - 1)
+        plain = ServeRequest(request_id, given.block_ids, num_tokens, prompt=given.prompt)
+        asked = {}
+        for name, default, check in _OPTIONAL:
+            if (value := getattr(given, name)) is not default:
+                asked[name] = check(value, name)
+        return replace(plain, **asked) if asked else plain
     except RequestError as error:
         raise RequestError(f"request {request_id!r}: {error}") from error
-
-
-class LeaseOutcome(enum.StrEnum):
-    """How a lease ended; in every case the blocks may be reused."""
-
-    READ = "read"
-    EXPIRED = "expired"
-    REVOKED = "revoked"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +113,6 @@ class ServingStatistics:
     may be another prompt's."""
 
 
-class Held(Protocol):
-    """What a lease has taken; see `blocks.HeldBlocks`."""
-
-    @property
-    def tables(self) -> Sequence[BlockIds]: ...
-
-
 class LeaseKeeper(Protocol):
     """Whoever has all leases of a rank, as one of them needs it; see `serving.Serving`."""
 
@@ -144,19 +135,12 @@ class Lease:
     Cancelling a task that awaits a lease leaves the lease as it is.
     """
 
-    def __init__(
-        self,
-        ticket: Ticket,
-        entry: LeaseEntry,
-        outcome: asyncio.Future[LeaseOutcome],
-        held: Held,
-        keeper: LeaseKeeper,
-    ) -> None:
-        self.ticket = ticket
+    def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
+        self.ticket = opened.ticket
         """What its readers need. It stays what it was when the lease was opened: they ask for what has come since."""
-        self._entry = entry
-        self._outcome = outcome
-        self._held = held
+        self._entry = opened.entry
+        self._outcome = opened.outcome
+        self._held = opened.held
         self._keeper = keeper
 
     def __repr__(self) -> str:

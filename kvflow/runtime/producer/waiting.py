@@ -34,8 +34,14 @@ class WaitingQuestions:
     """All that wait at one rank."""
 
     def __init__(
-        self, limits: Limits, clock: Clock, nothing_yet: Callable[[messages.WaitingRequest], messages.Reply]
+        self,
+        limits: Limits,
+        clock: Clock,
+        answer: Callable[[messages.WaitingRequest], messages.Reply | None],
+        nothing_yet: Callable[[messages.WaitingRequest], messages.Reply],
     ) -> None:
+        """`answer` has what there is to tell, if there is something."""
+        self._answer = answer
         self._limits = limits
         self._clock = clock
         self._nothing_yet = nothing_yet
@@ -67,20 +73,20 @@ class WaitingQuestions:
         self._set_timer()
         return waiting.reply
 
-    def settle(self, request_id: str, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
+    def settle(self, request_id: str) -> None:
         """Something has happened to a request: those that get an answer now wait no more."""
         if request_id not in self._of_request:
             return
         for waiting in list(self._of_request[request_id]):
-            reply = answer(waiting.question)
+            reply = self._answer(waiting.question)
             if reply is not None:
                 self._end(waiting, reply)
         self._set_timer()
 
-    def settle_all(self, answer: Callable[[messages.WaitingRequest], messages.Reply | None]) -> None:
+    def settle_all(self) -> None:
         """The same for all requests."""
         for request_id in list(self._of_request):
-            self.settle(request_id, answer)
+            self.settle(request_id)
 
     def _end(self, waiting: _Waiting, reply: messages.Reply) -> None:
         request_id, reader = waiting.question.request_id, messages.asked_by(waiting.question)
