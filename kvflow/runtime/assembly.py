@@ -28,7 +28,7 @@ from kvflow.errors import ConfigError, UsageError
 from kvflow.logs import logger_of
 from kvflow.runtime.channel.protocol import Answered
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.foreign import Foreign, Ways
+from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.flight import Gear, Poller, Words
 from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.loader import Loader, reads_in_flight
@@ -92,8 +92,8 @@ class RegisteredCache:
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
         self.own_reach = Reach(context, local, self.peers)
         """To engines of our own make; `reach` may know others."""
-        own = Ways(self.own_reach, RemoteLeases(context, local, self.peers, self.own_reach))
-        self.reach, self.remote_leases = foreign.ways(context, local, self.peers, own) if foreign else own
+        self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, handshakes.telling)
         self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None

@@ -19,8 +19,16 @@ from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
+from kvflow.runtime.peers.telling import LeaseIdTelling
 
-SOURCE = cast(Source, SimpleNamespace(not_expired_before_s=1e9, peer=SimpleNamespace(clock_due_s=1e9, leases_kept=0)))
+SOURCE = cast(
+    Source,
+    SimpleNamespace(
+        not_expired_before_s=1e9,
+        peer=SimpleNamespace(clock_due_s=1e9, leases_kept=0),
+        connection=SimpleNamespace(telling=SimpleNamespace(heartbeat_s=None)),
+    ),
+)
 
 
 class LateReach:
@@ -65,6 +73,7 @@ async def test_a_lease_that_is_found_too_late_is_not_kept() -> None:
         cast(LocalRank, SimpleNamespace(reader="any")),
         cast(Peers, None),
         cast(Reach, reach),
+        cast(LeaseIdTelling, None),
     )
     with leases.keep_while(cast(Ticket, AnyTicket())):
         await reach.searching.wait()

@@ -47,6 +47,7 @@ from kvflow.runtime.load.around import Verifying, held, until
 from kvflow.runtime.load.flight import CopyFailed, Flight, Gear
 from kvflow.runtime.load.gate import TURN_S, Gate
 from kvflow.runtime.load.growing import GrowingLoads
+from kvflow.runtime.load.leases import RemoteLeases
 from kvflow.runtime.load.load import (
     PHASES,
     InFlight,
@@ -65,7 +66,7 @@ from kvflow.runtime.load.news import LeaseOver
 from kvflow.runtime.load.plan import Plan, planned
 from kvflow.runtime.load.route import Route
 from kvflow.runtime.load.verifying import Verifier
-from kvflow.runtime.peers.peer import Keeping, LocalRank, Reaching, Source, blocks_by_group
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, blocks_by_group
 from kvflow.runtime.records import CANCELLED, LOADED, LoadRecord
 from kvflow.transport.base import TransportError
 
@@ -87,7 +88,7 @@ class Loader:
         context: RankContext,
         local: LocalRank,
         reach: Reaching,
-        remote_leases: Keeping,
+        remote_leases: RemoteLeases,
         route: Route,
         gear: Gear,
     ) -> None:

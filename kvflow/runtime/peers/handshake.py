@@ -29,6 +29,7 @@ from kvflow.errors import (
 from kvflow.logs import logger_of
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import WORDS_MAX, Connection, LocalRank, Peer, words
+from kvflow.runtime.peers.telling import LeaseIdTelling
 from kvflow.transport.base import DEVICES, AgentName, PeerGone, TransportError
 
 logger = logger_of(__name__)
@@ -44,6 +45,8 @@ class Handshakes:
         self._side_channel = context.side_channel
         self._clock = context.clock
         self._local = local
+        self.telling = LeaseIdTelling(context, local)
+        """How ranks are told of their leases."""
         self.agents = Agents(context)
         self.leave, self.gone = self.agents.leave, self.agents.gone
 
@@ -66,7 +69,8 @@ class Handshakes:
             if known is not None:
                 return known
             share = topology.report_share(self._local.cache_shares, reply.cache_shares)
-            connection = Connection(agent, reply, regions, tuple(block_maps(reply, self._local, regions)), share)
+            maps = tuple(block_maps(reply, self._local, regions))
+            connection = Connection(agent, reply, regions, maps, share, self.telling)
             try:
                 name = await self.agents.add(connection, reply.agent_metadata)
             except PeerGone as error:
