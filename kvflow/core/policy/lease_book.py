@@ -165,7 +165,7 @@ class LeaseBook:
 
     def end(self, entry: LeaseEntry, event: LeaseEvent, now_s: float) -> bool:
         """End a lease; whether it was open."""
-        if not entry.is_open:
+        if entry.state is not LeaseState.OFFERED:
             return False
         entry.state = fire(LEASE_TABLE, entry.state, event)
         entry.ended_s, entry.free_s = now_s, now_s + self._hold_s

@@ -22,7 +22,7 @@ class LeaseIdTelling:
     def __init__(self, context: RankContext, local: LocalRank) -> None:
         self._transport = context.transport
         self._reader = local.reader
-        self._batch_max = messages.leases_max(local.reader, context.config.limits.notification_bytes_max)
+        self._batch_max = messages.leases_max(local.reader, messages.NOTIFICATION_BYTES_MAX)
         self._join = partial(messages.joined, leases_most=self._batch_max)
 
     def needed(self, sources: Sequence[Source]) -> int:

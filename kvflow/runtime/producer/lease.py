@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from kvflow import checks
 from kvflow.config import Config
-from kvflow.core.plan.descriptors import GivenBlockIds, count_block_ids
+from kvflow.core.plan.descriptors import GivenBlockIds, counted_block_ids
 from kvflow.core.policy.events import DeviceEvent, checked_event
 from kvflow.core.policy.lease_book import LeaseEntry
 from kvflow.core.policy.states import LeaseState
 from kvflow.core.protocol.proof import FAILED
 from kvflow.core.protocol.ticket import checked_traceparent
-from kvflow.errors import RequestError
 from kvflow.runtime.own_loop import require_loop
 from kvflow.runtime.producer.open_lease import LeaseOutcome, OpenLease
 
@@ -58,36 +57,25 @@ class ServeRequest:
     """Whether a payload comes with the lease's end, such as the first token: loads wait for `Lease.complete`."""
 
 
-_OPTIONAL: tuple[tuple[str, object, Callable[[object, str], Any]], ...] = (
-    ("ttl_s", None, checks.seconds),
-    ("reader_count", 1, partial(checks.whole, least=1)),
-    ("traceparent", "", lambda value, _: checked_traceparent(value)),
-    ("ready", None, checked_event),
-    ("computed_tokens", None, partial(checks.whole, least=0)),
-    ("extends", False, checks.flag),
-    ("payload", False, checks.flag),
-)
-"""What a request may leave out: what it is then, and how another value is checked."""
-
-
 def checked_serve_request(request: object, config: Config) -> ServeRequest:
     """The request with its numbers and texts as Python's own, so that its ticket is one that readers take.
 
     RequestError names what cannot be right whatever the cache is. The prompt is looked at when its digest is made.
     """
-    given = checks.instance(request, ServeRequest, "serve_blocks")
-    request_id = checks.request_id(given.request_id, config.limits.request_id_chars_max)
-    try:
-        count_block_ids(given.block_ids, config.limits.block_ids_max)
-        num_tokens = checks.whole(given.num_tokens, "num_tokens", least=0, most=FAILED - 1)
-        plain = ServeRequest(request_id, given.block_ids, num_tokens, prompt=given.prompt)
-        asked = {}
-        for name, default, check in _OPTIONAL:
-            if (value := getattr(given, name)) is not default:
-                asked[name] = check(value, name)
-        return replace(plain, **asked) if asked else plain
-    except RequestError as error:
-        raise RequestError(f"request {request_id!r}: {error}") from error
+    counted = partial(counted_block_ids, most=config.limits.block_ids_max)
+    return checks.settled_request(request, ServeRequest, "serve_blocks", {"block_ids": counted, **_RULES})
+
+
+_RULES: Mapping[str, checks.Check] = {
+    "num_tokens": partial(checks.whole, least=0, most=FAILED - 1),
+    "ttl_s": checks.optional(checks.seconds),
+    "reader_count": partial(checks.whole, least=1),
+    "traceparent": lambda value, _: checked_traceparent(value),
+    "ready": checked_event,
+    "computed_tokens": checks.optional(partial(checks.whole, least=0)),
+    "extends": checks.flag,
+    "payload": checks.flag,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +235,7 @@ class Lease:
         it. An engine of several ranks gives each of them the same. No effect on a lease that has ended.
 
         Args:
-            payload: such as the first token with its logprobs, at most Limits.payload_bytes_max bytes.
+            payload: such as the first token with its logprobs, at most 4 KiB.
             ready: see `advance`.
 
         Raises:

@@ -36,7 +36,7 @@ class Newsroom:
         self._clock = context.clock
         self._open_lease = open_lease
         self._served = served
-        self._waiting = WaitingQuestions(context.config.limits, context.clock, self._now, _nothing_yet)
+        self._waiting = WaitingQuestions(context.clock, self._now, _nothing_yet)
         self.tell = self._waiting.settle
         """Something has happened to a request."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
@@ -49,8 +49,7 @@ class Newsroom:
         return len(self._waiting)
 
     def answer(self, question: messages.WaitingRequest) -> Answered:
-        """What there is to tell, or the promise of it. WireError if the question cannot be right."""
-        messages.check_patient(question)
+        """What there is to tell, or the promise of it."""
         reply = self._now(question)
         return self._waiting.wait(question) if reply is None else reply
 

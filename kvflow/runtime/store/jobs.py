@@ -60,7 +60,8 @@ class Job:
         self.leased = entries if direction is Direction.SAVE else entries[:0]
         gear.ledger.lease(self.leased)
         written, gear = entries[len(self.leased) :], replace(gear, poller=self.moves)
-        self.flight = Flight(request.request_id, written, (), request.priority, gear, lambda _: on_safe(self))
+        self.flight = Flight(request.request_id, written, (), request.priority, gear)
+        self.flight.on_safe = lambda _: on_safe(self)
         self.phase, self.since_s = PHASES[0], gear.clock.now_s()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.timed = False
