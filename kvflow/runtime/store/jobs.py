@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from kvflow.core.plan.descriptors import BlockIds, Descriptors
 from kvflow.core.policy.ledger import BlockLedger
@@ -29,6 +30,18 @@ logger = logger_of(__name__)
 _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
+class Wanted(NamedTuple):
+    """What a save or restore is to do, once all is checked that can be judged without a file."""
+
+    request: SaveRequest
+    key: bytes
+    direction: Direction
+    tables: Sequence[BlockIds]
+    """Its blocks, by group."""
+    entries: BlockIds
+    """The same, as the ledger counts them."""
+
+
 class Job:
     """A save or restore under way. Of a restore that has ended while bytes may still land it is the `quarantine`.
 
@@ -37,22 +50,11 @@ class Job:
     """
 
     def __init__(
-        self,
-        request: SaveRequest,
-        key: bytes,
-        direction: Direction,
-        tables: Sequence[BlockIds],
-        entries: BlockIds,
-        timeout: asyncio.Timeout,
-        gear: Gear,
-        files: Files,
-        on_safe: Callable[[Job], None],
+        self, wanted: Wanted, timeout: asyncio.Timeout, gear: Gear, files: Files, on_safe: Callable[[Job], None]
     ) -> None:
         """Raises BlocksBusy. `on_safe`: called when none of its moves is under way any more."""
-        self.request = request
-        self.key = key
-        self.direction = direction
-        self.tables = tables
+        request, self.key, direction, self.tables, entries = wanted
+        self.request, self.direction = request, direction
         self.timeout = timeout
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when its file is put away and its blocks are given back."""
