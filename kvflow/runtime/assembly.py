@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from kvflow import checks
-from kvflow.checks import printable
 from kvflow.config import Config, config_on
-from kvflow.core.bounds import REASON_CHARS_MAX
 from kvflow.core.cache.groups import CacheGroup, LayerSet, layer_sets, sets_of
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, device_of, map_spans
 from kvflow.core.cache.state import StatePart
@@ -26,7 +24,7 @@ from kvflow.core.protocol.proof import HOST, SealTable
 from kvflow.device.cache_device import CacheDevice
 from kvflow.errors import ConfigError, UsageError
 from kvflow.logs import logger_of
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.flight import Gear, Poller, Words
@@ -110,7 +108,8 @@ class RegisteredCache:
             asked_for = theirs.engine_id[:_NAME_CHARS_SHOWN]
             return refusal(f"unknown engine: expected {asked_for!r}, this is {ours.engine_id!r}")
         if header.fingerprint != self.local.compatibility.fingerprint():
-            return refusal("the caches are not compatible", local=self.local)
+            told = {"compatibility": self.local.compatibility, "cache_shares": self.local.cache_shares}
+            return msgspec.structs.replace(refusal("the caches are not compatible"), **told)
         if theirs != ours:
             expected = Rank(theirs.dp_rank, theirs.pp_rank, theirs.tp_rank)
             return refusal(f"expected {expected}, this is {self._rank}")
@@ -142,19 +141,8 @@ class RegisteredCache:
                 return msgspec.structs.replace(self.metadata, clock_s=self._clock.now_s())
 
 
-def refusal(reason: str, *, local: LocalRank | None = None, transient: bool = False) -> messages.Refusal:
-    """A "no"; with what we are, if that is the reason."""
-    return messages.Refusal(
-        reason=printable(reason, REASON_CHARS_MAX - 3),
-        version=messages.PROTOCOL_VERSION,
-        transient=transient,
-        compatibility=local.compatibility if local else None,
-        cache_shares=local.cache_shares if local else (),
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Memory:
+class _CacheMemory:
     """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
@@ -221,7 +209,7 @@ async def _prepared(
     groups: Sequence[CacheGroup],
     sets: tuple[LayerSet, ...],
     copy_blocks: BlockCopier | None,
-) -> _Memory:
+) -> _CacheMemory:
     """The memory that peers read: checked, or host blocks for it."""
     where = device_of([layer for one in sets for layer in one.caches.items()])
     staged, shown = is_staged(where.kind, config.staging), sets
@@ -233,13 +221,13 @@ async def _prepared(
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))
-    return _Memory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+    return _CacheMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
 async def _register(
     context: RankContext,
     gear: Gear,
-    memory: _Memory,
+    memory: _CacheMemory,
     scratch: Scratch,
     foreign: Foreign | None,
     files: Files | None,
@@ -267,13 +255,13 @@ async def _register(
     return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
 
 
-async def _store(context: RankContext, gear: Gear, memory: _Memory, local: LocalRank, files: Files) -> BlockStore:
+async def _store(context: RankContext, gear: Gear, memory: _CacheMemory, local: LocalRank, files: Files) -> BlockStore:
     from kvflow.runtime.store.store import open_store  # most runtimes have none
 
     return await open_store(context, gear, memory.own, local, files)
 
 
-def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _Memory, *, grows: bool) -> Gear:
+def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _CacheMemory, *, grows: bool) -> Gear:
     def run(job: Callable[[], None]) -> Awaitable[None]:
         return copy_thread.run(partial(_copying, memory.device, job))
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from kvflow.checks import printable
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.messages import LeaseNews
-from kvflow.runtime.channel.protocol import Answered
+from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.producer.open_lease import OpenLease
 from kvflow.runtime.producer.waiting import WaitingQuestions
@@ -97,7 +97,7 @@ class Newsroom:
         if self._served(question.request_id):
             return messages.NoLease(ended=True)
         if self._turned_away:
-            return messages.Refusal(reason=self._turned_away, version=messages.PROTOCOL_VERSION, transient=True)
+            return refusal(self._turned_away, transient=True)
         return None
 
     def _news(self, question: messages.NewsRequest, found: OpenLease | None) -> messages.News | None:
