@@ -25,7 +25,7 @@ from kvflow.runtime.peers.peer import Peer, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
 from kvflow.stock.handshake import KinConnection, StockConnection, StockHandshakes, Whereabouts
-from kvflow.stock.kin import KinReach
+from kvflow.stock.kin import reach_kin
 from kvflow.stock.sights import Sight
 from kvflow.stock.telling import StockSource
 
@@ -40,7 +40,6 @@ class StockReach:
         self._block_ids_max = context.config.limits.block_ids_max
         self._peers = peers
         self._own = own
-        self._kin = KinReach(peers, own)
         self._sights = handshakes.sights
         self._handshakes = handshakes
 
@@ -72,7 +71,7 @@ class StockReach:
         async with aclosing(self._ranks(where, ticket)) as ranks:
             async for peer, connection in ranks:
                 if isinstance(connection, KinConnection):
-                    return await self._kin.reach(ticket, connection, found)
+                    return await reach_kin(self._peers, self._own, ticket, connection, found)
                 if connection.report_share.numerator:
                     sources.append(self._source(ticket, sight, peer, connection))
                     found(sources[-1])

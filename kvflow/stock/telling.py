@@ -1,4 +1,4 @@
-"""What stock producers are told of their leases: heartbeats while they are needed, and one text when they are not.
+"""News of leases for stock producers: heartbeats while they are needed, and one text when they are not.
 
 A producer is sent the texts of `core.stock.texts` and nothing else: anything that it does not expect ends its engine.
 """
@@ -21,7 +21,7 @@ class StockSource(Source):
 
     sight: Sight
     text: bytes
-    """What it is told once we have read."""
+    """The notification that we have read."""
 
 
 class TextTelling:

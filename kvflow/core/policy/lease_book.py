@@ -27,7 +27,7 @@ _WHOLE_MAX = 1 << 32
 
 
 class Counted(enum.StrEnum):
-    """What became of a reader's word about a lease."""
+    """Fate of a reader's word about a lease."""
 
     NOTED = "noted"
     LATE = "late"
@@ -35,19 +35,19 @@ class Counted(enum.StrEnum):
     DUPLICATE = "duplicate"
     """The reader has said so before."""
     MALFORMED = "malformed"
-    """It cannot be true."""
+    """Nothing that can be true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """What a lease is opened with. `reader_count` engines have to read it, each with as many ranks as these say."""
+    """Terms of a lease when it is opened. `reader_count` engines have to read it, each with as many ranks as these say."""
 
     lease_id: str
     request_id: str
     ttl_s: float
     reader_count: int
     holds_blocks: bool
-    """Whether there is anything to read, and so to hold after its end; a lease of nothing leaves the book at once."""
+    """There is something to read, and so to hold after its end; a lease of nothing leaves the book at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,10 +60,10 @@ class LeaseEntry:
     lifetime_ends_s: float
     """Renewals do not move `expires_s` beyond this."""
     ttl_s: float
-    """What a renewal gives."""
+    """Time that a renewal gives."""
     state: LeaseState = LeaseState.OFFERED
     readers: dict[str, Fraction] = field(default_factory=dict)
-    """Who has read, each with its share of an engine's reading."""
+    """Readers that have read, each with its share of an engine's reading."""
     ended_s: float = 0.0
     """Set when it ends: its blocks are held from then on,"""
     free_s: float = 0.0
@@ -91,17 +91,17 @@ class LeaseBook:
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        """How many leases are open or hold their blocks."""
+        """Leases that are open or hold their blocks."""
         return len(self._entries)
 
     @property
     def entries(self) -> Collection[LeaseEntry]:
-        """Those that are open or hold their blocks, oldest first."""
+        """Leases that are open or hold their blocks, oldest first."""
         return self._entries.values()
 
     @property
     def next_s(self) -> float | None:
-        """When `advance` is to be called next; None if there is nothing to wait for."""
+        """Next moment at which a lease expires or a hold ends; None if there is nothing to wait for."""
         due = [self._held[0].free_s] if self._held else []
         if self._expiring and self._open:
             due.append(self._expiring[0][0])
@@ -112,7 +112,7 @@ class LeaseBook:
         return self._open.get(request_id) if request_id is not None else None
 
     def served(self, request_id: str) -> bool:
-        """Whether a lease of the request has ended lately."""
+        """True if a lease of the request has ended lately."""
         return request_id in self._recent
 
     def find(self, lease_id: str) -> LeaseEntry | None:

@@ -1,4 +1,4 @@
-"""What our own producers are told of their leases, in notifications that name leases by their ids: `Telling`.
+"""News of leases for our own producers, in notifications that name leases by their ids: `Telling`.
 
 The handshake with a rank says how it is told (`Connection.telling`); ranks of another make have another way (`stock`).
 """

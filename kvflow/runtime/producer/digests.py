@@ -51,7 +51,7 @@ class DigestAnswers:
         self._counts = counts
         self._gear = gear
         self._under_way: Counter[str] = Counter()
-        """How many questions of each reader."""
+        """Questions under way, by reader."""
 
     def answer(self, question: messages.DigestRequest) -> Answered:
         """The digests that a reader asks for, promised; or at once why there are none."""
@@ -103,7 +103,7 @@ class DigestAnswers:
             reply.set_result(self._refused(refusal("the engine closes", transient=True)))
 
     def _understood(self, question: messages.DigestRequest, ticket: Ticket, held: HeldBlocks) -> list[Digesting]:
-        """What to compute. WireError if that is nothing of this rank, or of the lease."""
+        """The digests to compute. WireError if they are of nothing that this rank, or the lease, has."""
         if question.definition != DEFINITION:
             raise messages.WireError(f"digests: ours are of definition {DEFINITION}, theirs {question.definition}")
         count = sum(len(part.layers) for part in question.parts)
@@ -133,7 +133,7 @@ class DigestAnswers:
 
 
 def offered_blocks(group: GroupFacts, ids: BlockIds, ticket: Ticket, part: messages.DigestPart) -> TokenBlocks:
-    """Where the tokens are among a lease's blocks of a group. WireError if they are not."""
+    """A lease's blocks of a group that hold these tokens. WireError if there are none."""
     size = group.block_size
     tokens = ticket.offered_tokens if ticket.groups else ticket.num_tokens
     last = -(-tokens // size)

@@ -89,7 +89,7 @@ class ServingStatistics:
     failed: int
     """Leases whose prompts could not be computed."""
     renewals: int
-    """How often a reader has renewed a lease."""
+    """Renewals by readers."""
     late_notifications: int
     duplicate_notifications: int
     malformed_notifications: int
@@ -125,7 +125,7 @@ class Lease:
 
     def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
         self.ticket = opened.ticket
-        """What its readers need. It stays what it was when the lease was opened: they ask for what has come since."""
+        """The ticket for its readers. It stays what it was when the lease was opened: they ask for what has come since."""
         self._entry = opened.entry
         self._outcome = opened.outcome
         self._held = opened.held
@@ -154,7 +154,7 @@ class Lease:
 
     @property
     def state(self) -> LeaseState:
-        """Whether it is still offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
+        """Offered, or how it has ended; its blocks are free a moment later, when it is `done`."""
         return self._entry.state
 
     @property
@@ -163,11 +163,11 @@ class Lease:
 
     @property
     def readers_done(self) -> int:
-        """How many ranks of consumers have said that they need the blocks no more."""
+        """Ranks of consumers that need the blocks no more."""
         return len(self._entry.readers)
 
     async def wait(self) -> LeaseOutcome:
-        """How it ended, once its blocks may be reused: the same as awaiting the lease."""
+        """Return the outcome once its blocks may be reused: the same as awaiting the lease."""
         return await self
 
     def revoke(self) -> Lease:

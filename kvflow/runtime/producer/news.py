@@ -1,4 +1,4 @@
-"""What readers are told of leases while they wait: that one is opened, has more blocks, is complete, or is over.
+"""News of leases for readers that wait: that one is opened, has more blocks, is complete, or is over.
 
 Two questions wait for that. A reader with a rendezvous asks what is offered of a request, perhaps before the engine
 has heard of it: it is answered when a lease is opened, or when the engine says that there will be none (`decline`). A
@@ -40,16 +40,16 @@ class Newsroom:
         self.tell = self._waiting.settle
         """Something has happened to a request."""
         self._notes: OrderedDict[str, messages.Reply] = OrderedDict()
-        """What late readers are told of requests without a lease: a few thousand of the last ones."""
+        """Replies to late readers of requests without a lease: a few thousand of the last ones."""
         self._turned_away = ""
 
     @property
     def waiting(self) -> int:
-        """How many questions wait now."""
+        """Questions that wait now."""
         return len(self._waiting)
 
     def answer(self, question: messages.WaitingRequest) -> Answered:
-        """What there is to tell, or the promise of it."""
+        """Tell what there is, or promise it."""
         reply = self._now(question)
         return self._waiting.wait(question) if reply is None else reply
 

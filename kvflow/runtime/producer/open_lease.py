@@ -37,17 +37,17 @@ class OpenLease:
 
     @property
     def complete(self) -> bool:
-        """Whether readers have nothing to wait for any more."""
+        """Readers have nothing to wait for any more."""
         return not self.held.missing and self.payload is not None
 
     def extended_digest(self) -> Iterator[bytes]:
-        """Of the blocks that it has by now, if it has got more than its ticket names."""
+        """The digest of the blocks that it has by now, if it has got more than its ticket names."""
         if list(map(len, self.held.tables)) != list(map(len, self.ticket.block_tables)):
             tables = tuple(tuple(ids.tolist()) for ids in self.held.tables)
             yield messages.digest_of(tables if len(tables) > 1 else tables[0])
 
     def found(self, now_s: float) -> messages.LeaseFound:
-        """What a reader needs to know of it that does not have its ticket."""
+        """The lease as a reader needs it that does not have its ticket."""
         own, held = self.ticket.first, self.held
         return messages.LeaseFound(
             incarnation=own.incarnation,

@@ -68,7 +68,7 @@ class Serving:
         self._outcomes = dict.fromkeys(map(str, LeaseOutcome), 0)
         self._notifications = dict.fromkeys(Counted, 0)
         self.digests = {"digests": 0, "digests_refused": 0}
-        """What became of questions for digests; for `digests.DigestAnswers` to count."""
+        """Questions for digests by their end; counted by `digests.DigestAnswers`."""
         self._late_reads = 0
         self.news = Newsroom(context, self.open_lease, self._book.served)
         self._all_ended = asyncio.Event()
@@ -214,7 +214,7 @@ class Serving:
         self._late_reads += 1
 
     def serves(self, request_id: str | None) -> bool:
-        """Whether there is an open lease for the request."""
+        """True if there is an open lease for the request."""
         return self._book.serving(request_id) is not None
 
     def release(self, question: messages.ReleaseRequest) -> messages.Released | messages.NoLease:
@@ -420,7 +420,7 @@ class _Tickets:
         )
 
     def make(self, request: ServeRequest, held: HeldBlocks, digest: str, now_s: float) -> Ticket:
-        """Of a lease that is about to be opened."""
+        """Make the ticket of a lease that is about to be opened."""
         first, *more = map(tuple, map(np.ndarray.tolist, held.tables))
         host = [*map(tuple, map(np.ndarray.tolist, held.host_tables or ()))]
         ttl_s, extends = self._ttl_s if request.ttl_s is None else request.ttl_s, request.extends or held.extends

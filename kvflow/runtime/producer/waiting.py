@@ -87,7 +87,7 @@ class WaitingQuestions:
         self._set_timer()
 
     def settle_all(self) -> None:
-        """The same for all requests."""
+        """Settle the questions of all requests."""
         for request_id in list(self._of_request):
             self.settle(request_id)
 

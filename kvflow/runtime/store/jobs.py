@@ -31,7 +31,7 @@ _OUTCOMES = ("saved", "restored", "missed", "damaged", "failed")
 
 
 class Wanted(NamedTuple):
-    """What a save or restore is to do, once all is checked that can be judged without a file."""
+    """A save or restore, checked as far as that needs no file."""
 
     request: SaveRequest
     key: bytes
@@ -67,7 +67,7 @@ class Job:
         self.phase, self.since_s = PHASES[0], gear.clock.now_s()
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.timed = False
-        """Whether its time runs: it has begun, and has no outcome yet."""
+        """The deadline counts: it has begun, and has no outcome yet."""
         self.outcome = "failed"
         """Unless something better is known."""
         self.reserved: Entry | None = None
@@ -134,7 +134,7 @@ class Job:
 
     @property
     def safe(self) -> bool:
-        """Whether no byte can land in its blocks any more."""
+        """True once no byte can land in its blocks any more."""
         return self.flight.safe
 
     async def settled(self) -> None:
@@ -151,7 +151,7 @@ class Jobs:
     def __init__(self, shelf: Shelf, ledger: BlockLedger) -> None:
         self._ledger = ledger
         self.outcomes = dict.fromkeys(_OUTCOMES, 0)
-        """How many have ended how."""
+        """Jobs that have ended, by outcome."""
         self._directory, self._index, self._files = shelf.directory, shelf.index, shelf.files
         self._under_way: dict[Job, None] = {}
         self._quiet = asyncio.Event()
@@ -179,7 +179,7 @@ class Jobs:
             job.hurry()
 
     async def end(self, job: Job, grace_s: float) -> None:
-        """It has its outcome: see `Job.stop`."""
+        """Count its outcome, and wait for its end: see `Job.stop`."""
         self.outcomes[job.outcome] += 1
         await job.stop(grace_s)
 

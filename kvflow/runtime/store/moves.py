@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvflow.runtime.peers.peer import Source
 
 STORE = AgentName("store")
-"""Whose permits they are: the store's, as if it were a peer."""
+"""The store as a peer of the queue of permits."""
 
 
 class _Folder(NamedTuple):
@@ -29,7 +29,7 @@ class _Folder(NamedTuple):
 
 
 class _File(NamedTuple):
-    """What a flight needs to know of a source that it claims nothing of: whose it is, and that it stands."""
+    """A source of which a flight claims nothing: whose it is, and the proof that it stands."""
 
     connection: _Folder
     proof: SealProof
@@ -54,7 +54,7 @@ class Moves:
         last byte has stopped although nobody was to know (`give_up`).
         """
         self.error: TransportError | None = None
-        """What went wrong first."""
+        """The first failure."""
         self._files = files
         self._direction = direction
         self._on_lost = on_lost
@@ -66,7 +66,7 @@ class Moves:
 
     @property
     def stopped(self) -> bool:
-        """Whether no byte is on its way."""
+        """True while no byte is on its way."""
         return not self._under_way and not self._given_up
 
     def post(self, _agent: AgentName, descriptors: Descriptors, told: Told) -> None:

@@ -64,7 +64,7 @@ class StoredCache(NamedTuple):
     """The cache whose blocks are saved: its own memory, also where peers read host buffers."""
 
     sets: Sequence[tuple[int, Regions]]
-    """Of each set of layers its group and its regions."""
+    """Group and regions of each set of layers."""
     groups: Sequence[GroupFacts]
     fingerprint: bytes
 
@@ -297,7 +297,7 @@ class BlockStore:
         )
 
     def _judge(self, job: Job, header: EntryHeader) -> None:
-        """Whether a file's header is of the entry that was looked for, and of what was asked for."""
+        """EntryDamaged or RequestError unless a file's header is of the entry, and of what was asked for."""
         expected = self._cache.fingerprint, job.key, data_bytes(self._cache.sets, header.block_counts)
         if (header.fingerprint, header.key, header.data_bytes) != expected:
             raise self._damaged(job, "it is of another cache, or of another key")
@@ -337,7 +337,7 @@ class BlockStore:
         job.seconds["move"] -= queued_s
 
     async def _digests(self, job: Job) -> bytes:
-        """Of every byte of its blocks, wherever they are in the prompt."""
+        """Digests of every byte of its blocks, wherever they are in the prompt."""
         asked = []
         for at, (group, regions) in enumerate(self._cache.sets):
             ids, size = job.tables[group], self._cache.groups[group].block_size
