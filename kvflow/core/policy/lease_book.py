@@ -40,7 +40,7 @@ class Counted(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseTerms:
-    """Terms of a lease when it is opened. `reader_count` engines have to read it, each with as many ranks as these say."""
+    """Terms of a new lease. `reader_count` engines have to read it, each with as many ranks as these say."""
 
     lease_id: str
     request_id: str

@@ -125,7 +125,7 @@ class Lease:
 
     def __init__(self, opened: OpenLease, keeper: LeaseKeeper) -> None:
         self.ticket = opened.ticket
-        """The ticket for its readers. It stays what it was when the lease was opened: they ask for what has come since."""
+        """The ticket for its readers, as it was when the lease was opened: they ask for what has come since."""
         self._entry = opened.entry
         self._outcome = opened.outcome
         self._held = opened.held
