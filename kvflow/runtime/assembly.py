@@ -29,8 +29,10 @@ from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.flight import Gear, Poller, Words
 from kvflow.runtime.load.leases import RemoteLeases
-from kvflow.runtime.load.loader import Loader, reads_in_flight
+from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
+from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
+from kvflow.runtime.load.whole import Whole
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import DigestedCache, DigestGear
 from kvflow.runtime.memory.host_buffers import BlockCopier, HostBuffers, host_buffers
@@ -92,7 +94,10 @@ class RegisteredCache:
         """To engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
         self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, handshakes.telling)
-        self.loader = Loader(context, local, self.reach, self.remote_leases, route, gear)
+        self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
+        meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
+        carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry)
+        self.loader = Loader(context, local, self.reach, self.remote_leases, gear, carriers)
         self.serving = Serving(context, local, offered)
         self.strangers = foreign.service(context, local, metadata, self.serving) if foreign else None
         """Who answers readers of another make."""
@@ -142,7 +147,7 @@ class RegisteredCache:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CacheMemory:
+class _RankMemory:
     """A cache that is being registered: the engine's layers, and what peers read and loads fill."""
 
     groups: Sequence[CacheGroup]
@@ -209,7 +214,7 @@ async def _prepared(
     groups: Sequence[CacheGroup],
     sets: tuple[LayerSet, ...],
     copy_blocks: BlockCopier | None,
-) -> _CacheMemory:
+) -> _RankMemory:
     """The memory that peers read: checked, or host blocks for it."""
     where = device_of([layer for one in sets for layer in one.caches.items()])
     staged, shown = is_staged(where.kind, config.staging), sets
@@ -221,13 +226,13 @@ async def _prepared(
     elif not device.on_host:
         spans = map_spans([layer for one in sets for layer in one.caches.items()])
         await copy_thread.run(lambda: device.check(spans))
-    return _CacheMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
+    return _RankMemory(groups=groups, own=sets, device=device, staging=staging, shown=shown)
 
 
 async def _register(
     context: RankContext,
     gear: Gear,
-    memory: _CacheMemory,
+    memory: _RankMemory,
     scratch: Scratch,
     foreign: Foreign | None,
     files: Files | None,
@@ -255,13 +260,13 @@ async def _register(
     return RegisteredCache(context, local, metadata, Equipment(gear, route, offered, store), foreign)
 
 
-async def _store(context: RankContext, gear: Gear, memory: _CacheMemory, local: LocalRank, files: Files) -> BlockStore:
+async def _store(context: RankContext, gear: Gear, memory: _RankMemory, local: LocalRank, files: Files) -> BlockStore:
     from kvflow.runtime.store.store import open_store  # most runtimes have none
 
     return await open_store(context, gear, memory.own, local, files)
 
 
-def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _CacheMemory, *, grows: bool) -> Gear:
+def _gear(context: RankContext, poller: Poller, copy_thread: CopyThread, memory: _RankMemory, *, grows: bool) -> Gear:
     def run(job: Callable[[], None]) -> Awaitable[None]:
         return copy_thread.run(partial(_copying, memory.device, job))
 

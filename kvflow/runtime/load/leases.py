@@ -32,7 +32,8 @@ from kvflow.errors import KVFlowError, Overloaded, PeerError
 from kvflow.logs import logger_of
 from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.peers.peer import LocalRank, PeerTable, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, check_parallelism
+from kvflow.runtime.peers.table import Peers
 from kvflow.runtime.peers.telling import LeaseIdTelling
 from kvflow.transport.base import AgentName
 
@@ -55,7 +56,7 @@ class RemoteLeases:
     """Keeps leases of other engines, and gives them back."""
 
     def __init__(
-        self, context: RankContext, local: LocalRank, peers: PeerTable, reach: Reaching, telling: LeaseIdTelling
+        self, context: RankContext, local: LocalRank, peers: Peers, reach: Reaching, telling: LeaseIdTelling
     ) -> None:
         """`telling`: how ranks of our own make are told."""
         self._config = context.config
