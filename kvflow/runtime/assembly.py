@@ -28,7 +28,7 @@ from kvflow.runtime.channel.protocol import Answered, refusal
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.foreign import Foreign
 from kvflow.runtime.load.flight import Gear, Poller, Words
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.load.loader import Carriers, Loader, reads_in_flight
 from kvflow.runtime.load.meeting import Meeting
 from kvflow.runtime.load.route import Route
@@ -88,12 +88,13 @@ class RegisteredCache:
         self.metadata = metadata
         self.ledger = gear.ledger
         self.route = route
-        handshakes = Handshakes(context, local)
+        telling = LeaseIdTelling(context, local)
+        handshakes = Handshakes(context, local, telling)
         self.peers = Peers(context, foreign.handshakes(context, local, handshakes) if foreign else handshakes)
         self.own_reach = Reach(context, local, self.peers)
         """To engines of our own make; `reach` may know others."""
         self.reach = foreign.reach(context, self.peers, self.own_reach) if foreign else self.own_reach
-        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, handshakes.telling)
+        self.remote_leases = RemoteLeases(context, local, self.peers, self.reach, telling)
         self.whole = Whole(context, local, self.reach, self.remote_leases, route, gear)
         meeting = Meeting(local, self.reach, self.remote_leases, self.whole.carry)
         carriers = Carriers(self.whole.gate, self.whole.carry, meeting.carry)

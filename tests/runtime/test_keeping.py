@@ -15,11 +15,10 @@ from kvflow import Config, Ticket
 from kvflow.core.policy.states import PeerState
 from kvflow.runtime.clock import SystemClock
 from kvflow.runtime.context import RankContext
-from kvflow.runtime.load.leases import RemoteLeases
+from kvflow.runtime.load.leases import LeaseIdTelling, RemoteLeases
 from kvflow.runtime.peers.peer import LocalRank, Source
 from kvflow.runtime.peers.reach import Reach
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.peers.telling import LeaseIdTelling
 
 SOURCE = cast(
     Source,

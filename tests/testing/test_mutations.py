@@ -25,13 +25,13 @@ from kvflow.runtime.load import plan, verifying
 from kvflow.runtime.load.flight import Flight, Poller
 from kvflow.runtime.load.growing import GrowingLoads
 from kvflow.runtime.load.lanes import Lane, PromptSpan
+from kvflow.runtime.load.leases import LeaseIdTelling
 from kvflow.runtime.load.news import News
 from kvflow.runtime.load.verifying import Comparison
 from kvflow.runtime.memory.copy_thread import CopyThread
 from kvflow.runtime.memory.digests import TokenBlocks
 from kvflow.runtime.peers import peer
 from kvflow.runtime.peers.peer import Connection, Peer, Source
-from kvflow.runtime.peers.telling import LeaseIdTelling
 from kvflow.runtime.producer.blocks import HeldBlocks, OfferedBlocks
 from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World

@@ -34,7 +34,6 @@ from kvflow.runtime.clock import Timer
 from kvflow.runtime.context import RankContext
 from kvflow.runtime.peers.peer import LocalRank, Reaching, Source, check_parallelism
 from kvflow.runtime.peers.table import Peers
-from kvflow.runtime.peers.telling import LeaseIdTelling
 from kvflow.transport.base import AgentName
 
 logger = logger_of(__name__)
@@ -50,6 +49,39 @@ class _Kept:
     pause_s: float
     """From one renewal to the next."""
     due_s: float
+
+
+class LeaseIdTelling:
+    """Tells producers of our own make, in notifications that name leases by their ids; see `peer.Telling`."""
+
+    heartbeat_s: float | None = None
+
+    def __init__(self, context: RankContext, local: LocalRank) -> None:
+        self._transport = context.transport
+        self._reader = local.reader
+        self._batch_max = messages.leases_max(local.reader, messages.NOTIFICATION_BYTES_MAX)
+        self._join = partial(messages.joined, leases_most=self._batch_max)
+
+    def needed(self, sources: Sequence[Source]) -> int:
+        """See `Telling.needed`."""
+        agent = sources[0].connection.agent
+        lease_ids = tuple(dict.fromkeys(source.lease.lease_id for source in sources))
+        for start in range(0, len(lease_ids), self._batch_max):
+            message = messages.Renew(lease_ids=lease_ids[start : start + self._batch_max], reader=self._reader)
+            self._transport.notify(agent, messages.encode(message))
+        return len(lease_ids)
+
+    def read(self, source: Source) -> None:
+        """See `Telling.read`."""
+        self.report(source.connection.agent, source.lease.lease_id, *source.connection.report_share)
+
+    def report(self, agent: AgentName, lease_id: str, numerator: int, denominator: int) -> None:
+        """Report our share of the reading of a lease."""
+        if numerator > 0:  # else others report it
+            message = messages.ReadDone(
+                lease_ids=(lease_id,), reader=self._reader, numerator=numerator, denominator=denominator
+            )
+            self._transport.notify(agent, messages.encode(message), self._join)
 
 
 class RemoteLeases:
