@@ -54,8 +54,7 @@ class Environment:
     variables: tuple[tuple[str, str], ...] = ()
 
 
-MAIN = Environment(name="")  # .venv, KVFLOW_VENV
-DEV = "examples,dev"
+MAIN, DEV = Environment(name=""), "examples,dev"  # .venv, KVFLOW_VENV
 # What vLLM asks for beyond its requirements are GPU libraries: --no-deps. Beside it an older one, for fleets of both.
 VLLM = Environment(
     name="vllm",
@@ -117,8 +116,8 @@ def main(arguments: list[str]) -> int:
 
 
 def run_tests(python: Path, tests: str, options: list[str]) -> int:
-    some = [] if any(option.startswith(tests) for option in options) else [tests]
-    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *some, *options)
+    named = any(option.startswith(tests) for option in options)
+    return run(python, "-m", "pytest", "-c", f"{tests}/pytest.ini", *([] if named else [tests]), *options)
 
 
 def gpu(options: list[str]) -> int:
@@ -126,8 +125,8 @@ def gpu(options: list[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--wheels", default=os.environ.get("KVFLOW_GPU_WHEELS"), type=Path)
     given, options = parser.parse_known_args(options)
-    shows = any(Path("/dev").glob("nvidia[0-9]*")) or shutil.which("nvidia-smi")
-    if not (shows or "cpu" in options or "--device=cpu" in options):
+    on_cpu = {"cpu", "--device=cpu"} & set(options)
+    if not (on_cpu or shutil.which("nvidia-smi") or any(Path("/dev").glob("nvidia[0-9]*"))):
         print("gpu: nothing was run: this machine shows no NVIDIA device (--device cpu tries the experiments' code)")
         return 0
     return run_tests(with_wheels(given.wheels) if given.wheels else ensure(MAIN, DEV), "tests/gpu", options)
@@ -162,13 +161,12 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     """The environment's Python, with everything installed and prepared; quick when nothing has changed."""
     name = environment.name
     folder, variable = (f".venv-{name}", f"KVFLOW_{name.upper()}_HOME") if name else (".venv", "KVFLOW_VENV")
-    home = Path(os.environ.get(variable, ROOT / folder))
-    extras = extras or environment.extras
+    home, extras = Path(os.environ.get(variable, ROOT / folder)), extras or environment.extras
     python = home / "bin" / "python"
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
     ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
-    steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]
+    steps = [[word.format(home=home) for word in step] for step in ours + environment.pip]
     read = [ROOT / "pyproject.toml"] if extras else [ROOT / step[-1] for step in steps if step[0] == "--requirement"]
     wanted = "\n".join([TORCH, str(steps), *(file.read_text() for file in read)])
     stamp = home / f"kvflow-{extras.replace(',', '-') or 'pip'}.stamp"
@@ -179,8 +177,7 @@ def ensure(environment: Environment, extras: str = "") -> Path:
         for step in steps:
             check(*pip_install(python), *step)
         stamp.write_text(wanted)
-    os.environ[variable] = str(home)
-    os.environ.update((name, value.format(home=home)) for name, value in environment.variables)
+    os.environ.update({variable: str(home)} | {key: text.format(home=home) for key, text in environment.variables})
     for done, *words in environment.prepare:
         if not (done and Path(done.format(home=home)).exists()):
             check(python, *(word.format(home=home) for word in words))
@@ -190,10 +187,10 @@ def ensure(environment: Environment, extras: str = "") -> Path:
 def with_wheels(folder: Path) -> Path:
     """This Python, wheels before its own packages. Of a Python in an environment another one would not see those."""
     found = sorted(folder.resolve().glob("*.whl")) or sys.exit(f"--wheels: there are no wheels in {folder}")
-    site = ROOT / "build" / "gpu-site"
-    check(*pip_install(Path(sys.executable)), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
+    python, site = Path(sys.executable), ROOT / "build" / "gpu-site"
+    check(*pip_install(python), "--no-index", "--no-deps", "--upgrade", "--target", site, *found)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(site), str(ROOT), os.environ.get("PYTHONPATH")]))
-    return Path(sys.executable)
+    return python
 
 
 def make_environment(folder: Path) -> None:
