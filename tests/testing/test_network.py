@@ -16,7 +16,7 @@ from kvflow.core.protocol import messages
 from kvflow.core.protocol.proof import HOST
 from kvflow.errors import PeerUnreachable, ProtocolError
 from kvflow.testing.side_channel import InprocSideChannel
-from kvflow.testing.simulator.network import Flight, Host, Network
+from kvflow.testing.simulator.network import Network, SimFlight, SimHost
 from kvflow.testing.simulator.settings import Weather
 from kvflow.testing.simulator.world import send_through
 from kvflow.testing.virtual_loop import Life, VirtualLoop
@@ -31,7 +31,7 @@ SIZE = 64
 class Node:
     """A host with one agent, its memory, and what its poller has been told."""
 
-    host: Host
+    host: SimHost
     transport: InprocTransport
     memory: np.ndarray
     events: list[tuple[float, Event]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Setup:
 
     async def node(self, name: str) -> Node:
         life = Life(self.loop, name)
-        host = Host(name, f"tcp://{name}", life)
+        host = SimHost(name, f"tcp://{name}", life)
         transport = self.network.attach(host, name)
         memory = np.zeros(SIZE, dtype=np.uint8)
         node = Node(host, transport, memory)
@@ -67,7 +67,7 @@ class Setup:
         await opened.wait()
         return node
 
-    def landed(self, _: Flight, rows: list[Row]) -> None:
+    def landed(self, _: SimFlight, rows: list[Row]) -> None:
         self.landings.append((self.loop.time(), sum(size for _, _, size in rows)))
 
 
