@@ -93,11 +93,12 @@ def _cell(text: str) -> str:
 def settings_table(kind: type[Any]) -> str:
     """Fields of a dataclass with type, default and docstring."""
     said = docstrings_of(kind)
+    code = "`{}`".format
     rows = (
         (
-            f"`{entry.name}`",
-            f"`{str(entry.type).replace(' | ', ' or ')}`",
-            f"`{default_of(entry)}`",
+            code(entry.name),
+            code(str(entry.type).replace(" | ", " or ")),
+            code(default_of(entry)),
             said.get(entry.name, ""),
         )
         for entry in fields(kind)

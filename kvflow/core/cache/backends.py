@@ -305,9 +305,20 @@ def layout_for_backend(
 ) -> CacheLayout:
     """The layout of `kv_caches` as `backend` allocates them.
 
-    `block_size` is that of the tensors: an engine whose kernels split blocks hands out the smaller ones.
-    `engine_version` ("0.33.0") is needed only where the tensors fit two versions' shapes; `num_kv_heads` is checked
-    if given; `kv_format` is needed where a backend has several for this dtype. Raises LayoutError.
+    Args:
+        kv_caches: the layers, by name.
+        backend: an attention backend's name, in any case.
+        block_size: that of the tensors: an engine whose kernels split blocks hands out the smaller ones.
+        engine_version: such as "0.33.0"; needed only where the tensors fit two versions' shapes.
+        num_kv_heads: checked if given.
+        kv_format: needed where a backend has several for this dtype.
+        layer_indices: see `CacheLayout.infer`.
+
+    Returns:
+        A layout for `Runtime.register_kv_caches`.
+
+    Raises:
+        LayoutError: the backend is not known, or the tensors are not as it allocates them.
     """
     kv_caches = checked_caches(kv_caches)
     if num_kv_heads is not None:

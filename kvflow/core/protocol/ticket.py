@@ -595,7 +595,14 @@ def _check_sizes(params: Mapping[str, Any], block_ids_max: int) -> bool:
 def merge_tickets(tickets: Sequence[Ticket]) -> Ticket:
     """One ticket that names the ranks of all: each rank of an engine has made one for the same request.
 
-    Raises RequestError if they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
+    Args:
+        tickets: at least one, in any order.
+
+    Returns:
+        A ticket that saves its readers a question to each rank.
+
+    Raises:
+        RequestError: they are not of the same engine, request, blocks and tokens, or name two leases of a rank.
     """
     if (count := checks.count(tickets, "merge_tickets: tickets")) > RANKS_MAX:
         raise RequestError(f"merge_tickets: {count} tickets, but an engine has at most {RANKS_MAX} ranks")
