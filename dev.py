@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -139,11 +140,11 @@ def docs(options: list[str]) -> int:
 
 
 def package(options: list[str]) -> int:
-    """The wheel is tried where there is no checkout: isolated (-I), in an environment that has nothing else."""
-    import tomllib  # not at the top: an older Python is told that it is one
-
+    """The wheel is tried where there is no checkout. `--tag v1.2.3`: only if that is the version."""
+    version = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[0]
+    if options and options != ["--tag", f"v{version}"]:
+        sys.exit(f"package: the version of pyproject.toml is {version}, asked for was {' '.join(options)}")
     python = ensure(MAIN, "package")
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     wheel, sdist = (ROOT / "dist" / f"kvflow-{version}{end}" for end in ("-py3-none-any.whl", ".tar.gz"))
     check(python, "-m", "build", "--no-isolation", "--outdir", wheel.parent, ROOT)
     check(python, "-m", "twine", "check", "--strict", wheel, sdist)
@@ -160,8 +161,7 @@ def ensure(environment: Environment, extras: str = "") -> Path:
     home = Path(os.environ.get(variable, ROOT / folder))
     extras = extras or environment.extras
     python = home / "bin" / "python"
-    # Each process that a test starts imports torch: it must not compile it anew.
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # no process that a test starts is to compile torch anew
     os.environ.setdefault("PYTHONPYCACHEPREFIX", str(home / "pycache"))
     ours = (("--no-build-isolation", "--editable", f"{ROOT}[{extras}]"), ("--no-deps", MODEL)) if extras else ()
     steps = [[word.format(home=home) for word in step] for step in (*ours, *environment.pip)]

@@ -43,7 +43,8 @@ class Trees(Mapping[str, ast.Module]):
 
 
 BENCH_FILES = {path for path in (ROOT / "tests/bench").rglob("*.py") if not path.name.startswith("test_")}
-"""Of those who work on kvflow: programs like the package's, and no tests."""
+BENCH_FILES |= set((ROOT / "tests/gpu").rglob("*.py"))
+"""Of those who work on kvflow: programs like the package's, and no tests of its behaviour."""
 SOURCES = Trees(PACKAGE.rglob("*.py"))
 BENCHES = Trees(BENCH_FILES)
 TESTS = Trees(
@@ -66,7 +67,7 @@ IMPURE |= {"secrets", "uuid", "datetime", "logging", "io", "pathlib", "sys", "si
 ALSO_PURE = {"kvflow/connector/parameters.py", "kvflow/connector/scheduler.py", "kvflow/connector/step.py"}
 
 # The bench measures kvflow against bare NIXL, and against other libraries.
-COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "kvflow/bench/gpu/raw.py"}
+COMPARED_WITH_KVFLOW = {"kvflow/bench/transfer/raw.py", "tests/gpu/raw.py"}
 COMPARED_WITH_KVFLOW |= {f"tests/bench/peers/{name}.py" for name in ("mooncake", "nixl_connect")}
 
 # The library waits for events. Where a peer sends none it looks again and again, with growing pauses and a bound.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class PlainTyper(typer.Typer):
@@ -14,7 +17,7 @@ class PlainTyper(typer.Typer):
     def __init__(self, **options: Any) -> None:
         super().__init__(cls=_Group, **options)
 
-    def command(self, *arguments: Any, **options: Any) -> Any:
+    def command(self, *arguments: Any, **options: Any) -> Callable[[FunctionT], FunctionT]:
         return super().command(*arguments, cls=_Command, **options)
 
 

@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
@@ -122,7 +123,7 @@ def _link(path: str) -> str:
 def probe() -> Probe:
     """Load torch and NIXL in a child and ask them."""
     try:
-        return call_in_child("CUDA", _look)
+        return cast(Probe, call_in_child("CUDA", _look))
     except BenchError as error:
         return Probe(problem=error.reason)
 
