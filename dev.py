@@ -2,6 +2,7 @@
 """One command for each thing one does with a checkout; needs only Python (3.11 or newer) and pip.
 
     python3 dev.py demo [options]   run the demo, prefill to decode over real NIXL
+    python3 dev.py stale [--vllm]   a hand-over that comes too late, in the stock way and with kvflow (--vllm: servers)
     python3 dev.py hetero [options] a prefill engine of two ranks hands over to engines of one and of four
     python3 dev.py serve [options]  an OpenAI-compatible server: prefill and decode workers behind a router
     python3 dev.py test [options]   run the fast tests (options go to pytest; --thorough runs them all)
@@ -13,7 +14,7 @@
     python3 dev.py lint             ruff
     python3 dev.py types            mypy
     python3 dev.py docs [serve]     build the documentation strictly, into build/site; or serve it while you write
-    python3 dev.py package          build wheel and sdist, check them, and run `kvflow demo` from the installed wheel
+    python3 dev.py package          build wheel and sdist, check them, run `kvflow selftest` from the installed wheel
     python3 dev.py setup            only make the environment
 
 The first run makes a virtual environment in `.venv` (KVFLOW_VENV names another place) and installs what the command
@@ -79,6 +80,8 @@ PEERS = Environment(name="peers", extras="cli", pip=(("pydantic>=2.10",), ("--no
 # A command, the environment and extras that it needs, and what is run there, with the user's options behind it.
 COMMANDS: dict[str, tuple[Environment, str, tuple[str, ...]]] = {
     "demo": (MAIN, "demo", ("examples/disaggregated_chat.py",)),
+    "stale": (MAIN, "demo", ("examples/stale.py",)),
+    "stale --vllm": (VLLM, "", ("tests/vllm/compare.py", "--only", "stale")),
     "hetero": (MAIN, "demo", ("examples/hetero_tp.py",)),
     # Three at a time on two cores, since many wait. Of a folder of tests that start processes one runs at a time.
     "test": (MAIN, DEV, ("-m", "pytest", "-n", "3")),
@@ -93,7 +96,8 @@ TESTED = {environment.name: environment for environment in (VLLM, RAY)}
 
 
 def main(arguments: list[str]) -> int:
-    name, options = (arguments or [""])[0], arguments[1:]
+    words = 2 if arguments[:2] == ["stale", "--vllm"] else 1
+    name, options = " ".join(arguments[:words]), arguments[words:]
     special = {"gpu": gpu, "lint": lint, "docs": docs, "package": package}
     if name not in {*COMMANDS, *SERVERS, *TESTED, *special}:
         print(__doc__)
@@ -104,12 +108,12 @@ def main(arguments: list[str]) -> int:
         return special[name](options)
     if name in TESTED and ("--test" in options or name not in SERVERS):
         return run_tests(ensure(TESTED[name]), f"tests/{name}", [word for word in options if word != "--test"])
-    environment, extras, words = (COMMANDS | SERVERS)[name]
+    environment, extras, command = (COMMANDS | SERVERS)[name]
     python = ensure(environment, extras)
     if name in SERVERS:
         os.chdir(ROOT)
-        os.execv(python, [str(python), *words, *options])
-    return run(python, *words, *options)
+        os.execv(python, [str(python), *command, *options])
+    return run(python, *command, *options)
 
 
 def run_tests(python: Path, tests: str, options: list[str]) -> int:
@@ -151,7 +155,7 @@ def package(options: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kvflow-package-") as folder:
         os.environ["KVFLOW_WHEEL_HOME"] = folder
         fresh = ensure(Environment(name="wheel", pip=((f"{wheel}[cli]",),)))
-        return run(fresh, "-I", fresh.parent / "kvflow", "demo")
+        return run(fresh, "-I", fresh.parent / "kvflow", "selftest")
 
 
 def ensure(environment: Environment, extras: str = "") -> Path:

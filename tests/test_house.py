@@ -355,7 +355,7 @@ def test_public_modules_name_what_they_define_or_hand_on(module: str) -> None:
     bound = {name for node in nodes(tree) for name in _names_bound(node)}
     (names,) = (ast.literal_eval(node.value) for node in tree.body if _binds_all(node))
     assert set(names) <= bound
-    assert names == sorted(set(names))
+    assert len(names) == len(set(names)), "ruff sorts them"
 
 
 def _binds_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
@@ -557,8 +557,20 @@ def test_what_is_thorough_names_a_fast_sibling() -> None:
     assert seen
 
 
-def test_tests_that_start_processes_share_a_worker_file_by_file() -> None:
+def test_tests_that_start_processes_go_to_workers_file_by_file(request: pytest.FixtureRequest) -> None:
     """Else each worker starts what a module shares, such as a service with its model, for itself."""
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    group = functools.partial(conftest._ByFile._split_scope, None)
+    assert group("tests/cli/test_keys.py::one") == group("tests/cli/test_keys.py::two")
+    assert group("tests/core/test_x.py::one") != group("tests/core/test_x.py::two")
+
+
+@pytest.mark.thorough
+def test_tests_that_start_processes_share_a_worker_file_by_file() -> None:
+    """xdist asks for the groups.
+
+    Thorough: see `test_tests_that_start_processes_go_to_workers_file_by_file` of this file.
+    """
     file = "tests/cli/test_keys.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "-v", file]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True)

@@ -450,10 +450,9 @@ class Runtime:
 
     def _require_loader(self, request: LoadRequest, what: str) -> Loader:
         """Whoever takes loads now; observers are told of those that come while the runtime goes."""
-        supervisor = self._supervisor
-        here = asyncio._get_running_loop() is supervisor.loop
-        if here and supervisor.state is RuntimeState.OPEN and supervisor.cache is not None:
-            return supervisor.cache.loader  # the usual case, in few steps
+        here = asyncio._get_running_loop() is self._supervisor.loop
+        if here and self._supervisor.state is RuntimeState.OPEN and self._supervisor.cache is not None:
+            return self._supervisor.cache.loader  # the usual case, in few steps
         try:
             return self._require_cache(what).loader
         except RuntimeUnavailable as error:

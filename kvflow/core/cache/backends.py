@@ -37,7 +37,7 @@ _VERSION = re.compile(r"v?(\d{1,6})\.(\d{1,6})(?!\d)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class BackendSource:
     """Where a row was read: `name` is what defines the shape in the file."""
 
     project: str
@@ -61,7 +61,7 @@ class BackendLayout:
 
     backend: str
     style: KVStyle
-    source: Source
+    source: BackendSource
     order: str
     memory_orders: tuple[str, ...]
     kv_formats: tuple[str, ...]
@@ -145,7 +145,7 @@ def _rows(project: str, folder: str, text: str) -> Iterator[BackendLayout]:
         yield BackendLayout(
             backend=backend,
             style=KVStyle(style),
-            source=Source(project=project, version=read, path=path, name=name),
+            source=BackendSource(project=project, version=read, path=path, name=name),
             order=order,
             memory_orders=("NHD", "HND") if strides == "any" else (strides,),
             kv_formats=kv_formats,

@@ -17,7 +17,7 @@ from typing import cast
 
 from kvflow.bench.child import BenchError, call_in_child
 from kvflow.device.cuda import DriverError, load_driver
-from kvflow.doctor.cuda.nvidia import Driver, read_devices, read_nearness, read_nvlinks
+from kvflow.doctor.cuda.nvidia import InstalledDriver, read_devices, read_nearness, read_nvlinks
 from kvflow.doctor.version import installed
 
 VARIABLES = (
@@ -55,7 +55,7 @@ class Probe:
 class Cuda:
     """What was seen. `None` means that it cannot be known here."""
 
-    driver: Driver | None
+    driver: InstalledDriver | None
     nvlinks: Mapping[int, int]
     nearness: Mapping[str, Mapping[str, str]]
     peermem: bool

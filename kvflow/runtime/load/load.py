@@ -111,30 +111,6 @@ class Verification(enum.StrEnum):
 class Work:
     """What the loader knows of a load under way: what was asked, how far it is, and what it holds."""
 
-    __slots__ = (
-        "_now_s",
-        "_since_s",
-        "begun_s",
-        "cancelling",
-        "ends_s",
-        "entries",
-        "flight",
-        "freshness",
-        "grown",
-        "landed",
-        "news",
-        "overdue",
-        "payload",
-        "phase",
-        "seconds",
-        "sources",
-        "tables",
-        "task",
-        "ticket",
-        "tokens",
-        "verification",
-    )
-
     def __init__(
         self,
         ticket: Ticket,
