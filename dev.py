@@ -92,11 +92,11 @@ def test(options: list[str]) -> int:
 def vllm(options: list[str]) -> int:
     home = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
     python = ensure_vllm(home)
-    check(python, ROOT / "tests_vllm" / "model.py", home / "smollm2")
-    check(python, ROOT / "tests_vllm" / "tiny.py", home / "tiny")
+    check(python, ROOT / "tests" / "vllm" / "model.py", home / "smollm2")
+    check(python, ROOT / "tests" / "vllm" / "tiny.py", home / "tiny")
     os.environ["KVFLOW_VLLM_HOME"] = str(home)
-    tests = [] if any(option.startswith("tests_vllm") for option in options) else [ROOT / "tests_vllm"]
-    return run(python, "-m", "pytest", "-c", ROOT / "tests_vllm" / "pytest.ini", *tests, *options)
+    tests = [] if any(option.startswith("tests/vllm") for option in options) else [ROOT / "tests" / "vllm"]
+    return run(python, "-m", "pytest", "-c", ROOT / "tests" / "vllm" / "pytest.ini", *tests, *options)
 
 
 def ray(options: list[str]) -> int:
@@ -108,8 +108,8 @@ def ray(options: list[str]) -> int:
     os.environ["KVFLOW_RAY_MODEL"] = str(home / "smollm2")
     if "--test" in options:
         options = [option for option in options if option != "--test"]
-        tests = [] if any(option.startswith("tests_ray") for option in options) else [ROOT / "tests_ray"]
-        return run(python, "-m", "pytest", "-c", ROOT / "tests_ray" / "pytest.ini", *tests, *options)
+        tests = [] if any(option.startswith("tests/ray") for option in options) else [ROOT / "tests" / "ray"]
+        return run(python, "-m", "pytest", "-c", ROOT / "tests" / "ray" / "pytest.ini", *tests, *options)
     # In place of this process: the cluster ends in order at Ctrl-C, which takes longer than waiting for a child would.
     os.execv(python, [str(python), str(ROOT / "examples" / "ray_server"), *options])
 
@@ -141,7 +141,7 @@ def types(options: list[str]) -> int:
 
 def docs(options: list[str]) -> int:
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # what its theme says of another program
-    return run(ensure("docs"), "-m", "mkdocs", *(options or ["build", "--strict"]))
+    return run(ensure("docs"), "-m", "mkdocs", *(options or ["build", "--strict"]), "-f", "docs/site/mkdocs.yml")
 
 
 def package(options: list[str]) -> int:
@@ -211,7 +211,7 @@ def ensure_vllm(folder: Path) -> Path:
     """The Python of vLLM's environment. What vLLM asks for beyond its requirements are GPU libraries: --no-deps."""
     keep_bytecode(folder)
     python = folder / "bin" / "python"
-    requirements = ROOT / "tests_vllm" / "requirements.txt"
+    requirements = ROOT / "tests" / "vllm" / "requirements.txt"
     wanted = f"{requirements.read_text()}{VLLM} {OLDER_VLLM} {MODEL}"
     stamp = folder / "kvflow.stamp"
     if not stamp.exists() or stamp.read_text() != wanted:

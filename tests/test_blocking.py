@@ -47,7 +47,7 @@ from kvflow.runtime.world import World
 from kvflow.testing import ManualClock, assert_closed, assert_quiet
 from kvflow.transport.files import Files
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.storing import HeldMover
+from tests.support.storing import HeldMover
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), seal_hold_s=0.01)
 PLAIN = replace(CONFIG, transport="inproc")

@@ -14,7 +14,7 @@ from wrong_values import REFUSED, Hostile, HostileDict, HostileList, alike
 
 from kvflow import checks
 from kvflow.errors import ConfigError, LayoutError, RequestError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 # --- what is shown of a value
 

@@ -15,7 +15,7 @@ from kvflow.core.protocol.messages import SealLocation, check_seals
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError
 from kvflow.limits import BY_DEVICE, Limits
-from tests.tests_support import TICKET, altered, each
+from tests.support.tests_support import TICKET, altered, each
 
 SHARES = ("verify_share",)
 RANKS = ("tp_rank", "tp_size", "dp_rank", "pp_rank", "pp_size")

@@ -32,7 +32,7 @@ from kvflow.errors import (
     StoreError,
     UsageError,
 )
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 PACKAGE = Path(kvflow.__file__).parent
 NOT_HERE = ("kvflow.ray.metrics", "kvflow.vllm")  # they need Ray, and vLLM

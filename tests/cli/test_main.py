@@ -15,7 +15,7 @@ import kvflow
 from kvflow.cli import main
 from kvflow.cli.app import app
 from kvflow.doctor.version import installed, versions
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 
 def test_a_bare_installation_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ from kvflow.core.policy.states import ConsumerState, ProducerState
 from kvflow.core.protocol.prompts import prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import ConfigError, PromptMismatch, RequestError, UsageError
-from tests.budgets import machine_test
-from tests.tests_support import any_ticket, each
+from tests.support.budgets import machine_test
+from tests.support.tests_support import any_ticket, each
 
 BLOCK_SIZE = 4
 

@@ -13,7 +13,7 @@ import pytest
 from kvflow import Config, Limits
 from kvflow.connector.settings import checked_fields, load_connector
 from kvflow.errors import ConfigError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 FIELDS = [entry.name for entry in fields(Config)]
 

@@ -15,7 +15,7 @@ import torch
 from kvflow import CacheGroup, CacheLayout
 from kvflow.core.cache.groups import GroupFacts, GroupKind
 from kvflow.testing import PatternCache
-from tests.stock_engines import layout_of
+from tests.support.stock_engines import layout_of
 
 WINDOW = 40
 HEADS, HEAD_SIZE = 2, 8

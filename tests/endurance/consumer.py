@@ -19,7 +19,7 @@ from tests.endurance.homes import Event, Home, Homes
 from tests.endurance.plans import STOCK_WIRE, End, Plan, draw, prompt_of
 from tests.endurance.rpc import Client, Refused
 from tests.endurance.samples import sample
-from tests.stock_engines import StockConsumer, stock_cache
+from tests.support.stock_engines import StockConsumer, stock_cache
 
 ERRORS_MAX = 50
 

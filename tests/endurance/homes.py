@@ -15,7 +15,7 @@ from kvflow import Config, Limits, Runtime
 from kvflow.stock import StockPeers, Terms
 from kvflow.testing import assert_closed, assert_quiet
 from tests.endurance.caches import Cache
-from tests.stock_engines import HASH, NAMES
+from tests.support.stock_engines import HASH, NAMES
 
 STOCK_LEASE_S = 10.0
 _STOCK = StockPeers(

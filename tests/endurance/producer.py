@@ -13,7 +13,7 @@ from tests.endurance.caches import Cache
 from tests.endurance.homes import STOCK_LEASE_S, Event, Home, Homes
 from tests.endurance.plans import STOCK_WIRE, End, Plan, draw, prompt_of, tables_upto
 from tests.endurance.samples import sample
-from tests.stock_engines import StockProducer, stock_cache
+from tests.support.stock_engines import StockProducer, stock_cache
 
 BLOCKS = 12_288
 _STEP_S = 0.004

@@ -19,7 +19,7 @@ from tests.endurance.fleet import FAULTS, Fleet
 from tests.endurance.plans import WAYS, End, draw
 from tests.endurance.rpc import Client
 from tests.endurance.samples import growth
-from tests.tests_support import WAIT_S
+from tests.support.tests_support import WAIT_S
 
 LOADS = 250
 

@@ -8,9 +8,9 @@ import socket
 from random import Random
 
 import zmq
-from fuzz.mutants import listener_messages, messages_of_both_wires, tcp_streams
 
 from kvflow.core.plan.topology import CacheShare
+from tests.fuzz.mutants import listener_messages, messages_of_both_wires, tcp_streams
 
 MESSAGES_PER_SOCKET = 200
 OPEN_CONNECTIONS_MAX = 100

@@ -42,8 +42,6 @@ import zmq.asyncio
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz.attackers import send_messages, send_streams
-from fuzz.mutants import bent, mutant
 from tests_support import PATIENT, WAIT_S, altered, limited
 
 from kvflow import CacheLayout, Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
@@ -54,6 +52,8 @@ from kvflow.runtime.channel.keyring import Keyring, make_key_files
 from kvflow.runtime.world import World
 from kvflow.testing import InprocNetwork, InprocTransport, assert_quiet
 from kvflow.transport.base import AgentName
+from tests.fuzz.attackers import send_messages, send_streams
+from tests.fuzz.mutants import bent, mutant
 
 BLOCKS = 32
 PRODUCER_FILL = 7.0

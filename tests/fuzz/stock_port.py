@@ -29,9 +29,6 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from fuzz.attackers import send_messages, send_streams
-from fuzz.mutants import mutant, stock_text
-from fuzz.side_channel import Footprint
 from stock_engines import HASH, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
 from tests_support import PATIENT, WAIT_S, limited
 
@@ -40,6 +37,9 @@ from kvflow.core.protocol import messages
 from kvflow.core.stock.params import stock_params
 from kvflow.stock import StockPeers, ask_rank
 from kvflow.testing import assert_quiet
+from tests.fuzz.attackers import send_messages, send_streams
+from tests.fuzz.mutants import mutant, stock_text
+from tests.fuzz.side_channel import Footprint
 
 VERSION = "0.32.0"
 PEERS = StockPeers(hashes=(HASH,), serve_version=VERSION, attn_backend_name="CPU_ATTN", region_names=NAMES)

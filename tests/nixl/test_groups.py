@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvflow.core.cache.layout import KVStyle
-from tests.group_hand_overs import Attention, GroupHandOver, Part, run
-from tests.hand_overs import Paths
-from tests.reference_model import Engine, Look, Model
+from tests.support.group_hand_overs import Attention, GroupHandOver, Part, run
+from tests.support.hand_overs import Paths
+from tests.support.reference_model import Engine, Look, Model
 
 pytestmark = pytest.mark.nixl
 

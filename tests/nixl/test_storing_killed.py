@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvflow.errors import NotStored
-from tests.storing import storing
-from tests.storing_process import BLOCKS
-from tests.tests_support import WAIT_S
+from tests.support.storing import storing
+from tests.support.storing_process import BLOCKS
+from tests.support.tests_support import WAIT_S
 
 ROOT = Path(__file__).parents[2]
 
 
 def killed(folder: Path, mode: str, when: Callable[[int], bool]) -> int:
     """Run it until `when` holds, told how many it has saved, then kill it; how many it says to have saved."""
-    command = [sys.executable, "-m", "tests.storing_process", str(folder), mode]
+    command = [sys.executable, "-m", "tests.support.storing_process", str(folder), mode]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         count = 0

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvflow.core.cache.layout import KVStyle
-from tests.hand_overs import STRAIGHT, Arrival, HandOver, Paths, run
-from tests.reference_model import Engine, Look, Model
+from tests.support.hand_overs import STRAIGHT, Arrival, HandOver, Paths, run
+from tests.support.reference_model import Engine, Look, Model
 
 pytestmark = pytest.mark.nixl
 

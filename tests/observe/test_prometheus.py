@@ -18,7 +18,7 @@ from kvflow.errors import NotStored
 from kvflow.observe.prometheus import PrometheusMetrics
 from kvflow.runtime.records import LeaseRecord
 from tests.observe.observed import grown, observed
-from tests.storing import storing
+from tests.support.storing import storing
 
 ROOT = Path(__file__).parents[2]
 

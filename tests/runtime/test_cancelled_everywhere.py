@@ -15,9 +15,9 @@ from kvflow import LeaseOutcome, LoadRequest, ServeRequest, Ticket
 from kvflow.errors import KVFlowError
 from kvflow.runtime.load.load import Load
 from kvflow.testing import InprocPair, assert_quiet, cancel_everywhere
-from tests.pairs import cache_of
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, pair_of
-from tests.tests_support import limited
+from tests.support.pairs import cache_of
+from tests.support.tests_support import limited
 
 GROWING = {"computed_tokens": 0, "extends": True, "payload": True}
 Verb = Callable[[InprocPair, list[Load]], Coroutine[Any, Any, object]]

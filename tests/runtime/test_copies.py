@@ -25,8 +25,8 @@ from kvflow.runtime.memory.copies import (
     copy_blocks,
     scatter_tokens,
 )
-from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
+from tests.support.budgets import examples
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.uint8)
 ORDERS = ("NHD", "HND")

@@ -19,8 +19,8 @@ from kvflow.core.protocol import digests
 from kvflow.device.helper import Helper
 from kvflow.runtime.memory import digests as digesting
 from kvflow.runtime.memory.digests import DigestedCache, Digesting, HeadSpan, TokenBlocks, Undigestible
-from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
+from tests.support.budgets import examples
 
 MASK = (1 << 64) - 1
 EXAMPLE = Recipe(style=KVStyle.KV_FIRST, order="NHD", layers=2, blocks=6, tokens=4, heads=3, dim=24)

@@ -22,7 +22,7 @@ from kvflow.testing import (
     nixl_pair,
 )
 from kvflow.testing.pair import Engine, TransportT
-from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
+from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=64)
 

@@ -30,14 +30,14 @@ from kvflow.core.policy.ledger import BlockCounts
 from kvflow.core.protocol import messages
 from kvflow.errors import BlocksBusy, LeaseExpired, PeerError, ProtocolError, RequestError, UsageError
 from kvflow.testing import CacheSize, InprocCluster, InprocPair, assert_quiet, inproc_pair, nixl_pair, run_virtual
-from tests.budgets import examples
-from tests.group_hand_overs import GroupHandOver, Part, request_ids, run
-from tests.pairs import known
 from tests.runtime.test_events import Event
 from tests.runtime.test_groups import FAMILIES, split_groups
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, Cleared, landed, pair_of
-from tests.scripted import ScriptedSideChannel
-from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
+from tests.support.budgets import examples
+from tests.support.group_hand_overs import GroupHandOver, Part, request_ids, run
+from tests.support.pairs import known
+from tests.support.scripted import ScriptedSideChannel
+from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
 
 
 def opened(pair: InprocPair, block_ids: Sequence[int] = (), tokens: int = 16, **more: Any) -> Lease:

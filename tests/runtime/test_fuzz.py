@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from budgets import budget
-from fuzz.side_channel import Mode, fuzz
+
+from tests.fuzz.side_channel import Mode, fuzz
 
 pytestmark = pytest.mark.timeout(600)  # passing takes seconds, on a busy machine a minute
 

@@ -23,11 +23,11 @@ from kvflow.runtime.memory.host_buffers import CopyDirection
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.budgets import examples
-from tests.hand_overs import Paths
-from tests.reference_model import Engine, Look, Model
 from tests.runtime.test_topologies import buffers, looks, scattered, slices
-from tests.tests_support import PATIENT, WAIT_S, limited, until
+from tests.support.budgets import examples
+from tests.support.hand_overs import Paths
+from tests.support.reference_model import Engine, Look, Model
+from tests.support.tests_support import PATIENT, WAIT_S, limited, until
 
 pytestmark = pytest.mark.timeout(600)
 family = examples(20, 55, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)

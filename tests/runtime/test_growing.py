@@ -26,13 +26,13 @@ from kvflow.testing import (
     run_virtual,
 )
 from kvflow.transport.base import AgentName, PostedRead
-from tests.budgets import examples
-from tests.group_hand_overs import Attention, GroupHandOver, Part, ids_of, run
-from tests.hand_overs import Paths
-from tests.reference_model import Engine, Model
 from tests.runtime.test_events import Event
 from tests.runtime.test_groups import FAMILIES
-from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
+from tests.support.budgets import examples
+from tests.support.group_hand_overs import Attention, GroupHandOver, Part, ids_of, run
+from tests.support.hand_overs import Paths
+from tests.support.reference_model import Engine, Model
+from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time, limited, until
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0"), slice_bytes_max=64)
 BLOCKS, TAKEN = [1, 2, 3, 5], [4, 0, 7, 6]

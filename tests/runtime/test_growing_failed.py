@@ -13,7 +13,7 @@ from kvflow.errors import LeaseExpired, PrefillFailed, RequestError, UsageError
 from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import CacheSize, assert_quiet, inproc_pair
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, opened, pair_of, wanted
-from tests.tests_support import WAIT_S, each, in_virtual_time
+from tests.support.tests_support import WAIT_S, each, in_virtual_time
 
 
 class Kept:

@@ -15,7 +15,7 @@ from kvflow.runtime.load.news import Follower
 from kvflow.testing import InprocPair
 from kvflow.transport.base import TransportError
 from tests.runtime.test_growing import pair_of
-from tests.tests_support import in_virtual_time
+from tests.support.tests_support import in_virtual_time
 
 COUNT = 6
 

@@ -23,11 +23,11 @@ from kvflow.testing import (
     nixl_pair,
     run_virtual,
 )
-from tests.budgets import examples
-from tests.group_hand_overs import GroupHandOver, run
 from tests.runtime.test_groups import FAMILIES
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, opened, pair_of, wanted
-from tests.tests_support import PATIENT, WAIT_S, each, in_virtual_time
+from tests.support.budgets import examples
+from tests.support.group_hand_overs import GroupHandOver, run
+from tests.support.tests_support import PATIENT, WAIT_S, each, in_virtual_time
 
 
 async def follow(load: Load, seen: list[int]) -> None:

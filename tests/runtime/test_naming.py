@@ -18,8 +18,8 @@ from kvflow.runtime.records import LeaseRecord, LoadRecord
 from kvflow.testing import InprocCluster, InprocPair, inproc_pair
 from kvflow.transport.base import TransportError
 from tests.runtime.test_events import Event
-from tests.scripted import ScriptedSideChannel, refusal
-from tests.tests_support import PATIENT, each, in_virtual_time, limited
+from tests.support.scripted import ScriptedSideChannel, refusal
+from tests.support.tests_support import PATIENT, each, in_virtual_time, limited
 
 CONFIG = limited(replace(PATIENT, listen="tcp://127.0.0.1:0", cancel_grace_s=1.0), lease_wait_s=1.0)
 NARROW = limited(replace(CONFIG, loads_waiting_max=1), loads_max=1)

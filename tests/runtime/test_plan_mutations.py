@@ -20,8 +20,8 @@ from kvflow.runtime.load import plan
 from kvflow.runtime.peers import handshake
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
-from tests import hand_overs
 from tests.runtime import test_groups, test_state, test_topologies
+from tests.support import hand_overs
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 

@@ -23,7 +23,7 @@ from kvflow.runtime.producer.serving import Serving
 from kvflow.runtime.world import World
 from kvflow.testing import ManualClock
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.hand_overs import free_ports
+from tests.support.hand_overs import free_ports
 
 HEADS, BLOCKS, BLOCK_SIZE, HEAD_SIZE = 4, 8, 4, 8
 DECODE = replace(PATIENT, engine_id="decode", listen="tcp://127.0.0.1:0")

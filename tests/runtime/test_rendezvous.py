@@ -28,11 +28,11 @@ from kvflow.runtime.load.load import Load
 from kvflow.runtime.producer.serving import OpenLease
 from kvflow.runtime.records import LoadRecord
 from kvflow.testing import CacheSize, InprocCluster, InprocPair, ManualClock, assert_quiet, inproc_pair, nixl_pair
-from tests.pairs import cache_of, known
 from tests.runtime.test_growing import BLOCKS, CONFIG, TAKEN, landed, pair_of
 from tests.runtime.test_ranks import Engines, engines
-from tests.scripted import ScriptedSideChannel
-from tests.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, limited, turns, until
+from tests.support.pairs import cache_of, known
+from tests.support.scripted import ScriptedSideChannel
+from tests.support.tests_support import PATIENT, WAIT_S, any_ticket, each, in_virtual_time, limited, turns, until
 
 SECRET = "secret-0f2a"
 PROMPT = list(range(100, 116))

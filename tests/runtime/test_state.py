@@ -32,8 +32,8 @@ from kvflow import (
 from kvflow.errors import PeerIncompatible, RequestError
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, assert_closed, assert_quiet, run_virtual
-from tests.budgets import examples
-from tests.tests_support import PATIENT, in_virtual_time, limited
+from tests.support.budgets import examples
+from tests.support.tests_support import PATIENT, in_virtual_time, limited
 
 BLOCK_SIZE, SENTINEL = 4, -7.0
 

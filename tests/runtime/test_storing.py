@@ -37,8 +37,8 @@ from kvflow.runtime.store.disk import EntryFile
 from kvflow.testing.pair import CacheSize
 from kvflow.transport.base import TransportError
 from kvflow.transport.files import MoveFailed, MoveLost, Settled
-from tests.storing import StoringEngine, storing
-from tests.tests_support import PATIENT, WAIT_S, limited, small_cache, until
+from tests.support.storing import StoringEngine, storing
+from tests.support.tests_support import PATIENT, WAIT_S, limited, small_cache, until
 
 ENTRY_BYTES = 4096 + 3 * 2 * 2 * 256  # a header, three blocks of two layers' K and V
 BOTH = pytest.mark.parametrize("transport", ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)])

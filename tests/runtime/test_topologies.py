@@ -26,11 +26,11 @@ from kvflow.errors import PeerIncompatible
 from kvflow.runtime.world import World
 from kvflow.testing import InprocCluster, run_virtual
 from kvflow.transport.inproc import InprocNetwork, InprocTransport
-from tests.budgets import examples
 from tests.core.caches import DTYPES
-from tests.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
-from tests.reference_model import Engine, Look, Model
-from tests.tests_support import in_virtual_time
+from tests.support.budgets import examples
+from tests.support.hand_overs import Arrival, HandOver, Paths, open_consumer, open_producer, run, serve, ticket_of
+from tests.support.reference_model import Engine, Look, Model
+from tests.support.tests_support import in_virtual_time
 
 RANKS_MAX = 16  # of both engines together
 

@@ -17,9 +17,9 @@ from kvflow.core.policy.ledger import BlockCounts
 from kvflow.errors import BlocksBusy, LeaseExpired, PromptMismatch
 from kvflow.testing import CacheSize, assert_blocks_equal, assert_quiet, nixl_pair
 from kvflow.testing.books import assert_conserved
-from tests.pairs import known
 from tests.runtime.test_growing import CONFIG, pair_of
-from tests.tests_support import PATIENT, in_virtual_time
+from tests.support.pairs import known
+from tests.support.tests_support import PATIENT, in_virtual_time
 
 PROMPT, ANSWER = list(range(100, 108)), list(range(200, 209))
 CONVERSATION = PROMPT + ANSWER[:-1]  # the last token of an answer was sampled, and never computed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fuzz.stock_port import fuzz
+
+from tests.fuzz.stock_port import fuzz
 
 pytestmark = pytest.mark.timeout(600)  # passing takes seconds, on a busy machine a minute
 

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from fuzz.mutants import packed_bent, torn
-from stock.test_reading import CONFIG, Reader, reader
 from stock_engines import LAYERS, TOKENS, stock_producer
 
 from kvflow.core.stock.wire import agent_of
 from kvflow.errors import KVFlowError
+from tests.fuzz.mutants import packed_bent, torn
+from tests.stock.test_reading import CONFIG, Reader, reader
 
 EAGER = replace(CONFIG.limits, peer_backoff_first_s=1e-6, peer_backoff_max_s=1e-6)
 """It asks those that lie again and again."""

@@ -9,8 +9,6 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from hand_overs import free_ports
-from stock.test_reading import Reader, reader
-from stock.test_serving import CONFIG, PEERS, Producer, engine, producer, wait_for
 from stock_engines import TOKENS
 
 from kvflow.core.protocol.spare import MARK
@@ -18,6 +16,8 @@ from kvflow.core.stock.params import StockTicket, read_stock
 from kvflow.core.stock.versions import line_of
 from kvflow.errors import KVFlowError, LeaseExpired, PromptMismatch
 from kvflow.runtime.producer.lease import LeaseOutcome
+from tests.stock.test_reading import Reader, reader
+from tests.stock.test_serving import CONFIG, PEERS, Producer, engine, producer, wait_for
 
 Params: TypeAlias = dict[str, Any]
 FIRST, OTHER = list(range(TOKENS)), list(range(100, 100 + TOKENS))

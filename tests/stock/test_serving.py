@@ -16,7 +16,6 @@ import pytest
 import torch
 import zmq
 import zmq.asyncio
-from fuzz.mutants import torn
 from log_lines import FORGED, Written
 from prometheus_client import CollectorRegistry
 from stock_engines import HASH, MODEL_HEADS, NAMES, TOKENS, StockConsumer, fill, layout_of, stock_cache, value_of
@@ -30,6 +29,7 @@ from kvflow.runtime.producer.lease import LeaseOutcome
 from kvflow.stock import EngineRanks, StockPeers, ask_rank
 from kvflow.stock.service import _Tally
 from kvflow.testing import assert_quiet
+from tests.fuzz.mutants import torn
 
 CONFIG = Config(engine_id="ours", listen="tcp://127.0.0.1:0", model="/m", drain_timeout_s=1.0)
 PEERS = StockPeers(hashes=(HASH,), serve_version="0.32.0", attn_backend_name="CPU_ATTN", region_names=NAMES)

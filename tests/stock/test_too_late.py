@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from stock.test_reading import PEERS, Reader, reader
 from stock_engines import LAYERS, TOKENS, StockConsumer, StockProducer, stock_producer, value_of
 from tests_support import until
 
 from kvflow.core.stock.params import read_stock
 from kvflow.errors import LeaseExpired
 from kvflow.stock import Arrival, Terms, arrival
+from tests.stock.test_reading import PEERS, Reader, reader
 
 TRIES = 200
 LEASE_S = 2.0

@@ -11,7 +11,7 @@ import pytest
 from kvflow import Config, Lease, Load, LoadRequest, ServeRequest
 from kvflow.errors import PrefillFailed
 from kvflow.testing import InprocCluster, TestEngine, watch_loads
-from tests.tests_support import each, in_virtual_time, limited
+from tests.support.tests_support import each, in_virtual_time, limited
 
 BLOCKS, TAKEN = [3, 4], [0, 1]
 

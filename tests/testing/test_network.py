@@ -22,7 +22,7 @@ from kvflow.testing.simulator.world import send_through
 from kvflow.testing.virtual_loop import Life, VirtualLoop
 from kvflow.transport.base import AgentName, Event, MemoryUse, Notified, PeerGone, ReadEnded
 from kvflow.transport.inproc import InprocTransport, Row
-from tests.tests_support import each, in_virtual_time
+from tests.support.tests_support import each, in_virtual_time
 
 SIZE = 64
 

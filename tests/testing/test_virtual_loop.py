@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvflow.testing.virtual_loop import Deadlock, Life, LifeState, VirtualLoop, new_virtual_loop, run_virtual
-from tests.tests_support import in_virtual_time
+from tests.support.tests_support import in_virtual_time
 
 
 def running_loop() -> VirtualLoop:

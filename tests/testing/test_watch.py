@@ -28,7 +28,7 @@ from kvflow.testing import (
 )
 from tests.core.caches import Cache, Recipe, recipes
 from tests.runtime.test_events import Event
-from tests.tests_support import until
+from tests.support.tests_support import until
 
 
 class Allocator:

@@ -21,7 +21,7 @@ from kvflow.transport.base import TransportError
 from kvflow.transport.factory import make_files
 from kvflow.transport.files import Direction, Files, MoveFailed, MoveLost, PlainMover, Settled
 from kvflow.transport.nixl.posix import PosixMover
-from tests.tests_support import WAIT_S
+from tests.support.tests_support import WAIT_S
 
 SIZE = 1 << 20
 TRANSPORTS = ["inproc", pytest.param("nixl", marks=pytest.mark.nixl)]

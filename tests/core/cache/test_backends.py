@@ -12,7 +12,7 @@ from kvflow.core.cache.backends import BACKEND_LAYOUTS, BackendLayout, known_bac
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import map_regions
 from kvflow.errors import LayoutError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 B, N, H, D = 5, 4, 3, 8
 

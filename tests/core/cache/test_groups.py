@@ -15,7 +15,7 @@ from kvflow.core.cache.groups import CacheGroup, GroupFacts, GroupKind, groups_o
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import PooledSet, check_sets_apart, map_regions
 from kvflow.errors import LayoutError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 BLOCKS, SIZE, HEADS, DIM = 6, 4, 2, 8
 

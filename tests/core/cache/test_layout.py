@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from kvflow.core.cache.layout import CacheLayout, KVStyle
 from kvflow.core.cache.regions import Device, Regions, device_of, map_regions, map_spans
 from kvflow.errors import LayoutError
-from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, recipes
-from tests.tests_support import each
+from tests.support.budgets import examples
+from tests.support.tests_support import each
 
 B, N, H, D = 5, 4, 3, 8
 

@@ -13,7 +13,7 @@ from kvflow.core.cache.groups import CacheGroup, GroupKind, groups_of, layer_set
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.state import Segment, StateLayout, StateTensor, state_parts
 from kvflow.errors import LayoutError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 SLOTS, HEADS, HEAD_DIM, STATES, GROUPS, WIDTH = 3, 4, 2, 3, 2, 4
 X = Segment(name="x", size=HEADS * HEAD_DIM, units=HEADS, model_units=HEADS)

@@ -16,7 +16,7 @@ from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.cache.regions import map_regions
 from kvflow.core.cache.tensors import checked_caches
 from kvflow.errors import LayoutError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 SHAPE = (2, 6, 4, 2, 8)
 

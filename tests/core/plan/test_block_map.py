@@ -14,7 +14,6 @@ from kvflow.core.cache.layout import BlockShape, CacheLayout, KVStyle
 from kvflow.core.cache.regions import Regions, map_regions, map_spans
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf, RegionMap
 from kvflow.core.plan.descriptors import plan_read
-from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides, sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -31,7 +30,8 @@ from tests.core.plans import (
     traced_bytes,
     whole_blocks,
 )
-from tests.tests_support import each
+from tests.support.budgets import examples
+from tests.support.tests_support import each
 
 
 @st.composite

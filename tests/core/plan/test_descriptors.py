@@ -31,7 +31,6 @@ from kvflow.core.plan.descriptors import (
 )
 from kvflow.core.protocol import messages
 from kvflow.errors import RequestError
-from tests.budgets import examples
 from tests.core.caches import Cache, Recipe, Sides, whole_sides
 from tests.core.plans import (
     BLOCKS_TOGETHER,
@@ -55,7 +54,8 @@ from tests.core.plans import (
     traced_bytes,
     whole_blocks,
 )
-from tests.tests_support import each
+from tests.support.budgets import examples
+from tests.support.tests_support import each
 
 # --- chunks
 

@@ -17,9 +17,9 @@ from kvflow.config import RANKS_MAX, Config
 from kvflow.core.cache.layout import CacheLayout
 from kvflow.core.plan import topology
 from kvflow.core.plan.topology import CacheShare, HeadSource, Rank, cache_share_of, head_sources
-from tests.budgets import examples
 from tests.core.plans import SHARE
-from tests.tests_support import each
+from tests.support.budgets import examples
+from tests.support.tests_support import each
 
 Parallelism = tuple[int, int, int]  # our tp_size, their tp_size, the model's KV heads
 SIZES = range(1, 17)

@@ -9,7 +9,7 @@ from kvflow.core.cache.layout import BlockShape
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.block_map import BlockMap, HeadSlice, LayersOf
 from kvflow.core.plan.whole_blocks import COSTS, WholeBlocks, prefer_scratch
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 TOKENS, LAYERS = 16, 4
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.policy.circuit import BackOff, Circuit, after_failed_handshake, after_failed_read, delay_s
-from tests.budgets import machine_test
+from tests.support.budgets import machine_test
 
 BACK_OFF = BackOff(first_s=0.2, most_s=10.0)
 seconds = st.floats(min_value=1e-6, max_value=1e6)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.policy.contacts import Contact, Contacts, ContactState
-from tests.budgets import machine_test
+from tests.support.budgets import machine_test
 
 MOST, PATIENCE_S = 3, 0.5
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvflow.core.policy.lease_book import Counted, LeaseBook, LeaseEntry, LeaseTerms
 from kvflow.core.policy.states import LeaseEvent, LeaseState
-from tests.budgets import machine_test
+from tests.support.budgets import machine_test
 
 HOLD_S, LIFETIME_S = 0.05, 10.0
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvflow.core.plan.descriptors import BlockIds
 from kvflow.core.policy.ledger import BlockCounts, BlockLedger, GroupBlocks
 from kvflow.errors import BlocksBusy, RequestError
-from tests.budgets import machine_test
+from tests.support.budgets import machine_test
 
 TOTAL = 7
 block_sets = st.lists(st.integers(0, TOTAL - 1), unique=True, max_size=4)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.policy.queue import Amount, FairQueue, Permit, PermitState, ShortestFirst
-from tests.budgets import machine_test
+from tests.support.budgets import machine_test
 
 LIMITS, PEER_LIMITS = (20, 6), (10, 3)
 PEERS = ("a", "b", "c")

@@ -33,7 +33,7 @@ from kvflow.core.policy.states import (
     request_blocks_held,
     transfer_blocks_safe,
 )
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 
 @dataclass(frozen=True)

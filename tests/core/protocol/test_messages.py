@@ -20,9 +20,9 @@ from kvflow.core.cache.layout import BlockShape, CacheLayout
 from kvflow.core.cache.regions import Device, Regions
 from kvflow.core.plan.topology import CacheShare, Rank
 from kvflow.core.protocol import messages
-from tests.budgets import examples
 from tests.core.plans import SHARE
-from tests.tests_support import each
+from tests.support.budgets import examples
+from tests.support.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FACTS = messages.Compatibility(model="llama", dtype="bfloat16", kv_format="plain", attention="K and V", head_size="128")

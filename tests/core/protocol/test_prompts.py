@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvflow.core.protocol.prompts import check_prompt, marked, prompt_digest
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import PromptMismatch, RequestError
-from tests.tests_support import any_ticket, each
+from tests.support.tests_support import any_ticket, each
 
 PROMPT = list(range(1000, 1041))
 

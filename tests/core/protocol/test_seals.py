@@ -15,8 +15,8 @@ from kvflow.core.protocol.messages import LEASE_ID_CHARS
 from kvflow.core.protocol.proof import FAILED, SEAL_SIZE_BYTES, SealTable, fetch_seal, quick_read_max_s
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
-from tests.budgets import machine_test
-from tests.tests_support import any_ticket, each
+from tests.support.budgets import machine_test
+from tests.support.tests_support import any_ticket, each
 
 COUNT = 4
 ZERO_ID = "0" * LEASE_ID_CHARS

@@ -11,7 +11,7 @@ import pytest
 from kvflow.core.protocol.spare import with_spare
 from kvflow.core.protocol.ticket import Ticket
 from kvflow.errors import RequestError
-from tests.tests_support import any_ticket
+from tests.support.tests_support import any_ticket
 
 TICKET = any_ticket().without_leases(request_id="r~kvflow~1#secret", block_ids=[3, 4], num_tokens=5, ttl_s=9.0)
 PARAMS = with_spare(TICKET.to_params())

@@ -18,9 +18,9 @@ from kvflow.core.plan.topology import Rank, parallelism_of
 from kvflow.core.protocol import messages
 from kvflow.core.protocol.ticket import RankLease, Ticket, check_lease, merge_tickets, read_ticket
 from kvflow.errors import RequestError
-from tests.budgets import examples
 from tests.core.plans import SHARE
-from tests.tests_support import each
+from tests.support.budgets import examples
+from tests.support.tests_support import each
 
 LEASE_ID = "0123456789abcdef0123456789abcdef"
 FIRST = RankLease(

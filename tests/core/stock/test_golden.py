@@ -1,4 +1,4 @@
-"""What we make and read is byte for byte what vLLM 0.32's own encoders make (tests_vllm/stock_bytes.py)."""
+"""What we make and read is byte for byte what vLLM 0.32's own encoders make (tests/vllm/stock_bytes.py)."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from fuzz.mutants import bent, torn
 from tests_support import each
 
 from kvflow.core.protocol.messages import WireError
@@ -28,6 +27,7 @@ from kvflow.core.stock.wire import (
     encode_question,
 )
 from kvflow.limits import Limits
+from tests.fuzz.mutants import bent, torn
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden.json").read_text("utf-8"))
 VALUES = {**GOLDEN["metadata_values"], "agent_metadata": bytes.fromhex(GOLDEN["metadata_values"]["agent_metadata"])}

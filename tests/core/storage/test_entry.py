@@ -18,7 +18,7 @@ from kvflow.core.storage.entry import (
     fingerprint_of,
 )
 from kvflow.errors import RequestError
-from tests.tests_support import each
+from tests.support.tests_support import each
 
 HEADER = EntryHeader(
     fingerprint=b"f" * 32, key=b"prompt", num_tokens=40, block_counts=(3, 1), data_bytes=12_288, digests=b"d" * 64

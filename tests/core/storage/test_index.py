@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvflow.core.storage.index import Entry, NoRoom, StoreIndex
-from tests.budgets import examples
+from tests.support.budgets import examples
 
 BOUND = 100
 

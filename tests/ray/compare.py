@@ -1,0 +1,111 @@
+"""The service on Ray Serve against the example server, the same requests in turns; and a decode replica is killed.
+
+Run it in the environment of `python3 dev.py ray`, on a machine that does nothing else:
+
+    KVFLOW_RAY_MODEL=.venv-ray/smollm2 PYTHONPATH=.:examples .venv-ray/bin/python tests/ray/compare.py
+        [--rounds 40] [--clients 50]
+
+Both run all the time, with one prefill and one decode engine each, and are asked in turns, one client at a time, so
+that what else the machine does hits both alike. Answers are compared with those of one engine alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from openai_server.launcher import Service, ServiceSettings, start_service
+from openai_server.load_test import LoadSettings, Tally, overheads, overheads_in, quantile, run_client
+from openai_server.workload import ALL_QUESTIONS, answers_alone
+from ray_server.cluster import kill_process, local_cluster, wait_until
+
+from tests.ray.fleet import WHOLE_S, Fleet, fixed
+
+TOKENS = 8
+
+
+class Result(NamedTuple):
+    """What clients have seen, and how many hand-overs took how long, from the prompt's end to the first decode step."""
+
+    tally: Tally
+    overheads: Counter[float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=40, help="of two requests to each, one of them streamed")
+    parser.add_argument("--clients", type=int, default=50, help="while a decode replica is killed; 0 leaves that out")
+    options = parser.parse_args()
+    checkpoint = os.environ["KVFLOW_RAY_MODEL"]
+    right = asyncio.run(answers_alone(Path(checkpoint), ALL_QUESTIONS, TOKENS))
+    with local_cluster(3, port=8123) as cluster:
+        fleet = Fleet(cluster, checkpoint, right)
+        fleet.have(fixed(1), fixed(1))
+        print(f"load average {os.getloadavg()[0]:.1f} before", flush=True)
+        report(asyncio.run(in_turns(fleet, options.rounds)))
+        if options.clients:
+            killed(fleet, options.clients)
+
+
+async def in_turns(fleet: Fleet, rounds: int) -> dict[str, Result]:
+    settings = ServiceSettings(
+        prefill=1, decode=1, host="127.0.0.1", port=0, checkpoint=Path(fleet.checkpoint), deadline_s=120.0
+    )
+    load = LoadSettings(clients=1, requests=2, tokens=TOKENS, kill="none")
+    async with start_service(settings) as service:
+        urls = {"example server": service.url, "Ray Serve": fleet.cluster.url}
+        tallies = {name: Tally() for name in urls}
+        for url in urls.values():  # the first hand-over includes a handshake
+            await run_client(url, load, 0, fleet.right, Tally())
+        before = await overheads_of(service, fleet)
+        for index in range(rounds):
+            for name in sorted(urls, reverse=bool(index % 2)):
+                await run_client(urls[name], load, index, fleet.right, tallies[name])
+        after = await overheads_of(service, fleet)
+    return {name: Result(tallies[name], after[name] - before[name]) for name in urls}
+
+
+async def overheads_of(service: Service, fleet: Fleet) -> dict[str, Counter[float]]:
+    """See `overheads_in`, of either."""
+    theirs = await asyncio.to_thread(fleet.ask, "Decode", "metrics")
+    return {"example server": await overheads(service), "Ray Serve": overheads_in(theirs)}
+
+
+def report(results: dict[str, Result]) -> None:
+    rows = {}
+    for name, (tally, counts) in results.items():
+        assert tally.wrong == [] == tally.unclear, (name, tally.wrong, tally.unclear)
+        rows[name] = median(tally.first_token_s), median(tally.seconds), quantile(counts, 0.5)
+        first, whole, overhead = (f"{one_s * 1e3:.1f} ms" for one_s in rows[name])
+        print(f"{name}: p50 of the first piece {first}, of a request {whole}, of the hand-over {overhead};", end=" ")
+        print(f"{tally.right} right, {tally.failed.total()} failed, {counts.total()} hand-overs")
+    ratios = (theirs / ours for ours, theirs in zip(rows["example server"], rows["Ray Serve"], strict=True))
+    first, whole, overhead = (f"{ratio:.2f}" for ratio in ratios)
+    print(f"Ray Serve to the example server: first piece {first}, request {whole}, hand-over {overhead}", flush=True)
+
+
+def killed(fleet: Fleet, clients: int) -> None:
+    """One of two decode replicas is killed under load; how long until the service is whole."""
+    fleet.have(fixed(2), fixed(2))
+    load = LoadSettings(clients=clients, requests=2, tokens=TOKENS, kill="none")
+    with fleet.under_load(load) as tally:
+        wait_until(lambda: tally.ended >= clients // 2, "the load has begun", 120.0)
+        pid = next(iter(fleet.pids("Decode")))
+        kill_process(pid)
+        began_s = time.monotonic()
+        wait_until(lambda: fleet.count("Decode") < 2, "Serve has seen it", WHOLE_S)
+        wait_until(lambda: fleet.count("Decode") == 2, "there are two again", WHOLE_S)
+        back_s = time.monotonic() - began_s
+    wait_until(fleet.whole, "all blocks are free", WHOLE_S)
+    print(f"{clients} clients, a decode replica killed: {tally.right} right, {dict(tally.failed)}, 0 wrong")
+    print(f"two replicas again after {back_s:.1f} s, whole and idle after {time.monotonic() - began_s:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

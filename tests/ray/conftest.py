@@ -1,0 +1,26 @@
+"""One cluster for all tests: a head and two nodes on addresses of their own, and the answers of one engine alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from openai_server.workload import ALL_QUESTIONS, answers_alone
+from ray_server.cluster import local_cluster
+
+from tests.ray.fleet import LOAD, Fleet
+
+
+@pytest.fixture(scope="session")
+def fleet() -> Iterator[Fleet]:
+    checkpoint = os.environ.get("KVFLOW_RAY_MODEL", "")
+    assert Path(checkpoint, "model.json").is_file(), "run these tests with `python3 dev.py ray --test`"
+    right = asyncio.run(answers_alone(Path(checkpoint), ALL_QUESTIONS, LOAD.tokens))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with local_cluster(3, port=port) as cluster:
+        yield Fleet(cluster, checkpoint, right)

@@ -1,0 +1,245 @@
+"""What the python blocks of each page take from an engine: real runtimes in one process, stubs of its other parts.
+
+Every page has a context manager here. It gives the names that the page begins with, and at its end looks at what the
+page's blocks have made of them. Whatever a page takes from here its text explains.
+"""
+
+from __future__ import annotations
+
+import http.server
+import sys
+import threading
+import types
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from doc_embedding import BLOCKS, SIZE, Names, embedded, kv_caches
+from prometheus_client import CollectorRegistry
+
+import kvflow
+import kvflow.blocking
+import kvflow.observe.prometheus as prometheus
+from kvflow import Config, LeaseOutcome, LoadRequest, Runtime, ServeRequest
+from kvflow.connector.step import Step
+from kvflow.connector.worker import ConnectorWorker
+from kvflow.runtime.world import World
+from kvflow.testing import InprocCluster, InprocNetwork, InprocTransport, TestEngine
+
+ROOT = Path(__file__).parents[2]
+TOKENS = 41
+
+Surroundings = Callable[[InprocCluster, pytest.MonkeyPatch], AbstractAsyncContextManager[Names]]
+
+
+def offer(engine: TestEngine, request_id: str = "req-1") -> kvflow.Lease:
+    return engine.runtime.serve_blocks(ServeRequest(request_id, block_ids=BLOCKS, num_tokens=TOKENS))
+
+
+@asynccontextmanager
+async def nothing(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """For pages whose python blocks, if there are any, need nothing."""
+    yield {}
+
+
+@asynccontextmanager
+async def readme(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """A decode engine behind the router, another prefill engine for the block's own load, and one of two ranks."""
+    async with AsyncExitStack() as stack:
+
+        async def engine(name: str, tp_rank: int = 0, tp_size: int = 1) -> TestEngine:
+            config = Config(engine_id=name, tp_rank=tp_rank, tp_size=tp_size)
+            return await stack.enter_async_context(cluster.engine(name, config=config, size=SIZE))
+
+        decode, other = await engine("decode-0"), await engine("prefill-1")
+        ranks = [await engine("prefill-2", rank, 2) for rank in range(2)]
+        leases = [offer(rank) for rank in ranks]
+        loads: list[kvflow.Load] = []
+
+        def send_to_router(params: Mapping[str, Any]) -> None:
+            loads.append(decode.runtime.start_load(LoadRequest("req-1", ticket=params, block_ids=[0, 1, 2])))
+
+        names: Names = {
+            "kv_caches": kv_caches(),
+            "send_to_router": send_to_router,
+            "params": offer(other).ticket.to_params(),
+            "rank": 1,
+            "ticket_of_rank_0": leases[0].ticket,
+            "ticket_of_rank_1": leases[1].ticket,
+        }
+        yield names
+        assert names["outcome"] is LeaseOutcome.READ
+        assert (await loads[0]).tokens == names["report"].tokens == TOKENS
+        assert len(names["ticket"].ranks) == 2
+        assert names["config"].listen_port == 5601
+        for lease in leases:
+            lease.revoke()
+
+
+@asynccontextmanager
+async def operations(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """A registry of its own for the metrics, and an engine to take out of service."""
+    metrics = partial(prometheus.PrometheusMetrics, CollectorRegistry())
+    patch.setattr(prometheus, "PrometheusMetrics", metrics)
+    async with kvflow.Runtime(Config(engine_id="decode-0", listen="tcp://127.0.0.1:0")) as runtime:
+        names: Names = {"config": Config(engine_id="prefill-0"), "runtime": runtime}
+        yield names
+        assert names["report"].finished
+
+
+@asynccontextmanager
+async def security(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The keys that the page's commands have made open the listener of the page's config."""
+    names: Names = {}
+    yield names
+    async with Runtime(replace(names["config"], listen="tcp://127.0.0.1:0", transport="inproc")) as runtime:
+        assert runtime.config.curve_peers_dir == "keys"
+
+
+@asynccontextmanager
+async def connectors(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """Rank 0 of an engine of two ranks, of which rank 1 has introduced itself already; a connector's module."""
+    network = InprocNetwork()
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
+    module = types.ModuleType("my_engine.kvflow_connector")
+    vars(module)["KVFlowConnector"] = ConnectorWorker
+    patch.setitem(sys.modules, "my_engine", types.ModuleType("my_engine"))
+    patch.setitem(sys.modules, module.__name__, module)
+
+    def opened(stack: ExitStack, engine_id: str, tp_rank: int) -> kvflow.blocking.Runtime:
+        config = Config(engine_id=engine_id, listen="tcp://127.0.0.1:0", tp_rank=tp_rank, tp_size=2)
+        runtime = stack.enter_context(kvflow.blocking.Runtime(config))
+        layout = kvflow.CacheLayout.infer(kv_caches(), order="HND", block_size=SIZE.block_size)
+        runtime.register_kv_caches(kv_caches(), layout)
+        return runtime
+
+    with ExitStack() as stack:
+        other_rank, other_engine = opened(stack, "prefill-0", 1), opened(stack, "prefill-1", 0)
+        offered = other_engine.serve_blocks(ServeRequest("request-2", block_ids=[5, 6], num_tokens=32))
+        names: Names = {
+            "rank": 0,
+            "tp_size": 2,
+            "kv_caches": kv_caches(),
+            "step": Step(),
+            "introductions_of_other_ranks": [ConnectorWorker(other_rank).introduction()],
+            "params": offered.ticket.to_params(),
+        }
+        stack.callback(lambda: "runtime" in names and names["runtime"].close())
+        yield names
+        step = names["connector"].build_step([], preempted=[], block_ids=lambda _: [])
+        names["worker"].begin(step)
+        assert names["report"].blocks == 2
+        assert names["outcome"] is LeaseOutcome.REVOKED
+        assert names["connector_class"] is ConnectorWorker
+
+
+@asynccontextmanager
+async def asyncio_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The page has all that it needs, and closes it."""
+    names: Names = {}
+    yield names
+    assert names["outcome"] is LeaseOutcome.READ
+    assert names["report"].tokens == TOKENS
+    assert not names["refused"].retryable
+    assert names["outcome_of_cancelled"] is LeaseOutcome.READ
+    assert names["prefill"].state is names["decode"].state is kvflow.RuntimeState.CLOSED
+
+
+@asynccontextmanager
+async def synchronous_tutorial(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The same, with runtimes that have threads."""
+    network = InprocNetwork()
+    world = World(transport=lambda _, name: InprocTransport(name, network))
+    patch.setattr(kvflow.blocking, "Runtime", partial(kvflow.blocking.Runtime, world=world))
+    names: Names = {}
+    yield names
+    assert names["outcome"] is LeaseOutcome.READ
+    assert names["report"].tokens == TOKENS
+    assert names["aborted"] is LeaseOutcome.READ
+
+
+@asynccontextmanager
+async def vllm(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """Two servers as a router sees them: HTTP clients, behind which are real runtimes."""
+    async with cluster.engine("prefill-0", size=SIZE) as prefill, cluster.engine("decode-0", size=SIZE) as decode:
+
+        async def compute(path: str, json: Mapping[str, Any]) -> Any:
+            assert (path, json["max_tokens"]) == ("/v1/completions", 1)
+            assert json["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+            params = offer(prefill).ticket.to_params()
+            return types.SimpleNamespace(json=lambda: {"kv_transfer_params": params})
+
+        async def generate(path: str, json: Mapping[str, Any]) -> Any:
+            assert (path, json["max_tokens"]) == ("/v1/completions", 16)
+            return await decode.runtime.load_blocks(LoadRequest("r", json["kv_transfer_params"], block_ids=[0, 1, 2]))
+
+        names: Names = {
+            "prefill": types.SimpleNamespace(post=compute),
+            "decode": types.SimpleNamespace(post=generate),
+        }
+        yield names
+        report = await names["complete"]({"prompt": "Why is the sky blue?", "max_tokens": 16})
+        assert report.tokens == TOKENS
+
+
+@asynccontextmanager
+async def server(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The openai package's client; the page's address is somebody who answers one word, in the server's own shapes."""
+    patch.syspath_prepend(str(ROOT / "examples"))
+    from openai_server.dialects import Chat
+    from openai_server.parameters import ChatRequest
+
+    class OneWord(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            ChatRequest.model_validate_json(self.rfile.read(int(self.headers["Content-Length"])))
+            chat = Chat()
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            for piece in (*chat.opening(), chat.piece("Rayleigh", None), chat.piece("", "stop")):
+                self.wfile.write(f"data: {piece.model_dump_json()}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    with ExitStack() as stack:
+        listening = stack.enter_context(http.server.HTTPServer(("127.0.0.1", 0), OneWord))
+        serving = threading.Thread(target=listening.serve_forever)
+        serving.start()
+        stack.callback(serving.join)
+        stack.callback(listening.shutdown)
+
+        def client(base_url: str, api_key: str) -> openai.OpenAI:
+            here = base_url.replace(":8000/", f":{listening.server_port}/")
+            return stack.enter_context(openai_client(base_url=here, api_key=api_key, max_retries=0))
+
+        openai_client = openai.OpenAI
+        patch.setattr(openai, "OpenAI", client)
+        yield {}
+
+
+@asynccontextmanager
+async def embedding(cluster: InprocCluster, patch: pytest.MonkeyPatch) -> AsyncIterator[Names]:
+    """The blocks only define a program; test_embedding.py runs it."""
+    async with embedded(cluster) as engine:
+        yield engine.names
+        assert callable(engine.names["main"])
+
+
+SURROUNDINGS: dict[str, Surroundings] = {
+    "README.md": readme,
+    "docs/connectors.md": connectors,
+    "docs/embedding.md": embedding,
+    "docs/operations.md": operations,
+    "docs/security.md": security,
+    "docs/server.md": server,
+    "docs/tutorials/asyncio.md": asyncio_tutorial,
+    "docs/tutorials/server.md": server,
+    "docs/tutorials/synchronous.md": synchronous_tutorial,
+    "docs/tutorials/vllm.md": vllm,
+    "docs/vllm.md": vllm,
+}

@@ -1,0 +1,138 @@
+"""An engine with a store, as tests of it use one: short words, and moves that can be held, lost or made to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvflow import Config, RestoreReport, RestoreRequest, Runtime, SaveReport, SaveRequest
+from kvflow.core.policy.ledger import BlockCounts
+from kvflow.runtime.store.requests import StoreStatistics
+from kvflow.runtime.world import World
+from kvflow.testing import assert_quiet
+from kvflow.testing.pair import CacheSize, open_engine
+from kvflow.transport.factory import make_files
+from kvflow.transport.files import Files, PlainMover, Settled
+from kvflow.transport.inproc import InprocNetwork, InprocTransport
+from tests.support.tests_support import PATIENT, until
+
+BLOCK_SIZE = 4
+_SIZE = CacheSize()
+
+
+class HeldMover(PlainMover):
+    """Moves by the system's calls, when the test lets it."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        """Moves wait while it is not set."""
+        self.gate.set()
+        self.errors: list[Exception] = []
+        """What the next moves end with; their bytes do not land."""
+        self.settles = Settled.STOPPED
+        """What becomes of what was lost."""
+        self.settled = 0
+        """How often it was."""
+
+    def settle(self) -> Settled:
+        self.settled += 1
+        return self.settles
+
+    def ended(self, begun: object) -> bool:
+        if not self.gate.is_set():
+            return False
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().ended(begun)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoringEngine:
+    """One engine with a store."""
+
+    runtime: Runtime
+    kv_caches: dict[str, torch.Tensor]
+    mover: HeldMover
+    folder: Path
+
+    @property
+    def store(self) -> StoreStatistics:
+        found = self.runtime.statistics().store
+        assert found is not None
+        return found
+
+    @property
+    def blocks(self) -> BlockCounts:
+        found = self.runtime.statistics().blocks
+        assert found is not None
+        return found
+
+    @property
+    def files(self) -> list[Path]:
+        """Its entries, and what is left of others."""
+        return sorted(path for path in self.folder.rglob("*") if path.is_file() and path.name != "lock")
+
+    async def save(self, key: str, ids: Sequence[int] = (1, 2, 3), **options: Any) -> SaveReport:
+        return await self.runtime.save_blocks(SaveRequest(f"save {key}", key, ids, len(ids) * BLOCK_SIZE, **options))
+
+    async def restore(self, key: str, ids: Sequence[int] = (4, 5, 6), **options: Any) -> RestoreReport:
+        return await self.runtime.restore_blocks(
+            RestoreRequest(f"restore {key}", key, ids, len(ids) * BLOCK_SIZE, **options)
+        )
+
+    def fill(self, ids: Sequence[int], value: float) -> None:
+        for tensor in self.kv_caches.values():
+            tensor[:, list(ids)] = value
+
+    def bytes_of(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        return [tensor[:, list(ids)].clone() for tensor in self.kv_caches.values()]
+
+    def assert_equal(self, ids: Sequence[int], expected: Sequence[torch.Tensor]) -> None:
+        assert all(map(torch.equal, self.bytes_of(ids), expected))
+
+    async def held(self, key: str, ids: Sequence[int] = (4, 5, 6), **options: Any) -> asyncio.Task[RestoreReport]:
+        """A restore whose moves are posted and do not end."""
+        self.mover.gate.clear()
+        task = asyncio.create_task(self.restore(key, ids, **options))
+        await until(lambda: self.moves)
+        return task
+
+    @property
+    def moves(self) -> int:
+        """How many are posted and have not ended."""
+        cache = self.runtime._supervisor.held
+        assert cache is not None
+        assert cache.store is not None
+        return cache.store._files.moves_under_way
+
+    async def quiet(self) -> None:
+        await until(lambda: not self.store.open_requests)
+        assert_quiet(self.runtime.statistics())
+
+
+@contextlib.asynccontextmanager
+async def storing(
+    folder: Path, *, size: CacheSize = _SIZE, transport: str = "inproc", **settings: Any
+) -> AsyncIterator[StoringEngine]:
+    """An open engine whose store is in `folder`; after a clean exit nothing may be left."""
+    base = replace(PATIENT, transport=transport, store_dir=folder, **settings)
+    mover = HeldMover()
+
+    def files(config: Config, name: str) -> Files:
+        return make_files(config, name) if transport == "nixl" else Files(f"kvflow-store {name}", lambda: mover)
+
+    def make(config: Config, name: str) -> Any:
+        return World().transport(config, name) if transport == "nixl" else InprocTransport(name, InprocNetwork())
+
+    async with open_engine("engine", base, make, world=World(files=files), size=size) as engine:
+        try:
+            yield StoringEngine(runtime=engine.runtime, kv_caches=engine.kv_caches, mover=mover, folder=folder)
+        finally:
+            mover.gate.set()

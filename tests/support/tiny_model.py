@@ -1,0 +1,20 @@
+"""What the tests of the examples ask their engines, and what they hold the answers against."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPT = [5, 17, 3, 88, 41, 9, 60, 2, 33, 71]
+
+RunPython = Callable[..., subprocess.CompletedProcess[str]]
+
+
+class Model(NamedTuple):
+    """A checkpoint as the examples' engine reads it, and transformers' own greedy answers, the prompt left out."""
+
+    checkpoint: Path
+    greedy: Callable[[Sequence[int], int], list[int]]

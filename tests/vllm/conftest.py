@@ -1,0 +1,64 @@
+"""Servers are slow to start, so tests share them: a test names the set-ups it needs; only what differs is restarted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.vllm.servers import MODEL, ROOT, Server, Setup, shim
+
+sys.path.append(str(shim()))  # for tests that use vLLM in this process
+
+TEXT = ROOT / "docs" / "architecture.md"
+
+PREFILL = Setup(role="kv_producer", core=0, blocks=64)
+DECODE = Setup(role="kv_consumer", core=1, blocks=64)
+
+
+class Site:
+    """A machine with at most one prefill and one decode server."""
+
+    def __init__(self) -> None:
+        self._servers: dict[str, Server] = {}
+
+    def have(self, *setups: Setup) -> tuple[Server, ...]:
+        """Servers of these set-ups, running; those that come anew start at the same time."""
+        for setup in setups:
+            known = self._servers.get(setup.role)
+            if known is None or known.setup != setup or not known.alive:
+                if known is not None and known.alive:
+                    known.stop()
+                self._servers[setup.role] = Server.start(setup)
+        found = tuple(self._servers[setup.role] for setup in setups)
+        for server in found:
+            server.wait_up()
+        return found
+
+    def close(self) -> None:
+        for server in self._servers.values():
+            if server.alive:
+                server.stop()
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    assert (MODEL / "config.json").exists(), "the model is missing: run these tests with `python3 dev.py vllm`"
+    made = Site()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pair(site: Site) -> tuple[Server, Server]:
+    producer, consumer = site.have(PREFILL, DECODE)
+    return producer, consumer
+
+
+@pytest.fixture(scope="session")
+def story(site: Site) -> list[int]:
+    """More than 2,000 tokens of text."""
+    tokens = site.have(PREFILL, DECODE)[1].tokens(TEXT.read_text())
+    assert len(tokens) > 2000
+    return tokens

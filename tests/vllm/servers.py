@@ -1,0 +1,313 @@
+"""Real `vllm serve` processes: started, asked, stopped, killed; and the few lines of a router between two of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from kvflow import Ticket
+from kvflow.connector.parameters import producer_params
+
+ROOT = Path(__file__).resolve().parents[2]
+HOME = Path(os.environ.get("KVFLOW_VLLM_HOME", ROOT / ".venv-vllm"))
+MODEL = HOME / "smollm2"
+MODELS = HOME / "tiny"
+NAME = "smollm2"
+UP_WITHIN_S = 600.0  # on a machine that does other things; half a minute is usual
+DOWN_WITHIN_S = 60.0
+
+VERSION, OLDER = "0.32.0", "0.28.0"  # of vLLM; dev.py brings both
+KVFLOW = {"kv_connector": "KVFlowConnector", "kv_connector_module_path": "kvflow.vllm"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a server is started. `blocks` limits its KV cache; `core` is the CPU that its model runs on, one per rank."""
+
+    role: str
+    core: int | str
+    model: Path = MODEL
+    options: tuple[str, ...] = ()
+    connector: tuple[tuple[str, Any], ...] = tuple(KVFLOW.items())
+    extra: tuple[tuple[str, Any], ...] = (("model", NAME),)
+    policy: str = "fail"
+    blocks: int | None = None
+    environment: tuple[tuple[str, str], ...] = ()
+    version: str = VERSION
+    """Of vLLM."""
+
+    def command(self, port: int) -> list[str]:
+        transfer = {
+            **dict(self.connector),
+            "kv_role": self.role,
+            "kv_load_failure_policy": self.policy,
+            "kv_connector_extra_config": dict(self.extra),
+        }
+        limit = [] if self.blocks is None else ["--num-gpu-blocks-override", str(self.blocks)]
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(self.model)),
+            *("--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port)),
+            *("--dtype", "float32", "--enforce-eager", "--max-model-len", "2048"),
+            *("--max-num-seqs", "8", "--max-num-batched-tokens", "2048"),
+            *("--kv-transfer-config", json.dumps(transfer), *limit, *self.options),
+        ]
+
+
+class HTTPFailed(Exception):
+    """A server has answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(f"HTTP {status}: {text[:300]}")
+        self.status = status
+
+
+@dataclass(eq=False)
+class Server:
+    """One running server."""
+
+    setup: Setup
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120.0))
+
+    @classmethod
+    def start(cls, setup: Setup) -> Server:
+        port = _free_port()
+        log = Path(tempfile.mkstemp(prefix=f"vllm-{setup.role}-", suffix=".log")[1])
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": str(setup.core),
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+            "NIXL_LOG_LEVEL": "WARN",
+            "UCX_LOG_LEVEL": "error",
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *_packages(setup.version)))),
+            **dict(setup.environment),
+        }
+        with log.open("wb") as sink:
+            process = subprocess.Popen(setup.command(port), env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        return cls(setup, port, process, log)
+
+    def wait_up(self) -> None:
+        deadline_s = time.monotonic() + UP_WITHIN_S
+        while not self.healthy():
+            if self.process.poll() is not None or time.monotonic() > deadline_s:
+                tail = self.log.read_text(errors="replace")[-4000:]
+                raise AssertionError(f"the server did not come up ({self.log}):\n{tail}")
+            time.sleep(0.5)
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def healthy(self) -> bool:
+        return _answers(self.client, self._url("/health"))
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **query: Any) -> dict[str, Any]:
+        response = self.client.post(self._url(path), json=body, params=query)
+        if response.status_code != 200:
+            raise HTTPFailed(response.status_code, response.text)
+        return response.json() if response.content else {}
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> dict[str, Any]:
+        body = {"model": NAME, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, **more}
+        return self.post("/v1/completions", body)
+
+    def text(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> str:
+        text: str = self.complete(prompt, max_tokens, **more)["choices"][0]["text"]
+        return text
+
+    def ids(self, prompt: Sequence[int], max_tokens: int = 16, **more: Any) -> list[int]:
+        """The tokens of its answer, from a model that may have no tokenizer."""
+        answer = self.complete(prompt, max_tokens, return_token_ids=True, ignore_eos=True, **more)
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
+    def tokens(self, text: str) -> list[int]:
+        found: list[int] = self.post("/tokenize", {"model": NAME, "prompt": text, "add_special_tokens": False})[
+            "tokens"
+        ]
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        total = 0.0
+        for line in self.client.get(self._url("/metrics")).text.splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and all(pair in sample for pair in wanted):
+                total += float(value)
+        return total
+
+    def wait_metric(self, name: str, value: float, **labels: str) -> None:
+        """Wait until a metric has reached a value. vLLM publishes them step by step."""
+        deadline_s = time.monotonic() + 60.0
+        while (found := self.metric(name, **labels)) < value:
+            assert time.monotonic() < deadline_s, f"{name} {labels} is {found}, not {value}"
+            time.sleep(0.05)
+
+    def processes(self) -> list[psutil.Process]:
+        try:
+            me = psutil.Process(self.process.pid)
+            return [me, *me.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def worker(self) -> psutil.Process:
+        """The process that computes and transfers."""
+        return next(entry for entry in self.processes() if entry.name().startswith("VLLM::Worker"))
+
+    def kill(self) -> None:
+        """As a machine that fails: all its processes at once."""
+        for entry in self.processes():
+            entry.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.client.close()
+
+    def signal(self, what: signal.Signals) -> None:
+        """All its processes: frozen by SIGSTOP, they go on after SIGCONT."""
+        for entry in self.processes():
+            entry.send_signal(what)
+
+    def stop(self) -> int:
+        """As an operator does; its exit code. Whatever is left after a while is killed."""
+        left = self.processes()
+        self.process.terminate()
+        try:
+            return self.process.wait(DOWN_WITHIN_S)
+        finally:
+            for entry in psutil.wait_procs(left, timeout=5.0)[1]:
+                entry.kill()
+            self.client.close()
+
+    def _url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+
+@contextlib.contextmanager
+def proxied(producer: Server, consumer: Server) -> Iterator[httpx.Client]:
+    """A client of a router in front of both; it may be vLLM's own (KVFLOW_VLLM_PROXY)."""
+    program = os.environ.get("KVFLOW_VLLM_PROXY", str(ROOT / "tests" / "vllm" / "router.py"))
+    port = _free_port()
+    options = ["--port", str(port)]
+    for side, server in (("prefiller", producer), ("decoder", consumer)):
+        options += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", str(server.port)]
+    process = subprocess.Popen([sys.executable, program, *options], stdout=subprocess.DEVNULL)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
+            deadline_s = time.monotonic() + UP_WITHIN_S
+            while not _answers(client, "/healthcheck"):
+                assert process.poll() is None, f"{program} has ended"
+                assert time.monotonic() < deadline_s, f"{program} does not listen"
+                time.sleep(0.1)
+            yield client
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(client: httpx.Client, path: str) -> bool:
+    try:
+        return client.get(path).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def prefill(server: Server, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+    """The first half of what any router does: one token, and the parameters for the decode side."""
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    params: dict[str, Any] = server.complete(prompt, 1, kv_transfer_params=wanted, **more)["kv_transfer_params"]
+    return params
+
+
+def hand_over(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> str:
+    """A router: forwards what the prefill side has said, without looking at it."""
+    return consumer.text(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
+
+
+def introduction_of(server: Server, prompt: Sequence[int]) -> Ticket:
+    """Who the prefill side's ranks are: any ticket of theirs says so, as of an earlier answer."""
+    return Ticket.from_params(prefill(server, prompt[:1]))
+
+
+def rendezvous(introduction: Ticket, ttl_s: float = 30.0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The parameters of both requests of a new name."""
+    ticket = Ticket.rendezvous(introduction, secrets.token_hex(16), ttl_s=ttl_s)
+    return producer_params(ticket), ticket.to_params()
+
+
+def flow(
+    producer: Server,
+    consumer: Server,
+    introduction: Ticket,
+    prompt: Sequence[int],
+    max_tokens: int = 16,
+    *,
+    prefill_tokens: int = 1,
+    **more: Any,
+) -> str:
+    """A router that asks both sides at once."""
+    to_compute, to_receive = rendezvous(introduction)
+    with ThreadPoolExecutor(1) as other:
+        computing = other.submit(producer.complete, prompt, prefill_tokens, kv_transfer_params=to_compute, **more)
+        text = consumer.text(prompt, max_tokens, kv_transfer_params=to_receive, **more)
+        computing.result()
+        return text
+
+
+def hand_over_ids(producer: Server, consumer: Server, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
+    """The same, with the answer's tokens."""
+    return consumer.ids(prompt, max_tokens, kv_transfer_params=prefill(producer, prompt))
+
+
+def _free_port() -> int:
+    """A port that nobody has; the system gives those below 32768 to nobody while the server starts."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port between 20000 and 32000")
+
+
+def _packages(version: str) -> Iterator[Path]:
+    """Where a server finds what is not in the environment, or is another version there."""
+    if version != VERSION:
+        yield HOME / f"vllm-{version}"
+    yield shim(version)
+
+
+def shim(version: str = VERSION) -> Path:
+    """vLLM asks for the version of a distribution called vllm; the CPU build is called vllm-cpu."""
+    folder = HOME / ("shim" if version == VERSION else f"shim-{version}")
+    info = folder / f"vllm-{version}+cpu.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+    plugin = folder / "kvflow_of_this_checkout-0.dist-info"  # as an installed kvflow has it
+    plugin.mkdir(parents=True, exist_ok=True)
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: kvflow-of-this-checkout\nVersion: 0\n")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = [f"{name} = {value}" for name, value in project["entry-points"]["vllm.general_plugins"].items()]
+    lines.append("kvflow_tests = tests.vllm.split:apply")
+    (plugin / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines, ""]))
+    return folder

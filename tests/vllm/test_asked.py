@@ -1,0 +1,176 @@
+"""vLLM's own requests, without a server: what tells their prompts apart, and those that are over when they come."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.request import Request
+
+from kvflow.connector.scheduler import ConnectorScheduler, SchedulingConfig, Sharing
+from kvflow.connector.step import Step
+from kvflow.core.protocol.prompts import prompt_digest
+from kvflow.core.protocol.ticket import Ticket
+from kvflow.vllm.asked import Asked, names_pictures, sharing_of
+from kvflow.vllm.connector import KVFlowConnector
+from kvflow.vllm.metrics import KVFlowStats
+from tests.support.tests_support import any_ticket
+
+TOKENS = [11, 12, 13, 14, 15, 16]
+REFUSED = "tokens of its prompt are not those that the ticket"
+
+
+def picture(identifier: str, offset: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", identifier, PlaceholderRange(offset=offset, length=2))
+
+
+def embeddings(last: float) -> torch.Tensor:
+    return torch.tensor([[float(row), 0.5] for row in range(5)] + [[last, 0.5]], dtype=torch.bfloat16)
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "other tokens": {"prompt_token_ids": TOKENS[::-1]},
+    "an adapter": {"lora_request": LoRARequest("one", 1, "/one")},
+    "another adapter": {"lora_request": LoRARequest("two", 2, "/two")},
+    "an adapter of the same name": {"lora_request": LoRARequest("one", 1, "/two")},
+    "a salt": {"cache_salt": "one"},
+    "another salt": {"cache_salt": "two"},
+    "adapter and salt": {"cache_salt": "one", "lora_request": LoRARequest("one", 1, "/one")},
+    "a picture": {"mm_features": [picture("one", 1)]},
+    "another picture": {"mm_features": [picture("two", 1)]},
+    "a picture elsewhere": {"mm_features": [picture("one", 2)]},
+    "two pictures": {"mm_features": [picture("one", 1), picture("two", 3)]},
+    "two pictures in another order": {"mm_features": [picture("two", 1), picture("one", 3)]},
+    "embeddings": {"prompt_token_ids": None, "prompt_embeds": embeddings(1.0)},
+    "other embeddings": {"prompt_token_ids": None, "prompt_embeds": embeddings(2.0)},
+}
+
+
+def request_of(name: str, request_id: str = "r", **more: Any) -> Request:
+    given = {"prompt_token_ids": TOKENS, **PROMPTS[name], **more}
+    params = given.pop("params", None)
+    sampling = SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params} if params else None)
+    return Request(request_id, given.pop("prompt_token_ids"), sampling, None, **given)
+
+
+def asked(name: str, **more: Any) -> Asked:
+    return Asked(request_of(name, **more), names_pictures=True)
+
+
+@pytest.mark.parametrize("tokens", [6, 2])
+def test_prompts_are_told_apart_as_their_blocks_are(tokens: int) -> None:
+    """Also of what is offered of a prompt: what comes later, such as a picture, does not count."""
+    for one, other in itertools.combinations_with_replacement(PROMPTS, 2):
+        hashed = [
+            (found.all_token_ids[:tokens], generate_block_hash_extra_keys(found, 0, tokens, 0)[0])
+            for found in (request_of(one), request_of(other))
+        ]
+        digests = {prompt_digest("r", asked(name).prompt_token_ids[:tokens]) for name in (one, other)}
+        assert (len(digests) == 1) == (hashed[0] == hashed[1]), f"{one}, {other}"
+
+
+def test_a_prompt_with_nothing_but_tokens_has_the_digest_that_it_always_had() -> None:
+    assert asked("plain").prompt_token_ids == TOKENS
+
+
+def test_pictures_that_vllm_only_numbers_are_not_compared() -> None:
+    assert Asked(request_of("a picture"), names_pictures=False).prompt_token_ids is None
+    assert Asked(request_of("plain"), names_pictures=False).prompt_token_ids == TOKENS
+    for pictures, prefixes, expected in ((0, True, True), (4, False, True), (0, False, False), (None, False, True)):
+        multimodal = None if pictures is None else SimpleNamespace(mm_processor_cache_gb=pictures)
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(multimodal_config=multimodal),
+            cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
+        )
+        assert names_pictures(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("request_id", "alone", "spread"),
+    [
+        ("cmpl-7-0-1a2b3c4d", Sharing.ALONE, Sharing.ALONE),
+        ("12-1a2b3c4d", Sharing.ALONE, Sharing.ALONE),
+        ("0_cmpl-7-0-1a2b3c4d", Sharing.FIRST, Sharing.FIRST),
+        ("12_cmpl-7-0-1a2b3c4d", Sharing.FIRST, Sharing.FOLLOWS),
+    ],
+)
+def test_samples_are_known_by_their_ids(request_id: str, alone: Sharing, spread: Sharing) -> None:
+    assert sharing_of(request_id, spread=False) is alone
+    assert sharing_of(request_id, spread=True) is spread
+
+
+def test_the_ids_of_samples_are_those_that_vllm_makes() -> None:
+    core = EngineCoreRequest("cmpl-7", TOKENS, None, SamplingParams(n=3), None, 0.0, None, None, None)
+    core.external_req_id = "cmpl-7"
+    parent = ParentRequest(core)
+    found = [sharing_of(parent.get_child_info(index)[0], spread=True) for index in range(3)]
+    assert found == [Sharing.FIRST, Sharing.FOLLOWS, Sharing.FOLLOWS]
+
+
+def test_samples_of_a_request_wait_for_the_first_load() -> None:
+    connector, ticket = connector_of(), ticket_of("plain")
+    requests = [request_of("plain", f"{index}_r", params=ticket.to_params()) for index in range(3)]
+    for request in requests:
+        connector.on_new_request(request)
+    asked = [connector.get_num_new_matched_tokens(request, 0) for request in requests]
+    assert asked == [(6, True), (None, False), (None, False)]
+    assert connector._stats.is_empty()
+
+
+def connector_of() -> KVFlowConnector:
+    made = KVFlowConnector.__new__(KVFlowConnector)
+    made._scheduling = SchedulingConfig(block_size=4, lease_ttl_s=9.0)
+    made._scheduler = ConnectorScheduler(made._scheduling, new_secret=lambda: "secret")
+    made._scheduler.introduce(any_ticket())
+    made._stats = KVFlowStats()
+    return made
+
+
+def step_of(connector: KVFlowConnector) -> Step:
+    return connector._scheduler.build_step((), preempted=(), block_ids=lambda _: [])
+
+
+def ticket_of(name: str) -> Ticket:
+    digest = prompt_digest("remote", asked(name).prompt_token_ids)
+    return any_ticket().without_leases(
+        request_id="remote", block_ids=[0, 1], num_tokens=6, ttl_s=9.0, prompt_digest=digest
+    )
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_ticket_of_the_same_tokens_with_something_else_is_refused(
+    name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    for of in PROMPTS:
+        connector = connector_of()
+        connector.on_new_request(request_of(name, params=ticket_of(of).to_params()))
+        fits = connector._scheduler.open_requests == 1
+        assert fits == (name == of), of
+        assert fits or REFUSED in caplog.records[-1].message
+        assert connector._stats.data["tickets_refused"] == ([] if fits else ["PromptMismatch"])
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_remains_of_a_request_that_is_over_are_no_request(before: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM adds one and aborts it, to say that an HTTP request was refused, has failed, or has no client any more."""
+    connector, ticket = connector_of(), ticket_of("plain")
+    if before:
+        connector.on_new_request(request_of("plain", params=ticket.to_params()))
+    remains = request_of("plain", "remains", prompt_token_ids=[0], params=ticket.to_params(), abort_immediately=True)
+    connector.on_new_request(remains)
+    assert connector._scheduler.request_finished("remains", completed=False) == (False, None)
+    assert [release.request_id for release in step_of(connector).release] == ["remains"] * (not before)
+    assert connector._stats.is_empty()
+    assert not caplog.records
