@@ -1,8 +1,8 @@
 """The decode side of one request: a load for each pool, started as soon as the pages are known.
 
 The scheduler's thread calls all of this. `poll` says Success or Failed only when no byte can land in the pages any
-more, so SGLang may do with them what it likes afterwards, whatever has happened; until then a request that was aborted, or
-has failed, is still Transferring.
+more, so SGLang may do with them what it likes afterwards, whatever has happened; until then a request that was
+aborted, or has failed, is still Transferring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On the path of SGLang's processes in tests: third-party modules that SGLang asks for and that only CUDA has are empty.
+"""On the path of SGLang's processes in tests: modules of others that SGLang asks for and only CUDA has are empty.
 
 SGLang's own modules, and what other packages import, are never touched. With SGLANG_USE_CPU_ENGINE and no AMX every
 layer takes its `forward_native`.
