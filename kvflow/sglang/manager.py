@@ -202,6 +202,7 @@ class _Pool:
         place = f"dp{parallel.attn_dp_rank}" if self.cut else f"dp{parallel.attn_dp_rank}-tp{parallel.attn_tp_rank}"
         settings: dict[str, Any] = {
             "engine_id": f"sglang-{secret[:16]}-{place}-{buffers.name}",
+            "model": buffers.format,
             "listen": f"tcp://{_own_ip()}:0",
             "tp_rank": parallel.attn_tp_rank if self.cut else 0,
             "tp_size": parallel.attn_tp_size if self.cut else 1,

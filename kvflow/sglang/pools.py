@@ -36,6 +36,7 @@ class Buffers:
     heads: int
     """Of one rank; 0 where items are not cut by heads, and each rank has all of them."""
     format: str
+    """What its bytes mean; both sides have the same."""
     cut: bool
     """Whether another tensor parallelism can be served: items are cut by heads, or are latents that all ranks have."""
 
@@ -58,7 +59,6 @@ class Buffers:
                     block_size=self.tokens,
                     style=style,
                     layer_indices=numbers,
-                    kv_format=self.format,
                 )
             )
         return CacheGroup("kv", layers, layouts)

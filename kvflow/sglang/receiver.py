@@ -114,12 +114,11 @@ class KVFlowReceiver(CommonKVReceiver):
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def _tell_prefill(self, error: BaseException) -> None:
-        """A prefill server that is gone, or has restarted, is asked for anew by the next request."""
+        """Nobody reads what it offers. One that is gone, or has restarted, is asked for anew by the next request."""
+        self.ensure_abort_notified()
         if isinstance(error, PeerError):
             self.invalidate_cached_bootstrap_infos()
             self.kv_mgr.prefill_info_table.pop(self.bootstrap_addr, None)
-        else:
-            self.ensure_abort_notified()
 
     def abort(self) -> None:
         """End it; pages are held, by `poll`, until no byte can land in them."""

@@ -63,7 +63,7 @@ class KVFlowSender(CommonKVSender):
         """The last chunk: state, then what comes with the end."""
         for at, items in enumerate(state_indices or (), start=1):
             if items is not None and len(items):
-                self._offer(at, np.asarray(items), len(items))
+                self._offer(at, np.asarray(items), len(items) * self.kv_mgr.pools[at].page_size)
         self._leases[0].complete(self.kv_mgr.aux.read(self.aux_index), ready)
         self._complete = True
 
